@@ -1,4 +1,4 @@
-"""Output layers at chosen positions only: log-probs of tokens, scores of sequences."""
+"""Output heads at selected positions: log-probs of tokens and scores of sequences, without full logits."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ LANGUAGE = (
     "language_model",
     "text_model",
     "lm_head",
-)  # Parts of a model with a tower that are no tower and no projector.
+)  # Modules of a multimodal model that belong neither to the vision tower nor to the projector.
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer with float32 weights that leaves autocast: logits are not rounded to bfloat16."""
+    """Linear layer with float32 weights that disables autocast, so that logits are not rounded to bfloat16."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """``(..., H)`` of any dtype to float32 ``(..., V)``."""
+        """Map ``(..., H)`` of any dtype to float32 ``(..., V)``."""
         with torch.autocast(input.device.type, enabled=False):
             return super().forward(input.float())
 
 
 def cast_head_to_fp32(model: nn.Module) -> None:
-    """Turn the output layer of a causal language model into a `Float32Linear`, in place.
+    """Replace the output layer of a causal language model with a `Float32Linear`, in place.
 
-    Where the input embeddings are the same matrix, what they return is cast back, so that the layers see their own dtype.
+    If the input embeddings are tied to it, their output is cast back to the previous dtype for the layers.
 
     Args:
         model: A transformers model, not a peft wrapper around one.
 
     Raises:
-        ConfigError: An adapter sits on the head.
-        ModelError: The head is no plain linear layer (a quantised one has no float32).
+        ConfigError: The head has an adapter.
+        ModelError: The head is not a plain linear layer (e.g. a quantized one).
 
     Reference: MiniMax-M1, arXiv:2506.13585
     """
@@ -83,24 +83,24 @@ def cast_head_to_fp32(model: nn.Module) -> None:
             embeddings.register_forward_hook(lambda module, args, output: output.to(before))
 
 
-# What configs call a factor of the logits, and their cap.
+# Config fields for the factor and the softcap of the logits.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-SCALES_UP = ("hyperclovax",)  # Multiplies by ``logits_scaling``; Granite divides by it.
-PER_TOKEN = ("entropy", "correct", "mean_logit", "collision")  # What may be asked for beside the log-prob.
+SCALES_UP = ("hyperclovax",)  # These models multiply by ``logits_scaling``; Granite divides by it.
+PER_TOKEN = ("entropy", "correct", "mean_logit", "collision")  # Optional outputs per token besides the log-prob.
 SCORE_LAYERS = ("score", "classifier", "classification_head")
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """What an architecture does to ``hidden @ W.T`` before the softmax: Gemma caps, Cohere multiplies, Granite divides."""
+    """Scale and softcap that an architecture applies to ``hidden @ W.T``: Gemma caps, Cohere multiplies, Granite divides."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> LogitRule:
-        """Read the rule from a model's (text) config."""
+        """Return the rule of a model's (text) config."""
         text = config.get_text_config()
         scale = 1.0
         for name in MULTIPLIERS:
@@ -111,29 +111,29 @@ class LogitRule:
         return cls(scale, next((cap for cap in caps if cap), None))
 
     def logits(self, product: Tensor) -> Tensor:
-        """``cap(scale * hidden W^T)`` in float32, differentiable, of what the output layer gives, any shape."""
+        """Return ``cap(scale * product)`` in float32, differentiable. ``product`` is the output layer's output of any shape."""
         scaled = product.float() * self.scale
         return self.softcap * torch.tanh(scaled / self.softcap) if self.softcap else scaled
 
 
 @dataclass(slots=True)
 class TokenHead:
-    """What to compute at the loss positions; travels through every wrapper to the patched forward as one argument.
+    """Outputs to compute at the loss positions, passed through all wrappers to the patched forward as one argument.
 
     Attributes:
-        rows, columns: ``(N,)`` where the predicting hidden states stand.
-        targets: ``(N,)`` token ids they predict.
-        temperature: Divides the logits before the softmax.
-        truncation: Of the sampler, of which the mass that it leaves is returned.
-        chunk_size: Positions whose logits exist at once; None: see `token_logprobs`.
-        expected_grad: ``(N,)``, see `token_logprobs`; None: not known before the pass.
-        needs: What else to return; see `posttrain.models.forward.forward`.
-        balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
-        values: Last hidden states ``(B, T, H)`` to values ``(M,)``, returned beside the log-probs.
-        compare: Instead of log-probs: hidden states ``(N, H)``, the output layer (None: they are logits), its `LogitRule` and
-            this object to what is returned. How two models are compared without their logits.
-        inputs: The model inside of its wrappers to further arguments of its forward: the features of images.
-        total: A tensor of this process to its sum over all that hold tokens of the batch; None: all are here.
+        rows, columns: ``(N,)`` positions of the hidden states that predict the targets.
+        targets: ``(N,)`` predicted token ids.
+        temperature: Divisor of the logits before the softmax.
+        truncation: Truncation of the sampler. The log of the probability mass it keeps is returned.
+        chunk_size: Number of positions whose logits exist at once. None: see `token_logprobs`.
+        expected_grad: ``(N,)``, see `token_logprobs`. None: unknown before the pass.
+        needs: Names of additional outputs, see `posttrain.models.forward.forward`.
+        balance_over: ``(B, T)`` 1 on real tokens. If set, return the router's load-balancing term over them.
+        values: Function from last hidden states ``(B, T, H)`` to values ``(M,)``, which are returned with the log-probs.
+        compare: Function that replaces the log-probs. It maps hidden states ``(N, H)``, the output layer (None: the states are
+            logits), its `LogitRule` and this object to the result. Used to compare two models without full logits.
+        inputs: Function from the model without wrappers to more arguments of its forward (the features of images).
+        total: Function that sums a tensor over all processes that hold tokens of the batch. None: this process holds all.
     """
 
     rows: Tensor
@@ -153,11 +153,11 @@ class TokenHead:
 
 @dataclass(slots=True)
 class ScoreHead:
-    """Read a classification head at some positions, such as rewards at last tokens.
+    """Positions at which to apply a classification head, e.g. the last tokens for rewards.
 
     Attributes:
-        rows, columns: ``(N,)`` where the hidden states stand.
-        inputs: As in `TokenHead`.
+        rows, columns: ``(N,)`` positions of the hidden states.
+        inputs: Same as in `TokenHead`.
     """
 
     rows: Tensor
@@ -166,7 +166,7 @@ class ScoreHead:
 
 
 def unwrapped(model: object) -> Any:
-    """The model, or the peft wrapper around it, inside what parallelism (DDP's ``module``) and compilation put on top."""
+    """Return the model or its peft wrapper, without the wrappers of parallelism (DDP's ``module``) and compilation."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         inner = getattr(model, "module", None) if inner is None else inner
@@ -176,36 +176,36 @@ def unwrapped(model: object) -> Any:
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The transformers model (of any task) inside wrappers (DDP, PEFT)."""
+    """Return the transformers model (of any task) inside wrappers (DDP, PEFT)."""
     inner = unwrapped(model)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 def output_layer(model: object) -> Any:
-    """The layer that makes logits of hidden states; None of what has none."""
+    """Return the layer that maps hidden states to logits, or None."""
     layer_of = getattr(model, "get_output_embeddings", None)
     return None if layer_of is None else layer_of()
 
 
 def adapters_of(model: object) -> dict[str, PeftConfig]:
-    """Configs of the adapters that a model carries, by their names; none of a bare model."""
+    """Return the configs of a model's adapters by name; empty without adapters."""
     return getattr(unwrapped(model), "peft_config", {})
 
 
 def adapter_kind(config: PeftConfig) -> str:
-    """Return the name of a config's peft method: ``LORA``, say."""
+    """Return the name of a config's peft method, e.g. ``LORA``."""
     return str(config.peft_type).rsplit(".", 1)[-1]
 
 
 def learns_prompts(model: nn.Module) -> bool:
-    """Whether a peft wrapper, switched on, puts virtual tokens before every row, and takes 2-D masks only."""
+    """Return whether an enabled peft wrapper prepends virtual tokens to every row and accepts only 2-D masks."""
     bare = unwrapped(model)
     config = getattr(bare, "active_peft_config", None)
     return config is not None and config.is_prompt_learning and not bare._adapters_disabled
 
 
 def virtual_tokens(model: nn.Module) -> int:
-    """Columns that prompt tuning puts before a row's tokens; prefix tuning puts its own into the cache."""
+    """Return the number of columns that prompt tuning prepends. It is 0 for prefix tuning, which uses the key-value cache."""
     if not learns_prompts(model):
         return 0
     config: Any = unwrapped(model).active_peft_config
@@ -214,7 +214,7 @@ def virtual_tokens(model: nn.Module) -> int:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run in eval mode without gradients, then restore each module's mode. Checkpointing is idle in eval mode."""
+    """Run in eval mode without gradients, then restore each module's mode. Eval mode disables checkpointing."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -226,23 +226,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def trunk(inner: nn.Module) -> Any:
-    """The layers below a model's head; Llama 4's text model names a ``base_model`` that it does not have."""
+    """Return the layers below a model's head. Llama 4's text model names a ``base_model`` that it does not have."""
     return inner.base_model if inner.base_model is not inner else inner.model
 
 
 def install_token_head(model: nn.Module) -> None:
-    """Teach a model's forward the argument ``token_head`` (a `TokenHead` or `ScoreHead`); without it, nothing changes.
+    """Patch a model's forward to accept ``token_head`` (a `TokenHead` or `ScoreHead`). Calls without it do not change.
 
-    Its layers keep less for backward from here on (`keep_inputs_only`).
-
-    The forward is patched, not called around, so that DDP, FSDP, DeepSpeed, autocast and PEFT wrappers keep seeing one
-    ordinary forward call. Installing twice is harmless.
+    From then on, the model's layers save less for backward (`keep_inputs_only`). The forward is patched so that DDP, FSDP,
+    DeepSpeed, autocast and PEFT wrappers run one ordinary forward call. Installing twice has no effect.
     """
     inner: Any = causal_lm(model)
     owner = _owner_of(inner.forward)
     if owner is inner:
         return
-    # A copy of a model around whose forward a function was put: that runs the original's layers.
+    # A copied model whose forward was wrapped in a function would run the original's layers.
     if owner is not None:
         del inner.forward
         vars(inner).pop("_original_forward", None)
@@ -257,7 +255,7 @@ def install_token_head(model: nn.Module) -> None:
             kwargs |= token_head.inputs(inner)
         masks = kwargs.get("attention_mask")
         if isinstance(masks, dict) and inner.config.model_type == "paligemma":
-            # Its forward takes one mask: layers get those of their kinds (PaliGemma 2) behind it.
+            # PaliGemma's forward takes one mask. The hook passes the masks by layer kind (PaliGemma 2) to the layers.
             kwargs["attention_mask"] = masks["full_attention"]
             with inner.model.language_model.register_forward_pre_hook(
                 lambda _, args, given: (args, {**given, "attention_mask": masks}), with_kwargs=True
@@ -266,16 +264,16 @@ def install_token_head(model: nn.Module) -> None:
         return _head_forward(inner, inner.headless_forward, token_head, *args, **kwargs)
 
     vars(forward)["takes_token_head"] = True
-    # A method: a deep copy of the model binds it to itself, with what accelerate puts around it. Around anything else accelerate
-    # puts a function, which would run the original's layers.
+    # Bind as a method: a deep copy of the model then binds it to the copy, together with accelerate's wrapper. accelerate wraps
+    # other callables in a function, which would run the original's layers.
     inner.forward = MethodType(forward, inner)
 
 
 def _owner_of(forward: Any) -> Any:
-    """The model whose layers a forward runs, below what was put around it too; None where it takes no ``token_head``.
+    """Return the model that owns ``forward``, also below accelerate's wrappers; None if it does not accept ``token_head``.
 
-    Accelerate wraps autocast around the forward of a prepared model and keeps no attribute of it but ``__wrapped__``; a second
-    patch on top would call the head outside of autocast, and a run in bfloat16 would compute in float32.
+    accelerate wraps the forward of a prepared model in autocast and keeps only ``__wrapped__``. A second patch on top would
+    call the head outside of autocast, so a bfloat16 run would compute in float32.
     """
     owner, takes_head = None, False
     while forward is not None:
@@ -288,7 +286,7 @@ def _owner_of(forward: Any) -> Any:
 def _head_forward(
     inner: nn.Module, original: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
-    """What the head reads of the last hidden states; of the model's own logits where they are not ``cap(scale * h W^T)``."""
+    """Run the model and apply the head to the last hidden states, or to logits that are not ``cap(scale * h W^T)``."""
     kwargs.pop("labels", None)
     own = isinstance(head, TokenHead) and bool(inner.__dict__.get("own_logits"))
     if own and head.values is not None:
@@ -311,12 +309,12 @@ def _head_forward(
 
 
 def score_layer(inner: nn.Module) -> Any:
-    """The classification head of a model, by the names that architectures give it; None where there is none."""
+    """Return the model's classification head, or None. `SCORE_LAYERS` lists its names in known architectures."""
     return next((layer for name in SCORE_LAYERS if (layer := getattr(inner, name, None)) is not None), None)
 
 
 def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: list[int]) -> Any:
-    """An adapter config that also trains the embeddings of tokens that were just added; the caller's is not changed."""
+    """Return a copy of an adapter config that also trains the embeddings of added tokens."""
     if peft_config is None or not added or peft_config.is_prompt_learning:
         return peft_config
     config = copy.deepcopy(peft_config)
@@ -333,13 +331,13 @@ def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: li
     head = model.get_output_embeddings()
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     if head is not None and not tied and "lm_head" not in (config.modules_to_save or []):
-        logger.warning("new tokens were added: lm_head is trained and saved in full beside the adapter.")
+        logger.warning("new tokens were added, so lm_head is trained and saved in full with the adapter.")
         config.modules_to_save = [*(config.modules_to_save or []), "lm_head"]
     return config
 
 
 def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
-    """An adapter config that trains and saves a classifier's head, which is new and random; the caller's is not changed."""
+    """Return a copy of an adapter config that also trains and saves the classifier's head, which is randomly initialized."""
     if peft_config is None or not hasattr(peft_config, "modules_to_save"):
         return peft_config
     layer = score_layer(model)
@@ -350,21 +348,23 @@ def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
         )
     config = copy.deepcopy(peft_config)
     if config.task_type == "CAUSAL_LM":
-        config.task_type = None  # The command line's default; peft would look for a language-model head.
+        config.task_type = (
+            None  # CAUSAL_LM is the command line's default, with which peft expects a language-model head.
+        )
     if config.task_type is None and name not in (config.modules_to_save or []):
-        logger.info("the head %r is trained and saved in full beside the adapter.", name)
+        logger.info("the head %r is trained and saved in full with the adapter.", name)
         config.modules_to_save = [*(config.modules_to_save or []), name]
     return config
 
 
 def score(inner: nn.Module, hidden: Tensor) -> Tensor:
-    """``(N, H)`` hidden states to ``(N, labels)`` float32 scores."""
+    """Map hidden states ``(N, H)`` to float32 scores ``(N, labels)``."""
     dropout = getattr(inner, "dropout", None)
     return score_layer(inner)(dropout(hidden) if isinstance(dropout, nn.Module) else hidden).float()
 
 
 def is_one_matrix(layer: nn.Module) -> bool:
-    """Whether an output layer is its weight and bias and nothing else: neither an adapter nor anybody's hook runs with it."""
+    """Return whether an output layer is a plain linear layer without an adapter or hooks (except sharding hooks)."""
     return type(layer) in (nn.Linear, Float32Linear) and _unhooked(layer)
 
 
@@ -374,7 +374,7 @@ def _unhooked(layer: nn.Module) -> bool:
 
 
 def _in_force(layer: Any) -> Any:
-    """The output layer inside of what peft puts around one that is trained beside an adapter, whole or in some rows."""
+    """Return the active output layer inside peft's wrapper for a head that is trained in full or for some tokens."""
     if not hasattr(layer, "original_module"):
         return layer
     if layer.disable_adapters:
@@ -385,7 +385,7 @@ def _in_force(layer: Any) -> Any:
     base = layer.original_module
     if not (is_one_matrix(base) and _unhooked(layer)):
         return layer
-    # Rows of tokens in a head that is tied to the embeddings: they lie beside the matrix, and ``weight`` puts them into it.
+    # Trained token rows of a tied head are stored separately, and ``weight`` inserts them into the matrix.
     joined = type(base)(1, 1, bias=False, device="meta")
     del joined.weight
     joined.weight, joined.bias = layer.weight, base.bias
@@ -393,13 +393,13 @@ def _in_force(layer: Any) -> Any:
 
 
 def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
-    """Log-probs of the targets under the model's own output layer."""
+    """Return log-probs of the targets under the model's output layer, and the additional outputs in ``head.needs``."""
     layer = _in_force(inner.get_output_embeddings())
     rule = LogitRule.of(inner.config)
     if head.compare is not None:
         return head.compare(hidden, layer, rule, head)
     if is_one_matrix(layer) and "logits" not in head.needs:
-        # A head in float32 is meant to stay there under autocast.
+        # A float32 head stays in float32 under autocast.
         wide = torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext()
         with wide:
             out = token_logprobs(
@@ -418,16 +418,16 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
             )
         fields = {name: getattr(out, name) for name in ("logp", "log_mass", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
-    # The slow path for heads that are not one plain matrix (an adapter on ``lm_head``, a hook) and for losses on logits.
+    # Slow path for heads that are not a plain matrix (an adapter on ``lm_head``, a hook) and for losses on logits.
     if type(layer) in (nn.Linear, Float32Linear) and not is_one_matrix(layer):
         warn_once(
-            logger, "hooks run on the output layer: for them all logits of a pass exist at once, which takes memory."
+            logger, "the output layer has hooks, so all logits of a pass are computed at once, which needs more memory."
         )
     return _from_logits(rule.logits(layer(hidden)), head)
 
 
 def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
-    """Log-probs and what else was asked for, from ``(N, V)`` logits."""
+    """Return log-probs and the additional outputs in ``head.needs`` from ``(N, V)`` logits."""
     raw, logits = logits, logits / head.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     result = {"logp": logprobs.gather(-1, head.targets[:, None]).squeeze(-1)}
@@ -450,9 +450,10 @@ def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
 def _balance(
     inner: nn.Module, router_logits: Any, real: Tensor, total: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """``E sum_e f_e P_e`` over real tokens, all layers pooled: the load-balancing term, unscaled.
+    """Return the unscaled load-balancing term ``E sum_e f_e P_e`` over the real tokens of all layers.
 
-    ``f_e`` are assignments per token to expert e and ``P_e`` is its mean probability; top-k at perfect balance.
+    ``f_e`` is the number of assignments per token to expert e, and ``P_e`` is its mean probability. With perfect balance, the
+    term equals top-k.
 
     Reference: Switch Transformers, arXiv:2101.03961, equation 4.
     """
@@ -462,30 +463,30 @@ def _balance(
     layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]
     probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)
     chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
-    if total is not None:  # A product of two means, each over tokens of all processes.
+    if total is not None:  # Both means of the product are over the tokens of all processes.
         sums = total(torch.stack([chosen.sum(0), probabilities.sum(0), torch.ones_like(chosen).sum(0)]))  # (3, E)
         return probabilities.shape[1] * (sums[0] * sums[1] / sums[2] ** 2).sum()
     return probabilities.shape[1] * (chosen.mean(0) * probabilities.mean(0)).sum()
 
 
 def has_tower(model: nn.Module) -> bool:
-    """Whether a model encodes images."""
+    """Return whether a model encodes images."""
     return _encodes_images(causal_lm(model))
 
 
 def _encodes_images(module: Any) -> bool:
-    # Mllama, whose text attends to images beside it, has no method for their features.
+    # Mllama uses cross-attention to images and has no get_image_features.
     inner = getattr(module, "model", module)
     beside = hasattr(inner, "vision_model") and hasattr(inner, "multi_modal_projector")
     return beside or any(hasattr(holder, "get_image_features") for holder in (module, inner))
 
 
 def text_modules(model: nn.Module) -> list[nn.Module]:
-    """All modules of a causal language model but those of a vision tower and its projector."""
+    """Return all modules of a causal language model except the vision tower and its projector."""
     named = dict(model.named_modules())
     if not has_tower(model):
         return list(named.values())
-    # Whatever holds tower and text model answers for both, and gives them their features.
+    # Modules that contain both tower and text model are included.
     return [m for name, m in named.items() if set(LANGUAGE) & set(name.split(".")) or _encodes_images(m)]
 
 
@@ -511,11 +512,11 @@ def attention_renamed(model: nn.Module, name: Callable[[str], str]) -> Iterator[
 
 
 def placeholder_of(model: nn.Module) -> int | None:
-    """Id that a feature of a picture replaces; None: passes of this model hold no pictures."""
+    """Return the id of image placeholder tokens, or None if the model was not prepared for images."""
     encoder = picture_encoder(model)
     return None if encoder is None else encoder.processor.token_id
 
 
 def picture_encoder(model: nn.Module) -> Any:
-    """What `posttrain.models.vision.install_pictures` put on the model, if anything."""
+    """Return the encoder that `posttrain.models.vision.install_pictures` set on the model, or None."""
     return causal_lm(model).__dict__.get("picture_encoder")

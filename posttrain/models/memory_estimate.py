@@ -1,7 +1,7 @@
-"""How much memory a run needs, from the configs of its models and the shape of its batches; no weight is read.
+"""Estimate a run's memory from the configs of its models and the shapes of its batches, without reading weights.
 
-Weights, gradients and optimiser states are counted parameter by parameter of the real architecture. What a pass adds is
-traced operation by operation on fake tensors, which have shapes and no memory.
+Weights, gradients and optimizer states are counted for each parameter of the real architecture. The memory of a pass is traced
+operation by operation on fake tensors, which have shapes but no data.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from posttrain.types import Batch
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
-# Of the driver and the libraries in one process; nvidia-smi shows about this much for an idle one.
+# Memory of the driver and the libraries in one process; nvidia-smi shows about this much for an idle process.
 CUDA_CONTEXT = 600 * 2**20
-# What allocators waste. glibc's puts small blocks where a large one was, so that the next large one needs a new place: up to
-# three times the largest tensor was measured (benchmarks/estimate.py). CUDA's share is a guess, not measured.
+# Allocator overhead. glibc puts small blocks into the space of a freed large one, so the next large one needs new memory: up
+# to three times the largest tensor was measured (benchmarks/estimate.py). CUDA_WASTE is a guess, not measured.
 HOLES = 3
 CUDA_WASTE = 0.05
-# Bytes of optimiser state for each byte of a trained weight, or, with 8 bits, for each weight.
+# Bytes of optimizer state per byte of a trained weight; EIGHT_BIT: bytes per weight.
 PER_BYTE = {"adamw": 2, "adam": 2, "nadamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "stable": 2}
 EIGHT_BIT = {"adamw": 2, "lion": 1, "rmsprop": 1, "ademamix": 3}
 STATELESS = ("sgd", "lomo", "adalomo")
-LOW_RANK, RANK = ("galore", "apollo"), 128  # With transformers' default.
+LOW_RANK, RANK = ("galore", "apollo"), 128  # transformers' default rank.
 AUTO_CLASSES = {
     "causal": "AutoModelForCausalLM",
     "images": "AutoModelForImageTextToText",
@@ -52,23 +52,24 @@ AUTO_CLASSES = {
 
 
 def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype that may be given by its name, with or without ``torch.``."""
+    """Return the dtype for a dtype or its name, with or without ``torch.``."""
     return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.removeprefix("torch."))
 
 
 @dataclass(frozen=True)
 class Part:
-    """One model of a run, as its config describes it.
+    """Description of one model of a run.
 
     Attributes:
         role: ``policy``, ``reference``, ``value model`` or ``reward model``.
-        config: Of transformers.
-        kind: Language model, or a classifier of sequences.
-        dtype: Of the weights.
-        peft_config: Of an adapter; then nothing else is trained.
-        trained: Whether it has gradients and optimiser states.
-        bits: Of a quantised linear weight with its scales, see `weight_bits`; None: they have ``dtype``.
-        freeze_vision, images: As in the run's config, and whether its rows have images; for models with a tower.
+        config: The transformers config.
+        kind: Causal language model or sequence classifier.
+        dtype: Dtype of the weights.
+        peft_config: Config of an adapter. With an adapter, nothing else is trained.
+        trained: True if the model has gradients and optimizer states.
+        bits: Bits per quantized linear weight including its scales, see `weight_bits`. None: the weights have ``dtype``.
+        freeze_vision: Same as in the run's config; for models with a vision tower.
+        images: True if the run's rows have images; for models with a vision tower.
     """
 
     role: str
@@ -87,12 +88,12 @@ class Generating:
     """One call of the rollout engine in the trainer's process.
 
     Attributes:
-        prompts: Different prompts of the call.
-        prompt_tokens: Of the longest.
-        completion_tokens: Most of a completion.
-        sequences: Completions of the call.
-        slots: Most sequences that are decoded at once.
-        shares_prompts: Whether a prompt's keys and values are kept once for all its completions.
+        prompts: Number of distinct prompts of the call.
+        prompt_tokens: Length of the longest prompt in tokens.
+        completion_tokens: Maximum length of a completion in tokens.
+        sequences: Number of completions of the call.
+        slots: Maximum number of sequences that are decoded concurrently.
+        shares_prompts: True if a prompt's keys and values are stored once for all its completions.
     """
 
     prompts: int
@@ -103,13 +104,13 @@ class Generating:
     shares_prompts: bool = True
 
 
-# Tokens of one prefill pass of the native engine.
+# Number of tokens in one prefill pass of the native engine.
 PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Over how many processes weights, gradients and optimiser states are divided; ``processes`` hold a copy of the rest."""
+    """Number of processes that weights, gradients and optimizer states are sharded over, and ``processes`` in total."""
 
     weights: int = 1
     gradients: int = 1
@@ -119,23 +120,24 @@ class Shards:
 
 @dataclass(frozen=True)
 class Workload:
-    """What decides the memory of one process.
+    """Settings that determine the memory of one process.
 
     Attributes:
-        policy: The model that is trained.
-        batches: The passes of one micro-batch at its longest.
-        passes: Forward and backward passes of one optimiser step.
-        critic: A value model that is trained with the policy.
-        value_head: Whether the policy's trunk has a value head.
+        policy: Model that is trained.
+        batches: Passes of one micro-batch at its maximum length.
+        passes: Number of forward and backward passes in one optimizer step.
+        critic: Value model that is trained with the policy.
+        value_head: True if the policy's trunk has a value head.
         frozen: Reference and reward models that stay in memory.
-        reference: Whether a pass without gradients scores the same rows: ``copy``, ``adapter`` (the policy itself), or none.
-        needs: As `posttrain.models.forward.forward`.
-        checkpointing, kept_layers, optimizer, autocast: As in the run's config.
-        generating: The largest call of the engine, if it runs in this process.
-        shards: Over processes.
+        reference: Model of a gradient-free pass over the same rows: ``copy``, ``adapter`` (the policy itself), or empty for no
+            such pass.
+        needs: Same as in `posttrain.models.forward.forward`.
+        checkpointing, kept_layers, optimizer, autocast: Same as in the run's config.
+        generating: Largest call of the rollout engine, if the engine runs in this process.
+        shards: Sharding over processes.
         device: ``cpu`` or ``cuda``.
         process: Bytes of the interpreter and its libraries.
-        pixels: Prepared images of the largest pass by the names the tower takes; on ``meta`` where values do not matter.
+        pixels: Prepared images of the largest pass by the tower's argument names; on ``meta`` if their values do not matter.
     """
 
     policy: Part
@@ -159,12 +161,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one process.
+    """Estimated memory of one process in bytes.
 
     Attributes:
-        standing: What is there all the time, by component.
-        moments: What each part of a step adds, by component.
-        trainable, parameters: Numbers of weights of the policy.
+        standing: Memory that is allocated throughout the run, by component.
+        moments: Additional memory of each phase of a step, by component.
+        trainable, parameters: Number of trained weights, and of all weights, of the policy.
     """
 
     standing: Mapping[str, int]
@@ -174,25 +176,25 @@ class MemoryEstimate:
 
     @property
     def fullest(self) -> str:
-        """The moment that needs most."""
+        """Phase of a step that needs the most memory."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def components(self) -> dict[str, int]:
-        """What is in memory at the fullest moment."""
+        """Memory by component in the phase that needs the most."""
         return {name: size for name, size in (*self.standing.items(), *self.moments[self.fullest].items()) if size}
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest moment."""
+        """Peak memory in bytes."""
         return sum(self.components.values())
 
 
 def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
-    """States of an optimiser.
+    """Return the bytes of an optimizer's states.
 
     Args:
-        name: As ``optim``.
+        name: Value of ``optim``.
         sizes: ``(weights, bytes)`` of each trained parameter.
 
     >>> [optimizer_bytes(name, [(10, 40)]) for name in ("adamw_torch", "adamw_bnb_8bit", "sgd")]
@@ -202,11 +204,11 @@ def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
     if name.startswith(STATELESS):
         return 0
     if name.startswith(LOW_RANK):
-        # Two moments in the subspace and the projection onto it, as of square matrices that are all in `optim_target_modules`.
+        # Two moments in the subspace, and the projection. Assumes square matrices that are all in `optim_target_modules`.
         return sum(size * min(2 * count, int(3 * RANK * count**0.5)) // count for count, size in sizes if count)
     kind = next((key for key in PER_BYTE if key in name), "adamw")
     if "adafactor" in name:
-        # Sums of rows and columns: little of a matrix.
+        # Adafactor stores sums of rows and columns, a small fraction of a matrix.
         return sum(size // 50 for _, size in sizes)
     if "8bit" in name or "4bit" in name:
         return EIGHT_BIT.get(kind, 2) * sum(count for count, _ in sizes) // (2 if "4bit" in name else 1)
@@ -214,15 +216,16 @@ def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
 
 
 def estimate_memory(work: Workload) -> MemoryEstimate:
-    """What one process of this run needs at most.
+    """Estimate the peak memory of one process of a run.
 
-    Standing: weights, optimiser states, frozen models. On top of it, whichever is most: forward and backward (gradients,
-    activations, chunks of logits), the reference's pass, or generation (keys and values, logits of the live sequences)::
+    ``standing`` memory holds weights, optimizer states and frozen models. The largest of these phases is added: forward and
+    backward (gradients, activations, chunks of logits), the optimizer step, the reference's pass, or generation (keys and
+    values, logits of the running sequences)::
 
         peak = standing + max(moments)
 
     Raises:
-        ModelError: A config that describes no model, or a model whose forward pass needs the values of its tensors.
+        ModelError: A config describes no model, or the model's forward pass reads the values of its tensors.
     """
     shadow = Shadow(
         work.policy, critic=work.critic, value_head=work.value_head,
@@ -272,7 +275,7 @@ def _total(peak: Mapping[str, int]) -> int:
 
 
 def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
-    """Temporaries of the update: of all weights at once on a GPU, of one weight on a CPU, none where it is fused."""
+    """Return the temporary bytes of the update: for all weights on a GPU, for one weight on a CPU, 0 if it is fused."""
     if "fused" in work.optimizer or not trained:
         return 0
     sizes = [size for _, size in trained]
@@ -280,7 +283,7 @@ def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
 
 
 def _gathered(model: nn.Module) -> int:
-    """Sharded weights that are whole at one moment: two layers, and what belongs to no layer."""
+    """Return the bytes of gathered weights at one time: two layers, and the weights outside of layers."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     rest = sum(p.nbytes for p in model.parameters()) - sum(sizes)
@@ -288,13 +291,13 @@ def _gathered(model: nn.Module) -> int:
 
 
 def _unpacked(shadow: Shadow, dtype: torch.dtype) -> int:
-    """The largest quantised weight as a product reads it, and its transpose in backward; one layer at a time."""
+    """Return the bytes of the largest dequantized weight and its transpose in backward; one layer is unpacked at a time."""
     packed = (p for name, p in shadow.model.named_parameters() if name in shadow.quantised)
     return 2 * dtype.itemsize * max((p.numel() for p in packed), default=0)
 
 
 def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> dict[str, int]:
-    """The peak of the batch with most tokens, or of that with most loss tokens."""
+    """Return the larger peak of two batches: the one with the most tokens and the one with the most loss tokens."""
     options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
     options["pixels"] = work.pixels
     by_tokens = max(work.batches, key=lambda batch: batch.input_ids.numel())
@@ -316,14 +319,14 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def _generation(call: Generating, part: Part, model: nn.Module) -> dict[str, int]:
-    """Keys and values ``2 L H_kv d bytes`` a token, and the numbers of one step: logits, their draws, a prefill pass."""
+    """Return the bytes of generation: keys and values (``2 L H_kv d bytes`` per token), logits with sampling, and a prefill."""
     config = _text_config(model)
     item = part.dtype.itemsize
     each = 2 * sum(map(key_value_width, layer_configs(config))) * item
     live = min(call.slots, call.sequences)
     room, kept, prefill = call.completion_tokens, live, live * call.prompt_tokens
     if call.shares_prompts:
-        # The blocks of suffixes grow by doubling, from 64 tokens.
+        # Suffix blocks start at 64 tokens and grow by doubling.
         room = 64 << max(0, (call.completion_tokens - 1) // 64).bit_length()
         kept = min(call.prompts, live)
         prefill = min(PREFILL_TOKENS, call.prompts * call.prompt_tokens) or prefill
@@ -335,14 +338,14 @@ def _generation(call: Generating, part: Part, model: nn.Module) -> dict[str, int
 
 
 class Shadow:
-    """A model of fake tensors, with the trainer's own head and checkpointing on it.
+    """Model of fake tensors with the trainer's head and checkpointing installed.
 
     Args:
-        part: The model to build.
-        critic: A second model that goes through every forward with it (PPO's value model).
-        value_head: Whether its trunk has a value head.
-        checkpointing: Whether activations are recomputed in backward.
-        kept_layers: As `PostTrainingConfig.kept_layers`.
+        part: Model to build.
+        critic: Second model that runs in every forward pass (PPO's value model).
+        value_head: True if the trunk has a value head.
+        checkpointing: True if activations are recomputed in backward.
+        kept_layers: Same as `PostTrainingConfig.kept_layers`.
     """
 
     def __init__(
@@ -371,7 +374,7 @@ class Shadow:
 
     @property
     def quantised(self) -> set[str]:
-        """Names of packed weights: those of linear layers that are not trained, but for the output layer's."""
+        """Names of quantized weights: frozen weights of linear layers, except the output layer."""
         if self.part.bits is None:
             return set()
         linear = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)}
@@ -380,7 +383,7 @@ class Shadow:
         return {name for name, p in named if name in linear and not p.requires_grad and p is not head}
 
     def named_sizes(self) -> dict[str, tuple[int, bool]]:
-        """Bytes of each parameter, and whether it is trained."""
+        """Return the bytes of each parameter and whether it is trained, by name."""
         packed, bits = self.quantised, self.part.bits or 0
         return {
             name: (int(p.numel() * bits / 8) if name in packed else p.nbytes, p.requires_grad)
@@ -418,13 +421,15 @@ def _build(part: Part) -> Any:
 
 
 def _experts_by_shape(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """A mixture of experts whose tokens all go to the first: the shapes of a grouped product, without reading the router.
+    """Compute a mixture of experts with all tokens routed to the first expert.
+
+    The shapes equal those of a grouped product, and the router's values are not read.
 
     Args:
-        experts: The module with the weights of all experts.
-        hidden: ``(N, H)``.
-        index: ``(N, k)`` experts of each token; not read.
-        weights: ``(N, k)``.
+        experts: Module with the weights of all experts.
+        hidden: ``(N, H)`` hidden states.
+        index: ``(N, k)`` experts of each token. Its values are not read.
+        weights: ``(N, k)`` routing weights.
     """
     first, last = (experts.gate_up_proj if experts.has_gate else experts.up_proj), experts.down_proj
     x = hidden.repeat_interleave(index.shape[-1], dim=0)  # (N k, H)
@@ -435,7 +440,7 @@ def _experts_by_shape(experts: Any, hidden: Tensor, index: Tensor, weights: Tens
 
 
 def _from_meta(model: nn.Module) -> None:
-    """Replace meta tensors by fake CPU tensors; tied ones stay tied."""
+    """Replace meta tensors with fake CPU tensors. Tied tensors stay tied."""
     by_id: dict[int, Any] = {}
     for module in model.modules():
         for holder in (module._parameters, module._buffers):
@@ -450,11 +455,11 @@ def _from_meta(model: nn.Module) -> None:
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes of every storage from its birth to its end, by kind."""
+    """Counter of live bytes of storages, by kind, from allocation to release."""
 
     def __init__(self, model: nn.Module, vocabulary: int) -> None:
         super().__init__()
-        self.kind = "activations"  # Of tensors that are neither weight gradients nor logits.
+        self.kind = "activations"  # Kind of tensors that are neither weight gradients nor logits.
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.largest = 0
@@ -488,7 +493,7 @@ class _Meter(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count inside; forget what is still alive afterwards."""
+        """Count storages inside the block. Afterwards, detach the finalizers of storages that are still alive."""
         try:
             with self:
                 yield
@@ -508,27 +513,29 @@ def trace_pass(
     autocast: torch.dtype | None = None,
     pixels: Mapping[str, Tensor] | None = None,
 ) -> dict[str, int]:
-    """What one pass of this batch holds at its fullest moment beyond the weights and earlier gradients, operation by operation.
+    """Return the peak memory of one pass over a batch, beyond the weights and earlier gradients.
+
+    The pass is traced operation by operation.
 
     Args:
-        shadow: The model.
-        batch: A token forest; its shape and masks count, not its tokens.
-        training: Forward and backward; else forward without gradients.
-        accumulating: Whether gradients of an earlier pass exist already (they are not counted).
-        needs: As `posttrain.models.forward.forward`.
-        autocast: Dtype of the computation where it differs from that of the weights.
-        pixels: As in `Workload`.
+        shadow: Model with fake tensors.
+        batch: Packed prefix trees. Their shape and masks matter, their tokens do not.
+        training: Run forward and backward. If False, run forward without gradients.
+        accumulating: True if gradients of an earlier pass exist (they are not counted).
+        needs: Same as in `posttrain.models.forward.forward`.
+        autocast: Dtype of the computation if it differs from the weights' dtype.
+        pixels: Same as in `Workload`.
 
     Returns:
-        Bytes: ``activations`` that layers keep for backward and work with; chunks of ``logits`` and their gradients;
-        ``gradients`` of weights, before they are added to earlier ones; ``images``: pixels, features, and what the tower keeps;
-        and the ``largest`` tensor, which is one of them.
+        Bytes by kind: ``activations`` are saved for backward or temporary; ``logits`` are chunks of logits and their gradients;
+        ``gradients`` are weight gradients before accumulation; ``images`` are pixels, features and the tower's activations;
+        ``largest`` is the largest tensor, which one of the other kinds includes.
     """
     model = shadow.model
     trained = [p for p in model.parameters() if p.requires_grad]
     config = _text_config(model)
     told = attention_inputs(batch, causal_lm(model), shadow.part.dtype)
-    # Read before the fake mode begins, in which tensors have no values.
+    # Read before fake mode starts: fake tensors have no values.
     counts = batch.num_loss_tokens, batch.num_sequences, int((batch.sequence >= 0).sum())
 
     def forget(parameter: Tensor) -> None:
@@ -536,7 +543,7 @@ def trace_pass(
 
     with shadow.mode:
         meter = _Meter(model, config.vocab_size)
-        # Autograd cannot add fake tensors in place: a gradient that is added to an earlier one is dropped instead.
+        # Autograd cannot accumulate fake tensors in place, so accumulated gradients are dropped instead.
         hooks = [p.register_post_accumulate_grad_hook(forget) for p in trained] if accumulating else []
         compute = torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
         try:
@@ -561,14 +568,14 @@ def trace_pass(
 def _sum_of_outputs(
     shadow: Shadow, shape: torch.Size, told: dict[str, Any], counts: tuple[int, int, int], needs: frozenset[str]
 ) -> Tensor:
-    """The forward pass of `posttrain.models.forward.forward` with zeros for tokens and positions; the sum of its outputs.
+    """Run the pass of `posttrain.models.forward.forward` with zeros as tokens and positions; return the sum of its outputs.
 
     Args:
-        shadow: The model.
+        shadow: Model with fake tensors.
         shape: ``(B, T)`` of the batch.
-        told: What its attention is told of the batch, with values; see `attention_inputs`.
-        counts: Loss tokens, sequences and completion tokens of the batch.
-        needs: What the head computes with the log-probs.
+        told: Inputs of attention for the batch, with real values; see `attention_inputs`.
+        counts: Number of loss tokens, sequences and completion tokens of the batch.
+        needs: Outputs that the head computes besides log-probs.
     """
     place = torch.zeros(shape, dtype=torch.long)  # (B, T)
     mask = told["attention_mask"]

@@ -1,4 +1,4 @@
-"""The only file that says DDP, FSDP or ZeRO: what the trainers need to know of several processes."""
+"""Support for several processes (DDP, FSDP, ZeRO): collectives, parameter gathering, sharded checkpoints, joint errors."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WHOLE = "neither FSDP nor DeepSpeed"
-SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # Where the hooks come from that gather parameters and free them.
+SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # Modules of the hooks that gather and free parameters.
 
 
 def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
-    """Concatenate every rank's list, in rank order, on all ranks; every rank must call it."""
+    """Concatenate the lists of all ranks, in rank order, on all ranks. Every rank must call it."""
     if accelerator.num_processes == 1:
         return items
     gathered: list[list[Any]] = [[] for _ in range(accelerator.num_processes)]
@@ -46,7 +46,7 @@ def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
 
 
 def gather_objects(item: object, accelerator: Accelerator) -> list[Any]:
-    """One object of every rank, in rank order, on the main process; empty elsewhere. Every rank must call it."""
+    """Return every rank's object, in rank order, on the main process and an empty list elsewhere. Every rank must call it."""
     if accelerator.num_processes == 1:
         return [item]
     gathered: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
@@ -55,7 +55,7 @@ def gather_objects(item: object, accelerator: Accelerator) -> list[Any]:
 
 
 def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
-    """To each rank its object of the main process's list; every rank must call it."""
+    """Return this rank's object from the main process's list. Every rank must call it."""
     if accelerator.num_processes == 1:
         return items[0]
     mine: list[Any] = [None]
@@ -64,7 +64,10 @@ def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
 
 
 def broadcast_object(item: T, accelerator: Accelerator) -> T:
-    """The main process's object on all ranks; every rank must call it. Gathering it would make a copy a rank on each rank."""
+    """Return the main process's object on all ranks. Every rank must call it.
+
+    Gathering instead would create one copy per rank on each rank.
+    """
     if accelerator.num_processes == 1:
         return item
     shared = [item]
@@ -73,11 +76,11 @@ def broadcast_object(item: T, accelerator: Accelerator) -> T:
 
 
 def exchange_objects(parcels: list[list[Any]], accelerator: Accelerator) -> list[Any]:
-    """What every rank has for this one, in rank order; every rank must call it.
+    """Return the items that every rank sends to this rank, in rank order. Every rank must call it.
 
     Args:
-        parcels: Items for each rank; none of them goes anywhere else, so that memory does not grow with the ranks.
-        accelerator: Of the run.
+        parcels: Items for each rank. Each list is sent only to its rank, so memory does not grow with the number of ranks.
+        accelerator: Accelerator of the run.
     """
     if accelerator.num_processes == 1:
         return parcels[0]
@@ -92,7 +95,7 @@ def exchange_objects(parcels: list[list[Any]], accelerator: Accelerator) -> list
 
 
 def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]:
-    """Sum numbers over ranks, all of them in one collective."""
+    """Sum numbers over ranks in one collective."""
     if accelerator.num_processes == 1:
         return values
     # MPS has no float64.
@@ -103,7 +106,7 @@ def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]
 
 
 def shards_parameters(accelerator: Accelerator) -> bool:
-    """Whether a forward pass is a collective (FSDP, ZeRO-3), so that ranks must run equally many."""
+    """Return whether a forward pass is a collective (FSDP, ZeRO-3), so that ranks must run the same number of passes."""
     name = str(accelerator.distributed_type)
     if "FSDP" in name:
         return True
@@ -120,10 +123,10 @@ def _fsdp_plugin(accelerator: Accelerator) -> Any:
 
 
 def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> None:
-    """Refuse FSDP that accelerate makes DDP of: it shards on accelerators alone, and says nothing of it on a CPU.
+    """Raise if accelerate silently replaces FSDP with DDP, as it does on a CPU.
 
     Raises:
-        ConfigError: The config or the launcher asked for FSDP, and several processes hold the whole model each.
+        ConfigError: The config or the launcher requests FSDP, and each of several processes would hold the whole model.
     """
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     name = str(accelerator.distributed_type)
@@ -136,9 +139,10 @@ def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> 
 
 
 def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """FSDP's units are, by default, layers of all classes that a family may hold: accelerate ends at one that is not there.
+    """Set FSDP's default layer classes to those that the model contains.
 
-    LLaVA lists the text half of CLIP, of which it takes the tower alone.
+    By default, accelerate wraps all classes that the model's family lists and fails if one is missing. LLaVA lists CLIP's text
+    layers, but uses only CLIP's vision tower.
     """
     plugin = _fsdp_plugin(accelerator)
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
@@ -148,18 +152,18 @@ def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> No
 
 
 def is_prepared_late(accelerator: Accelerator) -> bool:
-    """Whether a model only runs once training has prepared it, and gradients are no longer at the parameters.
+    """Return whether a model runs only after training has prepared it, with gradients that are not in ``parameter.grad``.
 
-    So it is with FSDP, and with DeepSpeed of any stage.
+    This is true for FSDP and for DeepSpeed at any stage.
     """
     return any(name in str(accelerator.distributed_type) for name in ("FSDP", "DEEPSPEED"))
 
 
 def equal_passes(count: int, accelerator: Accelerator) -> int:
-    """How many passes every rank must run: ``count``, or the largest over ranks where a pass is a collective.
+    """Return the number of passes every rank must run: ``count``, or the maximum over ranks if a pass is a collective.
 
-    Forward is one under FSDP and ZeRO-3, and where processes hold pieces of the same rows; backward is one under ZeRO-2, which
-    hands gradients to their owners in each.
+    Forward is a collective with FSDP, ZeRO-3 and sequence parallelism. Backward is a collective with ZeRO-2, which reduces
+    gradients to their owners in each pass.
     """
     if not is_prepared_late(accelerator) and token_split.active() is None:
         return count
@@ -169,12 +173,14 @@ def equal_passes(count: int, accelerator: Accelerator) -> int:
 
 
 def in_step(items: Sequence[T], accelerator: Accelerator, spare: Callable[[], T]) -> Iterator[tuple[T, bool]]:
-    """Each item with True; then, where a forward pass is a collective, others with False until every rank has run equally many.
+    """Yield each item with True, then spare items with False until all ranks have run the same number of passes.
+
+    Spare items are yielded only if a pass is a collective.
 
     Args:
-        items: Of this rank, maybe none.
-        accelerator: Of the run; every rank must come by, one without items too.
-        spare: Makes what a rank without any item runs in place of one.
+        items: Items of this rank. May be empty.
+        accelerator: Accelerator of the run. Every rank must call this function, also a rank without items.
+        spare: Function that creates the item that a rank without items runs.
     """
     for index in range(equal_passes(len(items), accelerator)):
         if index < len(items):
@@ -184,21 +190,21 @@ def in_step(items: Sequence[T], accelerator: Accelerator, spare: Callable[[], T]
 
 
 def is_deepspeed(model: nn.Module) -> bool:
-    """Whether a model is wrapped in DeepSpeed's engine, of any stage."""
+    """Return whether a model is wrapped in DeepSpeed's engine, at any stage."""
     return hasattr(model, "set_gradient_accumulation_boundary")
 
 
 def backward(accelerator: Accelerator, loss: torch.Tensor) -> None:
-    """Backward of a loss that is divided by the counts of the whole optimiser step: DeepSpeed must not divide it again."""
+    """Run backward for a loss that is already normalized over the whole optimizer step, so DeepSpeed must not divide it."""
     deepspeed = "DEEPSPEED" in str(accelerator.distributed_type)
     accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
 
 @contextmanager
 def inference(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
-    """The model outside of DDP in eval mode, without gradients, under the run's precision; training mode is restored.
+    """Yield the model without DDP, in eval mode, without gradients and with the run's autocast; restore training mode on exit.
 
-    DDP's forward broadcasts buffers, now and then: a collective, in a pass that other ranks may not run.
+    DDP's forward sometimes broadcasts buffers. This collective would block in a pass that other ranks may not run.
     """
     model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
     training = model.training
@@ -212,11 +218,11 @@ def inference(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torc
 
 @contextmanager
 def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
-    """Hold gradient averaging back until the last of several backward passes; with DeepSpeed, also the optimiser's step."""
+    """Defer gradient averaging until the last of several backward passes; with DeepSpeed, also the optimizer step."""
     if last or not hasattr(model, "no_sync"):
         yield
         return
-    # Its own no_sync refuses stages 2 and 3, and accelerate steps at every backward of the last batch.
+    # DeepSpeed's no_sync rejects stages 2 and 3, and accelerate steps at every backward of the last batch.
     if is_deepspeed(model):
         state = GradientState()
         before = state.sync_gradients
@@ -232,7 +238,7 @@ def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
 
 @contextmanager
 def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
-    """The bare model with all its parameters present, for in-process generation: a forward in it is no collective."""
+    """Yield the bare model with all parameters gathered, for in-process generation. Its forward is not a collective."""
     name = str(accelerator.distributed_type)
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     if "DEEPSPEED" in name and shards_parameters(accelerator):
@@ -248,7 +254,7 @@ def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterat
 
 @contextmanager
 def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
-    """No module gathers or frees its parameters in its forward: ranks run different numbers of forwards meanwhile."""
+    """Remove the hooks that gather and free parameters, because ranks run different numbers of forwards inside the block."""
     removed: list[tuple[Any, list[Any], dict[Any, Any]]] = []
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -267,12 +273,12 @@ def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
 
 
 def gathers_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether a forward of any of these modules is a collective by itself; not inside `whole_parameters`."""
+    """Return whether the forward of any of these modules is a collective. It is not inside `whole_parameters`."""
     return any(shards(hook) for module in modules for hook in module._forward_pre_hooks.values())
 
 
 def shards(hook: Any) -> bool:
-    """Whether a hook gathers parameters and frees them."""
+    """Return whether a hook gathers or frees parameters."""
     return str(getattr(hook, "__module__", "")).startswith(SHARDING)
 
 
@@ -293,12 +299,13 @@ def _summon_fsdp(model: nn.Module, bare: torch.nn.Module) -> Iterator[torch.nn.M
 
 
 def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
-    """Refuse a checkpoint whose optimizer this run cannot read: transformers would begin with a new one, or end in its depths.
+    """Raise if this run cannot load a checkpoint's optimizer. transformers would start a new one or fail with an unclear error.
 
-    Of FSDP it is read with FSDP and without, of ZeRO with the same division of parameters, by any number of processes.
+    An optimizer saved with FSDP loads with and without FSDP. An optimizer saved with ZeRO loads with the same sharding of
+    parameters (ZeRO-3, or a lower stage), on any number of processes.
 
     Raises:
-        CheckpointError: There is none, it is of another kind, or a shard is not there.
+        CheckpointError: The optimizer is missing, has another kind, or lacks a shard.
     """
     files = {
         "ZeRO-3": "global_step*/zero_pp_rank_*_model_states.pt", "ZeRO below 3": "global_step*/*_model_states.pt",
@@ -332,24 +339,25 @@ def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
 
 
 def zero_shards(folder: Path) -> list[Path]:
-    """The optimizer's shards in a checkpoint of ZeRO, one a process; empty for another."""
+    """Return the optimizer shards of a ZeRO checkpoint, one per process; empty for other checkpoints."""
     return sorted(folder.glob("global_step*[0-9]/*_optim_states.pt"))
 
 
 @contextmanager
 def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: str | None) -> Iterator[None]:
-    """Shards of ZeRO are read by another number of processes through DeepSpeed's universal checkpoint.
+    """Load ZeRO shards on a different number of processes, through DeepSpeed's universal checkpoint.
 
-    The first process makes it beside the shards and removes it once it was read; one that a user made is taken and stays.
+    The main process creates the universal checkpoint next to the shards and removes it after loading. A universal checkpoint
+    that the user created is used and kept.
 
     Args:
-        accelerator: Of the run.
-        engine: The model as the run wraps it, now.
-        folder: A checkpoint; None: nothing is read.
+        accelerator: Accelerator of the run.
+        engine: Function that returns the model as it is currently wrapped.
+        folder: Folder of a checkpoint. None: nothing is loaded.
     """
     shards = zero_shards(Path(folder)) if folder is not None and _deepspeed_plugin(accelerator) is not None else []
     latest, wrote = Path(folder or "", "latest_universal"), 0
-    if shards:  # In DeepSpeed's hands the process that fails would leave the others in a collective.
+    if shards:  # If DeepSpeed failed on one process, the others would hang in a collective.
         with failing_together(accelerator):
             wrote = _read(shards[accelerator.process_index % len(shards)])["processes"]
     if not shards or wrote == accelerator.num_processes:
@@ -361,7 +369,7 @@ def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: st
     universal = latest.with_name(latest.read_text(encoding="utf-8").strip())
     with _loading_universal(accelerator, engine):
         yield
-    # Stage 3 gives all groups of parameters the settings of the first, its weight decay too, and one count of steps to share.
+    # Stage 3 gives all parameter groups the settings of the first group (also its weight decay) and one shared step count.
     optimizer = engine().optimizer.optimizer
     saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
@@ -376,7 +384,7 @@ def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: st
 
 @contextmanager
 def _loading_universal(accelerator: Accelerator, engine: Callable[[], Any]) -> Iterator[None]:
-    """What DeepSpeed loads is a universal checkpoint: an engine made inside reads the config, one that is there has read it."""
+    """Make DeepSpeed load a universal checkpoint, in an existing engine and in an engine created inside the block."""
     config = _deepspeed_plugin(accelerator).deepspeed_config
     before = config.get("checkpoint", {})
     config["checkpoint"] = before | {"load_universal": True}
@@ -391,13 +399,18 @@ def _loading_universal(accelerator: Accelerator, engine: Callable[[], Any]) -> I
 
 
 def _make_universal(shards: list[Path], wrote: int) -> None:
-    """DeepSpeed's ``ds_to_universal``; it names the folder it made last, in a file, so that half of one is never read."""
+    """Run DeepSpeed's ``ds_to_universal``. It writes the folder's name to a file last, so a partial folder is never read."""
     source = shards[0].parent
     universal = source.with_name(f"{source.name}_universal")
-    shutil.rmtree(universal, ignore_errors=True)  # Half of one, of a run that was killed.
+    shutil.rmtree(universal, ignore_errors=True)  # Partial folder of a killed run.
     places = {"input_folder": str(source), "output_folder": str(universal)}
     work = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-    logger.info("The shards of %d processes in %s are joined for another number, in %s.", wrote, source, universal.name)
+    logger.info(
+        "Converting the optimizer shards of %d processes in %s for another number of processes, in %s.",
+        wrote,
+        source,
+        universal.name,
+    )
     try:
         if len(shards) != wrote:
             raise ValueError(f"{len(shards)} of them are here")
@@ -415,8 +428,8 @@ def _make_universal(shards: list[Path], wrote: int) -> None:
 
 
 def _read(shard: Path) -> dict[str, Any]:
-    """How many processes wrote theirs, and which states the optimizer keeps."""
-    try:  # Mapped: no tensor is read.
+    """Return the number of processes that wrote shards (``processes``) and the names of optimizer states (``kept``)."""
+    try:  # With mmap no tensor is read.
         saved = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
         count, inner = saved["partition_count"], saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
         kept = sorted({name for group in inner["state"].values() for name in group})
@@ -429,10 +442,10 @@ def _read(shard: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) -> Iterator[bool]:
-    """A checkpoint of FSDP is read as it was written, whole or in shards, by a process without FSDP too.
+    """Load an FSDP checkpoint in the format it was written in (full or sharded), also on a process without FSDP.
 
     Yields:
-        Whether to read as FSDP does; ``shards`` where the checkpoint is of another kind.
+        True if the checkpoint must be loaded as FSDP does. For other checkpoints, ``shards``.
     """
     saved = sorted(Path(folder).glob("pytorch_model_fsdp*")) if folder is not None else []
     if not saved:
@@ -447,7 +460,7 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
     reader.set_state_dict_type("SHARDED_STATE_DICT" if saved[0].is_dir() else "FULL_STATE_DICT")
     kind = state.distributed_type
     if not shards:
-        # One process has nobody that waits for what it read.
+        # A single process has no other rank to send the weights to.
         reader.state_dict_config.rank0_only = state.num_processes > 1 and not saved[0].is_dir()
         state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = reader
@@ -459,7 +472,7 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
 
 @contextmanager
 def saved_whole(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
-    """What FSDP saves is the whole model, where it is wanted: of a run with sharded checkpoints transformers saves nothing."""
+    """Make FSDP save the full model if ``wanted``: with sharded checkpoints, transformers would not save the model."""
     plugin = _fsdp_plugin(accelerator)
     if plugin is None or not wanted:
         yield
@@ -472,13 +485,13 @@ def saved_whole(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO-3 has divided a parameter over the processes."""
+    """Return whether ZeRO-3 has partitioned a parameter over the processes."""
     return hasattr(parameter, "ds_id")
 
 
 @contextmanager
 def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A few parameters whole while they are read; a collective under ZeRO-3, nothing elsewhere."""
+    """Gather a few parameters while they are read. This is a collective with ZeRO-3 and does nothing otherwise."""
     sharded = [p for p in parameters if is_partitioned(p)]
     if not sharded:
         yield
@@ -489,9 +502,9 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """By name what this process holds of parameters that are not trained, a shard where they are sharded; no collective."""
+    """Yield name and local part (the shard, if sharded) of each frozen parameter, without a collective."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # FSDP2 leaves some whole after a pass without a backward.
+        if isinstance(module, FSDPModule):  # FSDP2 leaves some parameters gathered after a pass without backward.
             module.reshard()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -500,17 +513,17 @@ def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor that FSDP2 may have cut into shards."""
+    """Return this process's shard of a tensor that FSDP2 has sharded; otherwise the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
-    """All of a tensor that FSDP2 may have cut into shards; then a collective that every rank must join."""
+    """Return the full tensor. If FSDP2 has sharded it, this is a collective that every rank must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def flattens_parameters(model: torch.nn.Module) -> bool:
-    """Whether parameters are flattened into one tensor a module (FSDP1), which hides their names."""
+    """Return whether parameters are flattened into one tensor per module (FSDP1), which hides their names."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
@@ -518,7 +531,7 @@ def flattens_parameters(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def summoned(model: torch.nn.Module) -> Iterator[None]:
-    """Flattened parameters whole and by their names while they are read (FSDP1 has no other way); elsewhere nothing."""
+    """Restore FSDP1's flattened parameters to full parameters with names while they are read; do nothing otherwise."""
     if not flattens_parameters(model):
         yield
         return
@@ -530,9 +543,9 @@ def summoned(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """One process does the work that fills a cache, then one of each node, then the others read it.
+    """Run the block first on the main process, which fills a cache, then on one process per node, then on the others.
 
-    Where one of them fails, all do (`failing_together`): the others would wait for it in the next collective.
+    If one process fails, all fail (`failing_together`). Otherwise they would wait for it in the next collective.
     """
     from accelerate import PartialState
 
@@ -543,17 +556,17 @@ def main_process_first() -> Iterator[None]:
             state.wait_for_everyone()
         try:
             yield
-        finally:  # Where the first one fails, the others are let go.
+        finally:  # Release the waiting processes even if the first one fails.
             for _ in range(turns.count(True)):
                 state.wait_for_everyone()
 
 
 @contextmanager
 def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
-    """What one process raises inside is raised on all of them, with the number of the one that failed; all must enter.
+    """Raise an exception of one process on all processes, with the number of the failed one. All processes must enter.
 
     Args:
-        accelerator: Of the run, or its `PartialState` while there is none.
+        accelerator: Accelerator of the run, or its `PartialState` before an accelerator exists.
     """
     error: Exception | None = None
     try:
@@ -579,7 +592,7 @@ def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one that says the same where it cannot be sent to another process."""
+    """Return the error, or a `PosttrainError` with the same message if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -588,18 +601,18 @@ def _portable(error: Exception) -> Exception:
 
 
 def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
-    """Run something that may fail on one rank only, and make every rank see the same result: the value, or the error."""
+    """Run ``function``, which may fail on one rank only, on every rank: all return, or all raise."""
     with failing_together(accelerator):
         return function()
 
 
 def bf16_is_faster(*, on_cpu: bool = False) -> bool:
-    """Whether this device is really faster in bf16: a GPU that has it, or a CPU with AMX or AVX512-BF16.
+    """Return whether bf16 is faster than fp32: on a GPU with native bf16, or a CPU with AMX or AVX512-BF16.
 
-    On an AVX2 CPU a bf16 product was measured three times slower than an fp32 one.
+    On an AVX2 CPU, a bf16 matrix product measured three times slower than an fp32 one.
 
     Args:
-        on_cpu: The CPU is asked about, whatever else there is.
+        on_cpu: Check the CPU even if a GPU is available.
     """
     if torch.cuda.is_available() and not on_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)

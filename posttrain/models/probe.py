@@ -1,4 +1,4 @@
-"""Layouts and pictures are proven on a model: log-probs and gradients of small tries against each sequence alone."""
+"""Probes that compare a model's log-probs and gradients on small packed prefix trees with each sequence alone."""
 
 from __future__ import annotations
 
@@ -39,23 +39,26 @@ from posttrain.models.attention import FIXED, KINDS, PROBED, SHRINKABLE, coarses
 logger = logging.getLogger(__name__)
 
 
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # Of the spread of the truth; 0.1 in half precision.
+TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.float64: 1e-6,
+}  # Fraction of the standard deviation of the reference values; 0.1 in half precision.
 
 
-ROUNDING = 8 * torch.finfo(torch.float32).eps  # Of the largest number: log-probs are computed in float32.
+ROUNDING = 8 * torch.finfo(torch.float32).eps  # Fraction of the largest value: log-probs are computed in float32.
 
 
-REACH = 0.1  # Times a tolerance: nats by which another image must at least move a log-prob.
+REACH = 0.1  # Minimum change of a log-prob by another image, in nats, as a multiple of the tolerance.
 
 
-NARROW = 4  # Tokens of a window that was made short: less than any sequence of a probe has.
+NARROW = 4  # Tokens of a narrowed window, fewer than any sequence of a probe has.
 
 
-LONGEST = 1024  # Tokens of a prompt in a probe that must reach beyond a window as it is.
+LONGEST = 1024  # Maximum tokens of a probe prompt, which must exceed a window that cannot be narrowed.
 
 
 def probe_key(model: Module) -> str:
-    """What a probe's verdict holds for: class, config, backend, dtypes, device and adapters; two configs of a class differ."""
+    """Return the cache key of a probe's result: class, config, attention backend, dtype, device type and adapters."""
     inner: Any = causal_lm(model)
     adapters = {name: str(one) for name, one in adapters_of(model).items()}
     text = inner.config.get_text_config()
@@ -67,9 +70,10 @@ def probe_key(model: Module) -> str:
 
 
 def disagreement(values: Tensor, truth: Tensor, share: float) -> str:
-    """How far numbers are from the truth, as a reason; empty where that is less than ``share`` of the truth's spread.
+    """Return a message if ``values`` differ from ``truth`` by more than ``share`` of its standard deviation, or "".
 
-    The spread, because log-probs of a model with tiny logits differ by little whatever attention it computes.
+    The tolerance is relative to the standard deviation because a model with tiny logits has almost equal log-probs with any
+    attention.
     """
     values, truth = values.float().cpu(), truth.float().cpu()
     gap = float((values - truth).abs().max())
@@ -79,14 +83,14 @@ def disagreement(values: Tensor, truth: Tensor, share: float) -> str:
 
 @torch.no_grad()
 def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]:
-    """What a probe must see: tokens of its longest prompt, and a context in which to look.
+    """Return the cases of a probe: the length of its longest prompt in tokens, and a context to run it in.
 
-    The model as it is; and with its windows, which are longer than a probe can be, made `NARROW` inside the context. A window
-    that cannot be made short is looked at with a prompt that is longer than it.
+    The first case is the unchanged model. The second narrows the model's attention windows to `NARROW` inside the context,
+    because they are longer than a probe's sequences. A window that cannot be narrowed is probed with a prompt longer than it.
 
     Raises:
-        ModelError: Such a window is longer than `LONGEST`; or layers hand something on from token to token beside attention,
-            which is known without a look, and which the weights of today may not show.
+        ModelError: Such a window is longer than `LONGEST`. Or layers mix tokens by means other than attention. The config shows
+            this, and a probe with the current weights might not.
     """
     cases: list[tuple[int, AbstractContextManager[None]]] = [(7, nullcontext())]
     inner: Any = causal_lm(model)
@@ -113,7 +117,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
 
 @contextmanager
 def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
-    """Inside, these numbers are `NARROW` wherever configs and layers of the model have them."""
+    """Set these window sizes to `NARROW` in all configs and layers of the model inside the block."""
     configs = [config_of(module) for module in model.modules()]
     configs += [one.get_text_config() for one in configs if isinstance(one, PretrainedConfig)]
     holders = {id(one): one for one in (*model.modules(), *configs) if one is not None}.values()
@@ -129,20 +133,23 @@ def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_layout(model: Module, autocast: torch.dtype | None = None, device: torch.device | None = None) -> Layout:
-    """The first of three layouts with which the model computes a forest as it computes each of its sequences alone.
+    """Return the first of three layouts with which packed prefix trees give the same results as each sequence alone.
 
-    Segments (`posttrain.models.tree_attention`), a dense mask, or padded rows of one sequence each; the log says which of them a
-    run uses and why it is not the one before. Runs once per config, attention backend, dtype and adapter: three branches of one
-    prompt beside a second tree and a trie of two turns, against each sequence alone through the model's own forward and its own
-    output head, in all `probe_cases`. Log-probs must agree to 1e-4 of their spread in float32 (0.1 in half precision); so must
-    gradients of attention by parts. State-space, linear-attention and some custom models do not pass, and train on padded rows.
-    That frequencies of longrope depend on the longest sequence of a pass is not probed: it is known (`rope_limits`), and the
-    layout keeps such sequences apart.
+    The layouts are tree attention (`posttrain.models.tree_attention`), a dense mask, and padded rows with one sequence each. A
+    warning is logged when a layout is rejected, with the reason.
+
+    The probe runs once per config, attention backend, dtype and adapter. Its rows are three branches of one prompt, a second
+    tree, and a prefix tree of two turns. It compares them with each sequence alone through the model's own forward and output
+    head, in all `probe_cases`. Log-probs must agree to 1e-4 of their standard deviation in float32 (0.1 in half precision), and
+    so must the gradients of tree attention. State-space, linear-attention and some custom models fail and train on padded rows.
+
+    Longrope frequencies depend on the longest sequence of a pass. This is not probed: the limits are known (`rope_limits`), and
+    the layout separates such sequences.
 
     Args:
-        model: Ready to run.
-        autocast: What products are computed in where that is not the dtype of the weights; on a CPU the probe looks without.
-        device: On which it trains, and whose kernels are tried, where that is not where it is now: FSDP moves it later.
+        model: Model that is ready to run.
+        autocast: Dtype of products if it differs from the weights' dtype. Ignored on a CPU.
+        device: Device of training, whose kernels are tested, if the model is elsewhere now (FSDP moves it later).
     """
     device = device or next(model.parameters()).device
     autocast = None if device.type == "cpu" else autocast
@@ -157,16 +164,16 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
         dense = layout_for(model, dense_mask=True, device=device.type)
         layout = replace(dense, rope_switch=layout.rope_switch, rope_end=layout.rope_end)
         logger.warning(
-            "%s with attn_implementation=%r does not take segments of sequences (%s). Rows get a dense mask: correct, and "
-            "attention costs the square of a row.",
+            "%s with attn_implementation=%r does not support tree attention (%s). Using a dense mask: results are correct, but "
+            "the cost of attention is quadratic in the row length.",
             name,
             backend,
             fault,
         )
     if layout.kind == "tree" and layout.dense_mask and (fault := _fault(model, layout, device)):
         logger.warning(
-            "%s with attn_implementation=%r does not compute shared prompts and packed rows as it computes sequences "
-            "alone (%s). Training uses padded rows: correct, and slower.",
+            "%s with attn_implementation=%r gives different results for packed rows with shared prompts than for single "
+            "sequences (%s). Using padded rows: results are correct, but training is slower.",
             name,
             backend,
             fault,
@@ -184,13 +191,13 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
 
 @torch.no_grad()
 def prove_pictures(model: nn.Module) -> None:
-    """Find the positions and blocks of a family that is not known: those that give what its processor's own tensors give.
+    """Find positions and attention blocks of an unknown model family that reproduce the results of its processor's inputs.
 
     Args:
-        model: With `posttrain.models.vision.install_pictures`, inside of its wrappers.
+        model: Model prepared with `posttrain.models.vision.install_pictures`, without wrappers.
 
     Raises:
-        ModelError: There are none, with how far each is off.
+        ModelError: No choice does. The message contains the error of each choice.
     """
     reader, training, faults = picture_encoder(model).processor, model.training, []
     orders = dict.fromkeys((reader.family.positions, "plain"))
@@ -201,7 +208,9 @@ def prove_pictures(model: nn.Module) -> None:
         reader.family = replace(reader.family, **choice)
         try:
             fault = _picture_fault(model, reader)
-        except Exception as error:  # A forward that takes no features, say; whatever it is, nothing is proven.
+        except (
+            Exception
+        ) as error:  # E.g. a forward that does not accept features. Any exception means that the choice fails.
             fault = f"{type(error).__name__}: {error}"
         if not fault:
             break
@@ -224,9 +233,9 @@ def prove_pictures(model: nn.Module) -> None:
 
 
 def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
-    """Why padded rows with pictures do not give what each sequence alone gives; empty where they do.
+    """Return why padded rows with images give other results than each sequence alone, or "" if they agree.
 
-    Each sequence alone is what the processor makes of all of its text and pictures, and the model's own forward.
+    A sequence alone is the processor's output for its text and images, run through the model's own forward.
     """
     share, mark, (first, second, _) = _share(model), reader.placeholder, probe_pictures(reader)
     # Where a run of placeholders is one image to the processor, rows have none (see `PictureProcessor.place`).
@@ -239,7 +248,7 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
             inputs = _own_inputs(reader, text + answer, pictures)
             if ids != inputs["input_ids"][0].tolist():
                 return f"the processor writes {inputs['input_ids'].shape[1]} tokens, and {len(ids)} were expected"
-            # Pictures behind the first stand in the answer.
+            # Images after the first are in the answer.
             start = placed[0].start + placed[0].count if placed else 1
             after = [replace(one, start=one.start - start) for one in placed[1:]]
             judged = [int(token != reader.token_id) for token in ids[start:]]
@@ -256,28 +265,28 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
     told, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
     padded = _fast(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
     gap, reach = (float((one - told).abs().max()) for one in (padded, other))
-    # What images do must stand out from what the two roads differ by, else their agreement says nothing of images.
+    # The effect of images must exceed the difference of the two computations, or their agreement proves nothing about images.
     if not (fault := disagreement(padded, told, share)) and reach <= max(10 * gap, share * REACH):
         return f"PT-G005: other images move log-probs by {reach:.2g}, and rows differ from sequences alone by {gap:.2g}"
     return fault
 
 
 def _own_inputs(reader: PictureProcessor, text: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-    """What a user of `transformers` gets of a text with one placeholder a picture."""
+    """Return the processor's inputs for a text with one placeholder per image."""
     images = [[picture.load() for picture in pictures]] if pictures else None
     inputs = reader.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
     return {name: value for name, value in inputs.items() if name not in ("attention_mask", "labels")}
 
 
 def _own_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """``(T - 1,)`` log-probs of the tokens of one sequence behind its first, by the model's own forward."""
+    """Return the log-probs ``(T - 1,)`` of a sequence's tokens after the first, from the model's own forward."""
     ids = inputs["input_ids"][0]
     logits = model(**for_tower(model, inputs), use_cache=False).logits[0].float().cpu()
     return torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
 
 
 def _fault(model: Module, layout: Layout, device: torch.device, autocast: torch.dtype | None = None) -> str:
-    """Why a model cannot take this layout; empty where it can. Any failure means the same."""
+    """Return why a model cannot use this layout, or "". Any exception counts as a reason."""
     here = next(model.parameters()).device.type
     computed = nullcontext() if autocast is None or here == "cpu" else torch.autocast(here, dtype=autocast)
     try:
@@ -291,7 +300,7 @@ def _fault(model: Module, layout: Layout, device: torch.device, autocast: torch.
 
 
 def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | None) -> str:
-    """What log-probs alone do not show: gradients of the kernels that a device has, at the heads of this model."""
+    """Return why the gradients of the device's attention kernels are wrong for this model's heads, or ""."""
     text, weight = causal_lm(model).config.get_text_config(), next(model.parameters())
     heads = query_heads(text)
     if not heads:
@@ -301,12 +310,12 @@ def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | N
 
 
 def _forest_fault(model: Module, layout: Layout) -> str:
-    """Why a forest is not what its sequences are alone; empty where it is."""
+    """Return why packed prefix trees give other results than each sequence alone, or ""."""
     config: Any = model.config
     vocabulary = config.get_text_config().vocab_size
     share = _share(model)
     encoder = picture_encoder(model)
-    # Where a whole prompt is read both ways, there is no prompt without a picture.
+    # Models with bidirectional prompts always have an image in the prompt.
     always = encoder is not None and encoder.processor.family.block == "prompt"
     for prompt, context in () if always else probe_cases(model):
         rows = _probe_rows(vocabulary, prompt)
@@ -320,7 +329,7 @@ def _forest_fault(model: Module, layout: Layout) -> str:
 
 
 def _share(model: Module) -> float:
-    """Of the truth's spread, by which numbers may differ."""
+    """Return the tolerance as a fraction of the standard deviation of the reference values."""
     if torch.is_autocast_enabled(next(model.parameters()).device.type):
         return 0.1
     return TOLERANCE.get(coarsest_dtype(model), 0.1)
@@ -328,9 +337,9 @@ def _share(model: Module) -> float:
 
 @torch.no_grad()
 def probe_head(model: Module) -> None:
-    """Let a model compute its own logits where the chunked head does not say what its forward says.
+    """Make a model use its own logits if the chunked head gives other log-probs than the model's forward.
 
-    Compared on one padded sequence, so that what is wrong can only be the head; a classifier has none.
+    The comparison uses one padded sequence, so that only the head can cause a difference. Classifiers are skipped.
     """
     from posttrain.models.heads import score_layer
 
@@ -344,15 +353,15 @@ def probe_head(model: Module) -> None:
     if fault:
         inner.own_logits = True
         logger.warning(
-            "%s changes its logits in a way that the chunked head does not know: %s. Training takes the model's own logits: "
-            "right, and with more memory.",
+            "%s changes its logits in a way that the chunked head does not support: %s. Using the model's own logits: results "
+            "are correct, but need more memory.",
             type(inner).__name__,
             fault,
         )
 
 
 def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
-    """Log-probs of a forest's completions, in the order of the rows, or a classifier's scores."""
+    """Return log-probs of the completions in packed rows, in the order of the rows, or a classifier's scores."""
     from posttrain.data.forest import split_by_sequence
     from posttrain.models.forward import forward
     from posttrain.models.heads import score_layer
@@ -369,7 +378,7 @@ def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
 
 
 def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
-    """What each sequence alone says, through the model as it was given."""
+    """Return log-probs (or scores) of each sequence alone, from the unmodified model."""
     from posttrain.models.forward import sequence_logps, sequence_scores
     from posttrain.models.heads import score_layer
 
@@ -379,19 +388,19 @@ def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
 
 
 def _judged(rows: Sequence[Row]) -> Tensor:
-    """Which completion tokens have a log-prob; zeros of the others would widen the spread."""
+    """Return a mask of completion tokens with a log-prob. Zeros elsewhere would increase the standard deviation."""
     return torch.tensor([bool(m) for row in rows for mask in row.loss_masks for m in mask])
 
 
 def random_prompts(vocabulary: int, sizes: Sequence[int]) -> list[list[int]]:
-    """Made-up sequences of these lengths, the same at every call."""
+    """Return random sequences of these lengths, the same at every call."""
     generator = torch.Generator().manual_seed(0)
-    # Placeholders of images, which would want some, are added behind the words.
+    # Ids in the first half of the vocabulary: image placeholders have high ids and would need images.
     return [torch.randint(0, vocabulary // 2, (n,), generator=generator).tolist() for n in sizes]
 
 
 def _probe_rows(vocabulary: int, prompt: int = 7) -> list[Row]:
     *group, shared, alone = random_prompts(vocabulary, (5, 3, 4, prompt, 6))
-    # The next turn of an episode begins with the one before it, and forks off another answer.
+    # The next turn of an episode begins with the previous turn and branches into two answers.
     turn = Row([*shared, *group[0], *alone[:2]], [alone[2:], alone[3:]], [[1] * 4, [1] * 3])
     return [Row(shared, group, [[1] * len(c) for c in group]), Row([], [alone], [[0] + [1] * 5]), turn]

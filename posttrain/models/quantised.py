@@ -1,6 +1,6 @@
-"""Adapters on quantised weights (QLoRA): what is refused, and what is done once to a model before it is trained.
+"""Adapters on quantized weights (QLoRA): checks before loading, and preparation of the model for training.
 
-Weights that bitsandbytes packed into 4 or 8 bits are read and never written: only an adapter beside them can learn.
+Weights that bitsandbytes packed into 4 or 8 bits are read-only, so only an adapter can be trained.
 
 Reference: QLoRA, arXiv:2305.14314.
 """
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Bits of one quantised weight with its scales: a float32 scale for 64 weights; doubly quantised, 8 bits for 64 weights and a
-# float32 scale for 256 of those; of 8-bit weights one scale a row, which is not counted.
+# Bits per quantized weight, including scales. 4 bits: one float32 scale per 64 weights. With double quantization: an 8-bit scale
+# per 64 weights, and a float32 scale per 256 of those. 8 bits: one scale per row, which is not counted.
 SCALES = {(4, False): 4 + 32 / 64, (4, True): 4 + 8 / 64 + 32 / (64 * 256), (8, False): 8.0, (8, True): 8.0}
-# Trained beside an adapter in their own dtype: DoRA's updates would round away, heads get states of their own dtype.
+# Parameters that keep their dtype: DoRA's updates would be rounded away, and heads receive states in their own dtype.
 KEPT = ("lora_magnitude_vector", "modules_to_save", "trainable_tokens")
 
 
 def bits_of(model: nn.Module) -> int | None:
-    """4 or 8 where bitsandbytes packed the weights of a model; None of any other model, and of the name of one."""
+    """Return 4 or 8 if bitsandbytes packed the model's weights. Return None for other models and for model names."""
     for name, bits in (("is_loaded_in_4bit", 4), ("is_loaded_in_8bit", 8)):
         if getattr(model, name, False) is True:
             return bits
@@ -45,7 +45,7 @@ def bits_of(model: nn.Module) -> int | None:
 
 
 def bits_asked(settings: Any) -> int | None:
-    """4 or 8 as a ``quantization_config`` asks for, an object or a dict; None without one, or of another library.
+    """Return the bits that a ``quantization_config`` (object or dict) requests: 4 or 8, or None if it requests neither.
 
     >>> bits_asked({"load_in_4bit": True}), bits_asked(None)
     (4, None)
@@ -58,7 +58,7 @@ def _setting(settings: object, name: str) -> Any:
 
 
 def weight_bits(settings: Any) -> float | None:
-    """Bits of memory that one quantised weight takes, its scales included; None where nothing is quantised.
+    """Return the bits of memory per quantized weight, including its scales, or None without quantization.
 
     >>> weight_bits({"load_in_4bit": True}), weight_bits({"load_in_4bit": True, "bnb_4bit_use_double_quant": True})
     (4.5, 4.126953125)
@@ -72,13 +72,13 @@ def weight_bits(settings: Any) -> float | None:
 def check_quantised(
     model: str | nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None, quantization_config: Any
 ) -> None:
-    """Refuse quantised weights that could not be trained, before anything is read.
+    """Raise before any weight is read if quantized weights cannot be trained.
 
     Args:
-        model: As it was given, a name or an object.
+        model: The trainer's ``model`` argument, a name or an object.
         args: The trainer's config.
-        peft_config: Of an adapter, or None.
-        quantization_config: As it was given; ``model_init_kwargs`` may hold one instead.
+        peft_config: Config of an adapter, or None.
+        quantization_config: The trainer's argument. ``model_init_kwargs`` may contain one instead.
 
     Raises:
         ConfigError: There is no adapter, or the run shards parameters (FSDP, ZeRO-3).
@@ -109,31 +109,31 @@ def check_quantised(
 
 
 def _packed_already(model: str, revision: str | None) -> Any:
-    """``quantization_config`` of a checkpoint that was saved packed; None of any other, and of one that cannot be read."""
-    # Loading says better what is wrong with a name.
+    """Return the ``quantization_config`` of a quantized checkpoint. Return None for other or unreadable checkpoints."""
+    # Loading the model later raises a clearer error for a wrong name.
     with contextlib.suppress(OSError, ValueError):
         return PretrainedConfig.get_config_dict(model, revision=revision)[0].get("quantization_config")
     return None
 
 
 def packing_of(config: PretrainedConfig | None) -> Any:
-    """How a library packed the weights that this config is of; None where none did."""
+    """Return the ``quantization_config`` of a model's config, or None."""
     return getattr(config, "quantization_config", None)
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """What products with quantised weights are computed in: the config's word of 4-bit weights, else bfloat16."""
+    """Return the dtype of products with quantized weights: the config's dtype for 4-bit weights, otherwise bfloat16."""
     settings = packing_of(config_of(model))
     named = getattr(settings, "bnb_4bit_compute_dtype", None) if bits_of(model) == 4 else None
     return named if isinstance(named, torch.dtype) else torch.bfloat16
 
 
 def prepare_adapter(model: nn.Module) -> None:
-    """The rest of ``prepare_model_for_kbit_training`` for an adapter that is on its quantised model; told once, in one line.
+    """Cast the trained adapter weights of a quantized model to the dtype of its products, and log one line.
 
-    peft froze the base, and gradients pass its embeddings where layers are recomputed (`posttrain.models.load.wrap_with_peft`).
-    Here trained weights of the adapter take the dtype that the products have. Norms and embeddings keep the dtype they were
-    loaded in: in 16 bits they train adapters as well, in less memory.
+    This replaces the rest of ``prepare_model_for_kbit_training``: peft has frozen the base, and
+    `posttrain.models.load.wrap_with_peft` has enabled gradients through recomputed layers. Norms and embeddings keep the dtype
+    they were loaded in: in 16 bits, adapters train equally well with less memory.
     """
     bits = bits_of(model)
     if bits is None:

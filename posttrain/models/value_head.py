@@ -1,4 +1,4 @@
-"""The value function of a policy: a head on its own trunk, or a second model that goes through every forward with it."""
+"""Value function of a policy: a head on the policy's trunk, or a second model that runs in every forward pass."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEAD, CRITIC = "v_head", "value_model"  # Where the policy's transformers model keeps the one or the other.
+HEAD, CRITIC = "v_head", "value_model"  # Attributes of the policy's transformers model.
 
 
 def hidden_size(config: PretrainedConfig) -> int:
-    """Width of a model's last hidden states, by the names that configs give it.
+    """Return the width of a model's last hidden states, from the config fields of known architectures.
 
     Raises:
-        ModelError: The config has none of them.
+        ModelError: The config has none of these fields.
     """
     places = (config, "word_embed_proj_dim"), (config, "hidden_size")
     nested = (getattr(config, "text_config", None), "hidden_size"), (getattr(config, "decoder", None), "hidden_size")
@@ -42,10 +42,10 @@ def hidden_size(config: PretrainedConfig) -> int:
 
 
 class ValueHead(nn.Module):
-    """One number a hidden state: what the state is worth.
+    """Linear layer that maps each hidden state to its value.
 
     Args:
-        config: Of the model whose hidden states it reads.
+        config: Config of the model whose hidden states it reads.
 
     >>> import torch
     >>> from transformers import LlamaConfig
@@ -58,18 +58,18 @@ class ValueHead(nn.Module):
         self.summary = nn.Linear(hidden_size(config), 1)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``(..., H)`` of any dtype to ``(..., 1)`` in the head's own dtype."""
+        """Map hidden states ``(..., H)`` of any dtype to values ``(..., 1)`` in the head's dtype."""
         return self.summary(hidden_states.to(self.summary.weight.dtype))
 
 
 def attach_value(policy: nn.Module, value: nn.Module | None = None) -> nn.Module:
-    """Let ``forward(policy, batch, needs)`` give ``values``: the value function becomes a part of the policy's module.
+    """Make the value function a submodule of the policy, so that ``forward(policy, batch, needs)`` can return ``values``.
 
-    Being a part of it, it is wrapped, sharded, put in eval mode and optimised with it. Nothing else of the policy changes.
+    As a submodule, it is wrapped, sharded, switched to eval mode and optimized with the policy. Nothing else changes.
 
     Args:
-        policy: A causal language model, with adapters or without.
-        value: A sequence classifier with one label; a `ValueHead`; None makes a new head, which starts at 0 everywhere.
+        policy: A causal language model, with or without adapters.
+        value: A sequence classifier with one label, or a `ValueHead`. None creates a new head whose values are all 0.
 
     Returns:
         The value function.
@@ -98,20 +98,20 @@ def _held(policy: nn.Module) -> tuple[Any, str, nn.Module] | None:
 
 
 def value_of(policy: nn.Module) -> nn.Module | None:
-    """The value function that is a part of a policy, its head or a second model; None: it has none."""
+    """Return the policy's value function (a head or a second model), or None."""
     attached = _held(policy)
     return None if attached is None else attached[2]
 
 
 def critic_of(policy: nn.Module) -> nn.Module | None:
-    """The second model that a policy's value function is; None: it is a head, or there is none."""
+    """Return the policy's value model, or None if the value function is a head or missing."""
     value = value_of(policy)
     return None if isinstance(value, ValueHead) else value
 
 
 @contextmanager
 def without_value(policy: nn.Module) -> Iterator[None]:
-    """The policy alone, as it is saved and loaded; its value function comes back afterwards, also on an exception."""
+    """Detach the value function while the policy is saved or loaded, and restore it afterwards, also after an exception."""
     attached = _held(policy)
     if attached is not None:
         del attached[0]._modules[attached[1]]
@@ -123,16 +123,16 @@ def without_value(policy: nn.Module) -> Iterator[None]:
 
 
 def value_state(policy: nn.Module) -> dict[str, Tensor]:
-    """The value function's own tensors, without the policy's prefix."""
+    """Return the state dict of the value function, without the policy's prefix; empty without a value function."""
     attached = _held(policy)
     return {} if attached is None else dict(attached[2].state_dict())
 
 
 def load_value_state(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Undo `value_state`.
+    """Load the state dict from `value_state` into the policy's value function.
 
     Raises:
-        ModelError: The tensors are those of another value function.
+        ModelError: The tensors do not fit the value function.
     """
     attached = _held(policy)
     assert attached is not None, "no value function is attached"
@@ -145,10 +145,10 @@ def load_value_state(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def check_scorer(model: nn.Module, role: str) -> None:
-    """Refuse a reward or value model that does not give one number a text.
+    """Raise if a reward or value model does not return one number per text.
 
     Raises:
-        ModelError: Several labels, or no classification head.
+        ModelError: The model does not have exactly one label, or has no classification head.
     """
     labels = label_count(model)
     if score_layer(model) is None or labels != 1:
@@ -160,13 +160,13 @@ def check_scorer(model: nn.Module, role: str) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: nn.Module, role: str) -> None:
-    """Refuse a reward or value model that reads token ids otherwise than the policy's tokenizer writes them.
+    """Raise if the vocabulary of a reward or value model does not match the policy's tokenizer.
 
-    Its own tokenizer is looked for where it was loaded from, without any download. A token that only one of the two has
-    (an added pad token) does no harm while the model has an embedding for it.
+    The model's tokenizer is loaded from the model's path or the local cache, without a download. A token that only one of
+    the two has (e.g. an added pad token) is allowed if the model has an embedding for its id.
 
     Raises:
-        ModelError: One id stands for two tokens, or the model has fewer embeddings than the policy has tokens.
+        ModelError: An id stands for different tokens, or the model has too few embeddings for the policy's ids.
     """
     rows = model.get_input_embeddings().weight.shape[0]
     ours = {index: token for token, index in tokenizer.get_vocab().items() if index != tokenizer.pad_token_id}
@@ -193,7 +193,7 @@ def _own_vocabulary(model: nn.Module) -> dict[int, str]:
         return {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except Exception as error:  # Many reward models come without a tokenizer; then only the size can be compared.
+    except Exception as error:  # Many reward models have no tokenizer; then only the size is compared.
         logger.info(
             "the tokenizer of %s cannot be read (%s): its vocabulary is not compared.", name, type(error).__name__
         )
