@@ -1,4 +1,4 @@
-"""What the config of a model says of its architecture, by one name for all families; None where a family has no such field."""
+"""Architecture fields of model configs under one name for all families; None if a family has no such field."""
 
 from __future__ import annotations
 
@@ -7,99 +7,99 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Names of tree attention in transformers' registry, and the backends that it runs for calls without a forest.
+# Names of tree attention in transformers' registry, and the backend that each uses for calls without a `Forest`.
 OWN_NAMES = {"posttrain_sdpa": "sdpa", "posttrain_eager": "eager"}
 
 
 def config_of(model: object) -> Any:
-    """The config that a model carries; None of what carries none (a network of the user's own, a name)."""
+    """Return a model's config, or None for objects without one (a custom network, a model name)."""
     return getattr(model, "config", None)
 
 
 def get_config_model_id(config: PretrainedConfig | None) -> str:
-    """Where the model came from, or ``""`` for one built in memory."""
+    """Return the hub id or folder of a model, or ``""`` for a model built in memory."""
     return getattr(config, "_name_or_path", "") or ""
 
 
 def generation_config_of(model: object) -> Any:
-    """How a model generates by itself; None of what generates nothing, such as a classifier."""
+    """Return a model's generation config, or None for models that do not generate, e.g. classifiers."""
     return getattr(model, "generation_config", None)
 
 
 def text_of(config: PretrainedConfig | None) -> Any:
-    """The text part of a config, the whole of it in a text model; None of None."""
+    """Return the text config of a config (the config itself for a text model), or None for None."""
     return None if config is None else config.get_text_config()
 
 
 def attention_name(text: PretrainedConfig | None) -> str | None:
-    """Return transformers' name of a model's attention backend, also where tree attention runs around it. None for None."""
+    """Return transformers' name of a model's attention backend, also if tree attention wraps it. Return None for None."""
     name = getattr(text, "_attn_implementation", None)
     return OWN_NAMES.get(name, name)
 
 
 def context_length(text: PretrainedConfig | None) -> int | None:
-    """Most tokens of a sequence that the model was made for; None without position limits."""
+    """Return the maximum sequence length in tokens, or None without position limits."""
     return getattr(text, "max_position_embeddings", None)
 
 
 def layer_kinds(text: PretrainedConfig) -> tuple[str, ...]:
-    """What each layer is (``full_attention``, ``linear_attention``, ...); empty where all are of one kind."""
+    """Return the kind of each layer (``full_attention``, ``linear_attention``, ...); empty if the config lists none."""
     return tuple(getattr(text, "layer_types", None) or ())
 
 
 def sliding_window(text: PretrainedConfig | None) -> int | None:
-    """Tokens that a layer with a window looks back; None without one."""
+    """Return the size of the sliding attention window in tokens, or None without one."""
     return getattr(text, "sliding_window", None)
 
 
 def experts_per_token(text: PretrainedConfig) -> int:
-    """Experts that a router gives each token to; 0 without a router, or where the config does not say."""
+    """Return the number of experts per token, or 0 without a router or if the config has no such field."""
     return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 0
 
 
 def inner_size(text: PretrainedConfig) -> int:
-    """Width inside of a layer's MLP."""
+    """Return the inner width of a layer's MLP."""
     return getattr(text, "intermediate_size", None) or 4 * text.hidden_size
 
 
 def query_heads(text: PretrainedConfig) -> int:
-    """Attention heads of queries; 0 where layers have none, or each a number of its own."""
+    """Return the number of query heads, or 0 if there are none or their number differs by layer."""
     heads = getattr(text, "num_attention_heads", None)
     return heads if isinstance(heads, int) else 0
 
 
 def key_value_heads(text: PretrainedConfig) -> int:
-    """Attention heads of keys and values, as many as of queries where they are not shared."""
+    """Return the number of key-value heads. Without grouped-query attention, it equals the number of query heads."""
     return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 
 def head_size(text: PretrainedConfig) -> int:
-    """Numbers of one attention head."""
+    """Return the size of one attention head."""
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def key_value_width(text: PretrainedConfig) -> int:
-    """Numbers of a token's keys in one layer: key-value heads times the size of a head."""
+    """Return the size of a token's keys in one layer: the number of key-value heads times the head size."""
     return key_value_heads(text) * head_size(text)
 
 
 def differs_by_layer(text: PretrainedConfig) -> bool:
-    """Whether layers have sizes of their own, as Gemma 4's heads do: such a field is none of the whole config's."""
+    """Return whether sizes differ by layer, as head sizes do in Gemma 4. The config has no single value for such fields."""
     return getattr(text, "is_heterogeneous", False)
 
 
 def layer_configs(text: PretrainedConfig) -> list[Any]:
-    """A config for each layer: the same, or one of its own where layers differ."""
+    """Return one config per layer. All are the same object unless sizes differ by layer."""
     if differs_by_layer(text):
         return [text.per_layer_config[i] for i in range(text.num_hidden_layers)]
     return [text] * text.num_hidden_layers
 
 
 def image_token(config: PretrainedConfig | None) -> int | None:
-    """Id of the token that a feature of an image replaces; None of what reads no images."""
+    """Return the id of the image placeholder token, or None for models without images."""
     return getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
 
 
 def label_count(model: object) -> int | None:
-    """Numbers that a classifier gives for a text; None of what is no transformers model."""
+    """Return the number of labels of a classifier, or None if the config has no such field."""
     return getattr(config_of(model), "num_labels", None)

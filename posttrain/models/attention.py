@@ -1,4 +1,4 @@
-"""How a model is told who sees whom in a token forest, and the probe that proves that it respects it."""
+"""Attention inputs and layouts for packed prefix trees (`attention_inputs`, `layout_for`, `rope_limits`)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MASKABLE = ("sdpa", "eager", "flex_attention")  # Backends that take an arbitrary mask.
+MASKABLE = ("sdpa", "eager", "flex_attention")  # Backends that accept an arbitrary mask.
 
 
-# Read anew in every pass, so a probe may make them short; Llama 4 counts ``floor_scale`` in columns instead of positions.
+# Fields that models read in every pass, so a probe can narrow them. Llama 4 counts ``floor_scale`` in columns.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
-DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # Of attention's probabilities.
-KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # Layers whose mask is known.
+DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+)  # Config fields for dropout on attention probabilities.
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # Layer kinds whose mask is known.
 
 
 def attention_inputs(
@@ -41,16 +45,22 @@ def attention_inputs(
     span: Tensor | None = None,
     split: TokenSplit | None = None,
 ) -> dict[str, Any]:
-    """What tells a transformers model who sees whom in this batch; ``span`` as in `forest_mask`, ``split`` as in `Forest`.
+    """Return a model's keyword arguments that define which tokens attend to which in a batch.
+
+    ``span`` is the same as in `forest_mask`, and ``split`` the same as in `Forest`.
 
     Returns:
-        ``attention_mask``: None for rows that are one plain sequence each; ``(B, T)`` where such rows are padded; else, of layers
-        that take segments, a placeholder of one number beside the ``forest`` (`posttrain.models.tree_attention`); of others a
-        4-D mask in the form that the backend takes (added to scores for eager and for sdpa on a CPU, bool for sdpa elsewhere,
-        ``BlockMask`` for flex). A dict of them by layer type for models that mix kinds of layers.
+        A dict with ``attention_mask`` and, for tree attention, ``forest``. The mask depends on the batch and the backend:
+
+        - One sequence per row: None, or ``(B, T)`` if rows are padded.
+        - Tree attention: a placeholder with one element; ``forest`` defines the mask (`posttrain.models.tree_attention`).
+        - Otherwise a 4-D mask in the backend's format: additive for eager and for sdpa on a CPU, bool for sdpa elsewhere, and
+          ``BlockMask`` for flex.
+
+        Models that mix kinds of layers get a dict of masks by layer type.
 
     Raises:
-        DataError: Segments of the batch are not those of its rows.
+        DataError: The batch's segments do not match its rows.
     """
     text = text_of(config_of(model))
     check_batch(batch)
@@ -70,7 +80,7 @@ def attention_inputs(
         allowed = tree_attention.forest_mask(batch, window, chunk, span)
         if implementation == "sdpa" and allowed.device.type != "cpu":
             return allowed
-        # On a CPU sdpa makes numbers of a bool mask in every layer anew, and keeps all of them for backward.
+        # On a CPU, sdpa converts a bool mask to floats in every layer and saves each copy for backward.
         return tree_attention.added(allowed, dtype, -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min)
 
     forest = {"forest": tree_attention.Forest(batch, split)} if parts or split is not None else {}
@@ -90,15 +100,15 @@ def attention_inputs(
 
 
 def rope_limits(model: Module) -> tuple[int | None, int | None]:
-    """Lengths at which the rotary frequencies of a pass begin to depend on its longest sequence.
+    """Return the lengths above which the rotary frequencies of a pass depend on its longest sequence.
 
-    Of the types that transformers has (``ROPE_INIT_FUNCTIONS``), default, linear, llama3, yarn and proportional do not.
-    ``longrope`` takes other frequencies for a whole pass whose longest sequence exceeds the original context. ``dynamic`` makes
-    them from the longest sequence seen, and keeps those of a longer one for the passes after it.
+    Among transformers' types (``ROPE_INIT_FUNCTIONS``), default, linear, llama3, yarn and proportional have no such limit.
+    ``longrope`` uses other frequencies for the whole pass if its longest sequence exceeds the original context. ``dynamic``
+    computes them from the longest sequence so far, and keeps them for later passes.
 
     Returns:
-        The most tokens of a sequence below the switch of longrope, and the most that ``dynamic`` computes alike in all passes;
-        None where the model has no such limit. Virtual tokens count, so they are subtracted.
+        The maximum sequence length below the switch of ``longrope``, and the maximum length with equal frequencies in all passes
+        for ``dynamic``. None if the model has no such limit. Virtual tokens count, so they are subtracted.
     """
     text = causal_lm(model).config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -114,7 +124,7 @@ def rope_limits(model: Module) -> tuple[int | None, int | None]:
 
 
 def padded_layout(model: Module) -> Layout:
-    """One padded row a sequence, for models that cannot take a forest."""
+    """Return the layout with one sequence per padded row, for models that do not support packed prefix trees."""
     switch, end = rope_limits(model)
     return Layout("padded", row_tokens=4096, rope_switch=switch, rope_end=end)
 
@@ -122,13 +132,13 @@ def padded_layout(model: Module) -> Layout:
 def layout_for(
     model: Module, *, dense_mask: bool = False, autocast: torch.dtype | None = None, device: str | None = None
 ) -> Layout:
-    """The layout that the model's attention backend is fastest with; not yet proven, see `probe_layout`.
+    """Return the fastest layout of the model's attention backend. It is not verified here, see `probe_layout`.
 
     Args:
         model: The model.
-        dense_mask: Attention must take a mask.
-        autocast: What products are computed in where that is not the dtype of the weights.
-        device: ``cpu`` or ``cuda``: on which it trains; None: where it is now.
+        dense_mask: Use a dense mask.
+        autocast: Dtype of products if it differs from the weights' dtype.
+        device: Device type of training, ``cpu`` or ``cuda``. None means the model's current device.
     """
     device = device or next(model.parameters()).device.type
     implementation = attention_name(text_of(config_of(model))) or "sdpa"
@@ -144,9 +154,9 @@ def layout_for(
     if family.whole:
         return padded_layout(model)
     if family.cross:
-        # Every tree a pass of its own, see `Family.cross`.
+        # Each tree is a pass, see `Family.cross`.
         return replace(layout, row_tokens=1, pass_tokens=0, joins_rows=False)
-    # Where a prompt is read both ways, its tokens are what its end makes of them.
+    # In a bidirectional prompt, each token depends on the end of the prompt.
     return replace(layout, joins_rows=family.block != "prompt")
 
 
@@ -159,15 +169,15 @@ def _fastest_layout(model: Module, implementation: str, autocast: torch.dtype | 
 
 
 def _dense_layout(device: str) -> Layout:
-    # A dense mask costs T^2 attention and a pass has a fixed cost (gradients are added up): measured on a 135M model and 2
-    # cores, six trees of 240 tokens cost 8.0 s one by one, 7.5 s two a row, 6.5 s three rows a pass, 6.0 s all in one pass,
-    # and memory grows with the tokens of a pass (4.0 GB at 480, 4.9 GB at 720, optimiser included).
+    # Attention with a dense mask costs T^2, and a pass has a fixed cost (gradients are accumulated). On a 135M model and 2 cores,
+    # six trees of 240 tokens took 8.0 s one by one, 7.5 s with two per row, 6.5 s with three rows per pass, and 6.0 s in one
+    # pass. Memory grows with the tokens of a pass (4.0 GB at 480, 4.9 GB at 720, including the optimizer).
     on_cpu = Layout("tree", row_tokens=256, pass_tokens=512)
     return replace(on_cpu if device == "cpu" else Layout("tree", row_tokens=2048), dense_mask=True)
 
 
 def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> str:
-    """Why attention of a model needs a mask on a device, as far as its config tells; empty where it takes segments."""
+    """Return why attention needs a dense mask on a device according to the config, or "" if tree attention is possible."""
     text = causal_lm(model).config.get_text_config()
     if reason := tree_attention.no_kernel(device, autocast or coarsest_dtype(model)):
         return reason
@@ -185,8 +195,9 @@ PROBED: dict[str, Layout] = {}
 
 
 def coarsest_dtype(model: Module) -> torch.dtype:
-    """The dtype of the weights that round most; packed ones are whole numbers and round more than any. The first may differ:
-    an output layer in float32 on layers in bfloat16, and embeddings that are tied to it.
+    """Return the least precise dtype of a model's weights. Packed (integer) weights count as the least precise.
+
+    The first parameter's dtype can differ, e.g. if the output layer and tied embeddings are float32 and layers are bfloat16.
     """
     kinds = {parameter.dtype for parameter in model.parameters()}
     return max(kinds, key=lambda kind: torch.finfo(kind).eps if kind.is_floating_point else 1.0)
@@ -195,6 +206,6 @@ def coarsest_dtype(model: Module) -> torch.dtype:
 def rounds_to_tf32() -> bool:
     """Return whether products of float32 matrices on a GPU are computed in TF32.
 
-    torch refuses to read ``allow_tf32`` once its newer setting was written, as transformers does for ``tf32=True``.
+    torch raises on reading ``allow_tf32`` after its newer setting was written, as transformers does for ``tf32=True``.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -1,19 +1,19 @@
-"""Ulysses sequence parallelism: the tokens of a row are divided over the processes of a group, and so are the heads of attention.
+"""Ulysses sequence parallelism: a group of processes splits the tokens of each row, and the attention heads.
 
-Every process keeps rows of its own, as in data parallelism. A group of ``sp_size`` processes computes the batch of its first
-process together, then that of its second, and so on: each process embeds, projects and scores ``1 / sp_size`` of the columns.
-Attention alone needs whole rows. Around its call tokens are exchanged for heads::
+Each process keeps its own rows, as in data parallelism. A group of ``sp_size`` processes computes the batch of its first process
+together, then the batch of its second process, and so on. Each process embeds, projects and scores ``1 / sp_size`` of the
+columns. Only attention needs whole rows. Around the attention call, tokens are exchanged for heads::
 
-    q, k, v   (B, heads, T / n, d)  --all-to-all-->  (B, heads / n, T, d)     whole rows, a share of the heads
+    q, k, v   (B, heads, T / n, d)  --all-to-all-->  (B, heads / n, T, d)     whole rows, some heads
     out       (B, T, heads / n, d)  --all-to-all-->  (B, T / n, heads, d)
 
-so that the same call is answered, by parts of a trie or under a mask, which stay whole. Where there are fewer heads of keys and
-values than processes, they are repeated. What the head reads of the last hidden states (a log-prob a token, a score a sequence)
-goes to the process whose batch it is, which alone computes the objective, and the gradients of it come back: every other number
-of a run (denominators, advantages, rewards, metrics, the state of samplers) is that of data parallelism.
+The attention call itself does not change: tree attention and masks apply to whole rows. Key-value heads are repeated if there
+are fewer of them than processes. The outputs of the head (one log-prob per token, one score per sequence) go to the process that
+owns the batch. Only the owner computes the objective, and its gradients are sent back. All other numbers of a run (denominators,
+advantages, rewards, metrics, the state of samplers) are the same as in data parallelism.
 
-A layer sends ``4 passes x (n - 1) / n x B T / n x d x (heads + KV heads)`` numbers from each process: its forward (queries, keys,
-values, output), again where layers are recomputed, and backward, with the KV heads counted as they are repeated.
+A layer sends ``4 passes x (n - 1) / n x B T / n x d x (heads + KV heads)`` numbers from each process: in forward (queries, keys,
+values, output), again if layers are recomputed, and in backward. KV heads are counted with their repeats.
 
 Reference: DeepSpeed-Ulysses, arXiv:2309.14509; Arctic Long Sequence Training (batches of a group in turns), arXiv:2506.13996.
 """
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Traffic:
-    """What this process sent, to be compared with the formula of the module.
+    """Traffic of this process, to be compared with the formula in the module's docstring.
 
     Attributes:
-        calls: All-to-alls of attention, backward's too.
-        sent: Bytes of them that left this process.
+        calls: Number of all-to-alls of attention, including backward.
+        sent: Bytes that they sent to other processes.
     """
 
     calls: int = 0
@@ -53,14 +53,14 @@ class Traffic:
 
 @dataclass(slots=True)
 class TokenSplit:
-    """A group of processes that computes its batches together.
+    """Sequence-parallel group: processes that compute their batches together.
 
     Attributes:
-        group: Of torch.distributed.
-        ranks: Numbers of its processes in the whole run.
-        rank: Of this process in the group.
-        device: Where tensors are exchanged.
-        in_turn: Whether a training pass of this process runs, in which the others of its group help.
+        group: Process group of torch.distributed.
+        ranks: Global ranks of the group's processes.
+        rank: Rank of this process in the group.
+        device: Device on which tensors are exchanged.
+        in_turn: True while the group runs a training pass over this process's batch.
         traffic: See `Traffic`.
     """
 
@@ -73,14 +73,14 @@ class TokenSplit:
 
     @property
     def size(self) -> int:
-        """Processes of the group."""
+        """Number of processes in the group."""
         return len(self.ranks)
 
     def columns(self, width: int) -> slice:
-        """Columns of a row that this process computes.
+        """Return the columns of a row that this process computes.
 
         Raises:
-            ModelError: ``width`` is no multiple of `size`.
+            ModelError: ``width`` is not a multiple of `size`.
         """
         if width % self.size:
             raise ModelError(
@@ -93,17 +93,17 @@ class TokenSplit:
     # Objects -----------------------------------------------------------------------------------------------------
 
     def tell(self, item: object) -> None:
-        """Send an object to the others of the group, who `hear` it."""
+        """Broadcast an object to the other processes of the group, which call `hear`."""
         torch.distributed.broadcast_object_list([item], src=self.ranks[self.rank], group=self.group, device=self.device)
 
     def hear(self, owner: int) -> Any:
-        """What process ``owner`` of the group tells."""
+        """Return the object that process ``owner`` of the group broadcasts with `tell`."""
         shared: list[Any] = [None]
         torch.distributed.broadcast_object_list(shared, src=self.ranks[owner], group=self.group, device=self.device)
         return shared[0]
 
     def exchanged(self, item: object) -> list[Any]:
-        """One object of each process of the group, in their order."""
+        """Return one object of each process of the group, in rank order."""
         items: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(items, item, group=self.group)
         return items
@@ -111,11 +111,11 @@ class TokenSplit:
     # Tensors -----------------------------------------------------------------------------------------------------
 
     def at_owner(self, owner: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Sums over the group of tensors of equal shapes; backward hands every process the gradients that ``owner`` has."""
+        """Return sums of tensors over the group. Backward broadcasts the gradients of ``owner`` to all processes."""
         return _AtOwner.apply(self, owner, *tensors)
 
     def whole_rows(self, *tensors: Tensor) -> list[Tensor]:
-        """``(B, heads, T / n, d)`` of all heads to ``(B, heads / n, T, d)`` of all columns; one all-to-all for all tensors."""
+        """Exchange ``(B, heads, T / n, d)`` for ``(B, heads / n, T, d)`` with all columns, in one all-to-all for all tensors."""
         parcels = []
         for x in tensors:
             rows, heads, share, size = x.shape
@@ -129,7 +129,7 @@ class TokenSplit:
         return shaped
 
     def own_columns(self, out: Tensor) -> Tensor:
-        """``(B, T, heads / n, d)`` of all columns to ``(B, T / n, heads, d)`` of all heads."""
+        """Exchange ``(B, T, heads / n, d)`` for ``(B, T / n, heads, d)`` with all heads."""
         rows, width, heads, size = out.shape
         parcels = out.reshape(rows, self.size, width // self.size, heads, size).movedim(1, 0).flatten(1)
         got = _Exchange.apply(parcels, self).view(self.size, rows, width // self.size, heads, size)
@@ -145,15 +145,17 @@ class TokenSplit:
         sinks: Tensor | None,
         ratio: int | None,
     ) -> Tensor:
-        """Attention of this process's columns: heads for tokens, the call on whole rows, tokens for heads.
+        """Compute attention for this process's columns.
+
+        Tokens are exchanged for heads, attention runs on whole rows, and heads are exchanged back for tokens.
 
         Args:
-            whole: ``(q, k, v, sinks) -> (out (B, T, heads, d), ...)`` on whole rows.
-            q: ``(B, heads, T / n, d)``.
-            k: ``(B, KV heads, T / n, d)``.
-            v: Likewise.
+            whole: Attention on whole rows, ``(q, k, v, sinks) -> (out (B, T, heads, d), ...)``.
+            q: Queries ``(B, heads, T / n, d)``.
+            k: Keys ``(B, KV heads, T / n, d)``.
+            v: Values of the same shape as ``k``.
             sinks: ``(heads,)``, see `posttrain.models.tree_attention.tree_attention`.
-            ratio: Query heads of a KV head that the call takes for granted; None: any.
+            ratio: Number of query heads per KV head that ``whole`` requires. None means any.
 
         Returns:
             ``(B, T / n, heads, d)``.
@@ -173,7 +175,7 @@ class TokenSplit:
 
 
 def repeated_heads(heads: int, kv: int, size: int) -> int:
-    """Heads of keys and values that ``size`` processes can divide: as they are, or the fewest repeats that queries allow.
+    """Return the number of KV heads, repeated as little as possible so that ``size`` processes can split them.
 
     >>> [repeated_heads(8, 4, 2), repeated_heads(8, 2, 4), repeated_heads(6, 3, 2)]
     [4, 4, 6]
@@ -185,16 +187,16 @@ def repeated_heads(heads: int, kv: int, size: int) -> int:
 def layer_bytes(
     size: int, *, tokens: int, heads: int, kv: int, head_size: int, itemsize: int, recomputed: bool = False
 ) -> int:
-    """Bytes that a process sends for one layer and one training pass; see the formula of the module.
+    """Return the bytes that a process sends for one layer and one training pass, by the formula in the module's docstring.
 
     Args:
-        size: Processes of the group.
+        size: Number of processes in the group.
         tokens: ``B * T`` of the whole batch.
-        heads: Of queries.
-        kv: Of keys and values.
-        head_size: Numbers of a head.
-        itemsize: Bytes of a number.
-        recomputed: Whether the layer's forward runs twice.
+        heads: Number of query heads.
+        kv: Number of KV heads.
+        head_size: Size of a head.
+        itemsize: Bytes per element.
+        recomputed: True if the layer's forward runs twice.
 
     >>> layer_bytes(2, tokens=8, heads=4, kv=2, head_size=16, itemsize=4)
     3072
@@ -204,7 +206,7 @@ def layer_bytes(
 
 
 class _Exchange(torch.autograd.Function):
-    """``(n, M)``: parcel i goes to process i, and what comes from process i is parcel i. Its own transpose."""
+    """All-to-all of ``(n, M)``: row i goes to process i and is replaced by the row from process i. It is its own transpose."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, parcels: Tensor, split: TokenSplit) -> Tensor:
@@ -227,7 +229,7 @@ def _all_to_all(parcels: Tensor, split: TokenSplit) -> Tensor:
 
 
 class _AtOwner(torch.autograd.Function):
-    """See `TokenSplit.at_owner`."""
+    """Autograd function of `TokenSplit.at_owner`."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, split: TokenSplit, owner: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -237,7 +239,7 @@ class _AtOwner(torch.autograd.Function):
         torch.distributed.all_reduce(flat, group=split.group)
         pieces = flat.split([x.numel() for x in tensors])
         outputs = tuple(y.view_as(x).to(x.dtype) for x, y in zip(tensors, pieces, strict=True))
-        # A piece of one storage may not be changed in place where another is needed.
+        # Views of one storage may not be modified in place while autograd needs another view.
         outputs = tuple(x.clone() for x in outputs)
         ctx.mark_non_differentiable(*(x for x, learns in zip(outputs, ctx.learns, strict=True) if not learns))
         return outputs
@@ -257,24 +259,24 @@ class _AtOwner(torch.autograd.Function):
         return None, None, *gradients
 
 
-# The group of this process, which all of its trainers share, as they share accelerate's state.
+# The group of this process. All trainers of the process share it, as they share accelerate's state.
 _active: TokenSplit | None = None
 
 
 def active() -> TokenSplit | None:
-    """The group that computes batches together with this process; None: it computes its own alone."""
+    """Return the sequence-parallel group of this process, or None."""
     return _active
 
 
 def activate(split: TokenSplit | None) -> None:
-    """From here on `posttrain.models.forward.forward` is computed by this group; None: by this process alone."""
+    """Set the group that runs `posttrain.models.forward.forward`. None: this process runs it alone."""
     global _active
     _active = split
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, every process computes its own batches."""
+    """Disable sequence parallelism inside the block: every process computes its own batches."""
     before = _active
     activate(None)
     try:
@@ -284,7 +286,7 @@ def alone() -> Iterator[None]:
 
 
 def make_group(size: int, *, world: int, rank: int, device: torch.device) -> TokenSplit:
-    """The group of this process: ``size`` consecutive ranks. Every process of the run must call it."""
+    """Create groups of ``size`` consecutive ranks and return this process's group. Every process of the run must call it."""
     mine: TokenSplit | None = None
     for first in range(0, world, size):
         ranks = list(range(first, first + size))
@@ -296,10 +298,11 @@ def make_group(size: int, *, world: int, rank: int, device: torch.device) -> Tok
 
 
 def turns(last: bool) -> Iterator[tuple[int | None, bool]]:
-    """Whose batch a training pass is of, and whether it is the last pass before the update.
+    """Iterate over the group's processes, whose batches are computed in turn.
 
     Yields:
-        Number in the group of the process that is helped, None for this one; and whether no pass follows.
+        Group rank of the process whose batch is computed (None for this process), and whether this is the last pass before the
+        update.
     """
     split = _active
     if split is None:
