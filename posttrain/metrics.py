@@ -1,6 +1,6 @@
-"""Metrics declare their reduction when emitted, and are gathered over ranks once a log step.
+"""Metrics with a declared reduction, gathered over ranks once per log step.
 
-A metric is a pair (reduction, numbers on the device); nothing waits for the host until `MetricBuffer.compute`.
+A metric is a reduction with numbers on the device. The host does not synchronize before `MetricBuffer.compute`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Number = "float | Tensor"
 
 @dataclass(slots=True, frozen=True)
 class Metric:
-    """One emitted value. ``mean`` carries a weighted sum and its weight, the others only a value."""
+    """Emitted value with its reduction. A ``mean`` stores a weighted sum and its weight; other reductions store only a value."""
 
     reduction: Literal["mean", "sum", "min", "max"]
     value: float | Tensor
@@ -28,12 +28,12 @@ class Metric:
 
 
 def mean(values: float | Tensor, mask: Tensor | None = None, weight: float | Tensor | None = None) -> Metric:
-    """Mean over the true entries of ``mask`` (or over all entries), weighted by their count when merged with others.
+    """Return a metric for the mean over the true entries of ``mask`` (or all entries). Merging weights it by their count.
 
     Args:
         values: A number, or a tensor of any shape.
-        mask: Same shape as ``values``; entries that count.
-        weight: For a number that is already a mean: how many things it is the mean of.
+        mask: Mask of the entries to include, in the shape of ``values``.
+        weight: Number of items that ``values`` is already the mean of.
     """
     if isinstance(values, int | float):
         count = 1.0 if weight is None else weight
@@ -48,17 +48,17 @@ def mean(values: float | Tensor, mask: Tensor | None = None, weight: float | Ten
 
 
 def total(value: float | Tensor) -> Metric:
-    """A count that adds up over micro-batches and ranks."""
+    """Return a metric that is summed over micro-batches and ranks."""
     return Metric("sum", value if isinstance(value, int | float) else value.detach().float().sum())
 
 
 def minimum(values: float | Tensor, mask: Tensor | None = None) -> Metric:
-    """The smallest value seen anywhere in the window, where ``mask`` is true; an empty tensor says nothing."""
+    """Return a metric for the smallest value in the log window where ``mask`` is true. An empty tensor is ignored."""
     return _extreme("min", values, mask, math.inf)
 
 
 def maximum(values: float | Tensor, mask: Tensor | None = None) -> Metric:
-    """The largest value seen anywhere in the window, where ``mask`` is true; an empty tensor says nothing."""
+    """Return a metric for the largest value in the log window where ``mask`` is true. An empty tensor is ignored."""
     return _extreme("max", values, mask, -math.inf)
 
 
@@ -70,9 +70,10 @@ def _extreme(reduction: Literal["min", "max"], values: float | Tensor, mask: Ten
 
 
 class MetricBuffer(MutableMapping[str, "Series"]):
-    """Collects metrics between two log steps and reduces them over micro-batches and ranks.
+    """Buffer of metrics between two log steps, which reduces them over micro-batches and ranks.
 
-    It reads as TRL's dict of lists: ``buffer[name].append(value)``, ``buffer[name][-1]``, ``sum(buffer[name])``, ``.items()``.
+    It supports the operations of TRL's dict of lists:
+    ``buffer[name].append(value)``, ``buffer[name][-1]``, ``sum(buffer[name])``, ``.items()``.
 
     >>> buffer = MetricBuffer()
     >>> buffer.add({"entropy": mean(2.0, weight=3), "tokens": total(3)})
@@ -83,16 +84,16 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 
     def __init__(self) -> None:
         self._items: dict[str, Metric] = {}
-        # What was appended to a name that nothing else was emitted under, to be read again.
+        # Values appended to names without other metrics, so that they can be read.
         self._appended: dict[str, list[float]] = {}
 
     def __getitem__(self, name: str) -> Series:
-        """``buffer[name].append(value)``: what was written for a dict of lists works, and is averaged over the window."""
+        """Return the series of ``name``. ``buffer[name].append(value)`` works as with a dict of lists and is averaged."""
         return Series(self, name)
 
     def __setitem__(self, name: str, values: Iterable[Any]) -> None:
         if isinstance(values, Series) and values.buffer is self and values.name == name:
-            return  # Of ``buffer[name] += [value]``.
+            return  # ``buffer[name] += [value]`` has already extended the series.
         kept = [float(value) for value in values]
         self.pop(name, None)
         self[name].extend(kept)
@@ -111,11 +112,11 @@ class MetricBuffer(MutableMapping[str, "Series"]):
         return name in self._items
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The series of a name that was emitted; ``default`` for another one."""
+        """Return the series of ``name``, or ``default`` if nothing was emitted under it."""
         return self[name] if name in self._items else default
 
     def pop(self, name: str, *default: Any) -> Any:
-        """The values of a name, which is dropped; ``default`` for another one.
+        """Remove ``name`` and return its values, or ``default`` if nothing was emitted under it.
 
         Raises:
             KeyError: Nothing was emitted under the name, and there is no default.
@@ -127,18 +128,18 @@ class MetricBuffer(MutableMapping[str, "Series"]):
         return values
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
-        """Merge metrics into the window; a name keeps the reduction it was first emitted with."""
+        """Merge metrics into the window. A name keeps the reduction of its first metric."""
         for name, metric in metrics.items():
             known = self._items.get(name)
             self._items[name] = metric if known is None else _merge(known, metric)
             self._appended.pop(name, None)
 
     def snapshot(self) -> tuple[dict[str, Metric], dict[str, list[float]]]:
-        """What `restore` brings back."""
+        """Return the buffer's state for `restore`."""
         return dict(self._items), dict(self._appended)
 
     def restore(self, snapshot: tuple[dict[str, Metric], dict[str, list[float]]]) -> None:
-        """Forget what was emitted since `snapshot`."""
+        """Discard the metrics emitted since `snapshot`."""
         self._items, self._appended = dict(snapshot[0]), dict(snapshot[1])
 
     def compute(
@@ -147,8 +148,8 @@ class MetricBuffer(MutableMapping[str, "Series"]):
         """Reduce to plain numbers and empty the buffer.
 
         Args:
-            all_gather: Takes this rank's ``[(name, reduction, value, weight)]`` and returns the concatenation over ranks;
-                None on one process. One call whatever the number of metrics, and ranks may hold different names.
+            all_gather: Function from this rank's ``[(name, reduction, value, weight)]`` to the concatenation over ranks. It is
+                called once, and ranks may have different names. None on a single process.
         """
         numbers = iter(_on_host([number for m in self._items.values() for number in (m.value, m.weight)]))
         rows = [(name, m.reduction, next(numbers), next(numbers)) for name, m in self._items.items()]
@@ -163,16 +164,16 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 
 
 class Series(Sequence[float]):
-    """Stands where a list of values stood: what is appended is averaged with the rest of the log window.
+    """List-like view of one metric: appended values are averaged with the rest of the log window.
 
-    Reads as the values that were appended; of a name that a trainer emits, as one value, the window's so far.
+    It contains the appended values. For a name that a trainer emits, it contains one value: the window's current result.
     """
 
     def __init__(self, buffer: MetricBuffer, name: str) -> None:
         self.buffer, self.name = buffer, name
 
     def append(self, value: Any) -> None:
-        """One more value."""
+        """Append one value."""
         number, name = float(value), self.name
         values = [] if name not in self.buffer else self.buffer._appended.get(name)
         self.buffer.add({name: mean(number)})
@@ -180,12 +181,12 @@ class Series(Sequence[float]):
             self.buffer._appended[name] = [*values, number]
 
     def extend(self, values: Iterable[Any]) -> None:
-        """Several."""
+        """Append several values."""
         for value in values:
             self.append(value)
 
     def clear(self) -> None:
-        """Forget what was emitted."""
+        """Remove all values of the metric."""
         self.buffer.pop(self.name, None)
 
     def __iadd__(self, values: Iterable[Any]) -> Series:
@@ -223,7 +224,7 @@ def _merge(a: Metric, b: Metric) -> Metric:
 
 
 def _on_host(numbers: list[float | Tensor]) -> list[float]:
-    """Plain numbers, by one copy of all that lie on a device: each copy waits for what the device has still to do."""
+    """Convert numbers to floats, with one copy for all device tensors, because each copy synchronizes with the device."""
     far = {i: n for i, n in enumerate(numbers) if not isinstance(n, int | float) and not n.is_cpu}
     if far:
         import torch

@@ -1,4 +1,4 @@
-"""Every optional import goes through `require`, so a missing package is one clear error at the moment of use."""
+"""Optional imports: `require` raises a clear error if a package is missing; `is_available` checks without importing."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ EXTRAS = {
 
 
 def is_available(name: str) -> bool:
-    """Whether the package ``name`` can be imported, without importing it."""
+    """Return whether the package ``name`` can be imported, without importing it."""
     return importlib.util.find_spec(name) is not None
 
 
 def require(name: str, purpose: str) -> ModuleType:
-    """Import an optional package, or say what it is needed for and how to install it.
+    """Import an optional package, or raise an error with its purpose and the install command.
 
     Args:
         name: Import name, dotted for a submodule.
-        purpose: What cannot work without it, as the subject of a sentence: ``"the curves of the run record"``.
+        purpose: Feature that needs the package, as the subject of a sentence: ``"the curves of the run record"``.
 
     Raises:
         MissingDependencyError: The package is not installed; also an `ImportError`.
@@ -54,7 +54,7 @@ def require(name: str, purpose: str) -> ModuleType:
     except ImportError as error:
         root = name.partition(".")[0]
         if error.name is not None and error.name.partition(".")[0] != root:
-            raise  # The package is there, something it needs is not: its own message is the better one.
+            raise  # The package is installed, but one of its dependencies is not: keep its own message.
         extra = EXTRAS.get(root)
         command = f'pip install "posttrain[{extra}]"' if extra else f"pip install {root.replace('_', '-')}"
         raise MissingDependencyError(

@@ -1,4 +1,4 @@
-"""The hub: models and datasets that are not found there or elsewhere, and which files of a run are uploaded."""
+"""Hugging Face hub: errors for models and datasets that are not found, and uploads without private files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from posttrain.errors import DataError, ModelError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-# Files of an output_dir that hold rows of the data, prompts, completions, the command line or names of this machine; the last
-# star takes their drafts in.
+# Files of an output_dir that contain rows of the data, prompts, completions, the command line or names of this machine. The
+# trailing star includes their drafts.
 RUN_RECORD = (
     "*.jsonl*", "*.parquet*", "*.html*", "data.json*", "data_report.json*", "manifest.json*", "preflight.json*", "record-*",
     "rollout_failure.json*", "rollout_workers/*",
 )  # fmt: skip
-# transformers pickles the config with its hub token, and nothing reads that file again. The other is the folder's lock.
+# training_args.bin contains the hub token, and nothing reads it again. The other pattern matches the folder's lock.
 NEVER_UPLOADED = ("training_args.bin", ".posttrain*")
-# Files of a checkpoint that are copied into the output_dir when it is uploaded while training.
+# Files of a checkpoint that are copied into the output_dir when it is uploaded during training.
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -29,7 +29,7 @@ MODEL_FILES = (
     "model.safetensors.index.json",
     "adapter_*",
 )
-# The hub's own switch, and the library's that reads the name.
+# Offline variables of the hub, and of the library that loads the name.
 SWITCHES = {
     "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
     "tokenizer": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
@@ -37,30 +37,30 @@ SWITCHES = {
 }
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 SECONDS_TO_ANSWER = 10.0
-# Models that `posttrain demo` made of other files, by the last part of their hub ids.
+# Folder of the models that `posttrain demo` converts, named by the last part of their hub ids.
 MADE = Path(os.path.expanduser("~"), ".cache", "posttrain")
 ON = ("1", "on", "true", "yes")
 
 
 def offline_variables(kind: str) -> str:
-    """The two variables that keep a kind of thing off the network, with their values: ``HF_HUB_OFFLINE=1, ...``."""
+    """Return the two offline variables for a kind, with their values: ``HF_HUB_OFFLINE=1, ...``."""
     return ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in SWITCHES[kind])
 
 
 def _nearest(name: str) -> str:
-    """The folder or data file here, or where the name points, that is spelled most like it."""
+    """Return a "did you mean" hint: the most similar folder or data file here or in the parent of ``name``."""
     parents = [path for path in dict.fromkeys((Path(name).expanduser().parent, Path())) if path.is_dir()]
     entries = [entry for path in parents for entry in path.iterdir() if entry.is_dir() or entry.suffix in FILES]
     return did_you_mean(Path(name).name, [entry.name for entry in entries if not entry.name.startswith(".")])
 
 
 def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
-    """What to say of a model, tokenizer or dataset that is neither a folder, nor cached, nor within reach.
+    """Return the error message for a model, tokenizer or dataset that is not a folder, not cached and not reachable.
 
     Args:
         kind: ``model``, ``tokenizer`` or ``dataset``.
-        name: As it was given.
-        error: What the loader raised; its first line is quoted.
+        name: Name that the user passed.
+        error: Exception of the loader. Its first line is quoted.
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -93,10 +93,11 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
 
 
 def refuse_unreachable(kind: str, name: str) -> None:
-    """Refuse a hub id that is not in the cache where the hub does not answer: its loaders retry each file for half a minute.
+    """Raise if a hub id is not cached and the hub does not answer. The loaders would retry each file for half a minute.
 
     Raises:
-        ModelError: A model or tokenizer. DataError: A dataset.
+        ModelError: The id is a model or tokenizer.
+        DataError: The id is a dataset.
     """
     import httpx2
     from huggingface_hub import constants, file_download, get_session
@@ -122,10 +123,11 @@ def refuse_unreachable(kind: str, name: str) -> None:
 
 @contextmanager
 def explained(kind: str, name: str) -> Iterator[None]:
-    """Turn a loader's failure to find ``name`` into one clear error; a folder that exists speaks for itself.
+    """Turn a loader's failure to find ``name`` into one clear error. Errors of existing folders are not changed.
 
     Raises:
-        ModelError: A model or tokenizer that was not found. DataError: A dataset.
+        ModelError: A model or tokenizer was not found.
+        DataError: A dataset was not found.
     """
     from huggingface_hub.errors import HFValidationError
 
@@ -141,13 +143,13 @@ def upload(folder: str, *, run_record: bool, ignore_patterns: Sequence[str] = ()
     """Upload a folder without `NEVER_UPLOADED`, and without `RUN_RECORD` unless ``run_record``; log the names of its files.
 
     Args:
-        folder: Its path.
-        run_record: ``push_run_record`` of the config.
-        ignore_patterns: Of further files to leave out.
-        options: Of `huggingface_hub.upload_folder`.
+        folder: Path of the folder.
+        run_record: Value of ``push_run_record`` in the config.
+        ignore_patterns: Patterns of more files to exclude.
+        options: Keyword arguments of `huggingface_hub.upload_folder`.
 
     Returns:
-        What `huggingface_hub.upload_folder` returns.
+        The result of `huggingface_hub.upload_folder`.
     """
     import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects

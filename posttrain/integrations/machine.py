@@ -1,4 +1,4 @@
-"""What this machine has left: room on a disk, memory and processes of a GPU, ports that nobody listens on."""
+"""Resources of this machine: free disk space, usable processors, GPU memory and processes, free ports, file limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def free_disk(folder: str | Path) -> int:
-    """Bytes that may still be written below ``folder``, or below the first of its parents that is there."""
+    """Return the free bytes on the disk of ``folder``, or of its first existing parent."""
     path = Path(folder).expanduser().absolute()
     while not path.exists():
         path = path.parent
@@ -24,19 +24,19 @@ def free_disk(folder: str | Path) -> int:
 
 
 def usable_processors() -> int:
-    """Processors that this process may run on, by its affinity where the system has one."""
+    """Return the number of processors this process may run on, from its CPU affinity if the system supports it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind a socket to an address of this machine; port 0 takes a free one.
+    """Bind a socket to an address of this machine. Port 0 selects a free port.
 
     Raises:
-        OSError: The port is in use, or the address is not of this machine.
+        OSError: The port is in use, or the address does not belong to this machine.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        if os.name == "posix":  # As servers do: a connection that was closed a moment ago does not hold the port.
+        if os.name == "posix":  # As servers do: a recently closed connection must not block the port.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
     except OSError:
@@ -46,7 +46,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether a server could listen on ``port`` of an address of this machine; nothing is left behind."""
+    """Return whether a server could listen on ``port`` of an address of this machine. The test socket is closed."""
     try:
         listen(host, port).close()
     except OSError:
@@ -55,18 +55,21 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one: each connection of a server is a file, and many systems allow 1024."""
+    """Raise the soft limit of open files to the hard limit.
+
+    Each connection of a server is a file, and many systems allow 1024.
+    """
     try:
-        import resource  # Not on Windows, which has no such limit.
+        import resource  # Missing on Windows, which has no such limit.
     except ImportError:
         return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS refuses its own hard limit where that is infinite.
+    with contextlib.suppress(OSError, ValueError):  # macOS rejects its own hard limit if it is infinite.
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def gpu_memory(device: torch.device | str) -> tuple[int, int]:
-    """Free and total bytes of a CUDA device; what this process has reserved and does not use is free to it."""
+    """Return the free and total bytes of a CUDA device. Memory that this process has reserved but does not use is free."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
@@ -74,10 +77,10 @@ def gpu_memory(device: torch.device | str) -> tuple[int, int]:
 
 
 def gpu_processes() -> dict[int, list[tuple[int, str, int]]]:
-    """Other processes on each GPU: number, name, bytes. Empty without NVML, which is optional.
+    """Return the other processes on each GPU. The result is empty without NVML, which is optional.
 
     Returns:
-        By index of the GPU as NVML counts them (CUDA_VISIBLE_DEVICES does not change it).
+        List of (process id, name, bytes) by NVML's GPU index, which CUDA_VISIBLE_DEVICES does not change.
     """
     by_gpu: dict[int, list[tuple[int, str, int]]] = {}
     if not is_available("pynvml"):

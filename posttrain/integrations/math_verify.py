@@ -1,4 +1,4 @@
-"""Formulas parsed and compared by math-verify. It may compute without end: call it in a process with a time limit."""
+"""Parsing and comparing formulas with math-verify. It may not terminate: call it in a process with a time limit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from importlib.machinery import ModuleSpec
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
-# Bytes of address space of a process: 10**10**10 must fail there, not take the machine down.
+# Address space of a worker process in bytes: 10**10**10 must fail there instead of exhausting the machine's memory.
 MEMORY = 4 * 2**30
 
 
 def start_process() -> None:
-    """Make a worker process ready: a memory limit, no log, and the slow imports done."""
+    """Prepare a worker process: set a memory limit, disable logging and import slow modules."""
     logging.disable(logging.CRITICAL)
     try:
         import resource
@@ -29,7 +29,7 @@ def start_process() -> None:
     importlib.import_module("math_verify")
 
 
-# A spawned process imports the module that its class stands in: here it loads neither torch nor transformers.
+# A spawned process imports the module that defines its class. This module imports neither torch nor transformers.
 class _WithoutMain(SpawnProcess):
     def start(self) -> None:
         main: Any = sys.modules["__main__"]
@@ -45,12 +45,12 @@ _spawning = threading.Lock()
 
 
 class WithoutMain(SpawnContext):
-    """Spawns processes that do not run the script of the main process again, which may have no main guard."""
+    """Spawn context whose processes do not run the main script again, because it may have no main guard."""
 
     Process = _WithoutMain
 
 
-# Where math-verify begins to read LaTeX by itself; commands of LaTeX with their words; words; a number with its unit.
+# Start of LaTeX for math-verify; LaTeX commands with text arguments; words; a number with its unit.
 ANCHOR = re.compile(r"\$|\\[(\[]|\\boxed")
 COMMAND = re.compile(r"\\[A-Za-z]+(?:\s*\{[A-Za-z\s.]*\})?")
 WORD = re.compile(r"[^\W\d_]{3}|[#€£¥]")
@@ -59,7 +59,7 @@ SCIENTIFIC = re.compile(r"[+-]?\d*\.?\d+e[+-]?\d{1,3}", re.I)
 
 
 def as_formula(text: str) -> str:
-    r"""A text that is a formula and nothing else as ``$text$``: as a text math-verify reads ``2\sqrt{3}`` as 2.
+    r"""Return a text that is only a formula as ``$text$``. Without dollar signs, math-verify reads ``2\sqrt{3}`` as 2.
 
     >>> as_formula(r"2\sqrt{3}"), as_formula("1e-05"), as_formula("72 apples")
     ('$2\\sqrt{3}$', '$0.00001$', '72 apples')
@@ -72,7 +72,7 @@ def as_formula(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_gold(text: str) -> tuple:
-    r"""The expressions in a reference: parsed by `as_formula`, as it is, as ``$text$``, or as ``\boxed{text}``."""
+    r"""Parse a reference as `as_formula`, unchanged, as ``$text$`` or as ``\boxed{text}``: the first form with a result."""
     parse = importlib.import_module("math_verify").parse
     for form in dict.fromkeys((as_formula(text), text, f"${text}$", f"\\boxed{{{text}}}")):
         expressions = parse(form, parsing_timeout=None)
@@ -82,7 +82,7 @@ def parse_gold(text: str) -> tuple:
 
 
 def parse_answer(text: str, lenient: bool) -> list:
-    """The expressions in an answer: LaTeX after an anchor, boxed first; with ``lenient`` anything that parses."""
+    """Parse an answer: LaTeX after an anchor, boxed expressions first. With ``lenient``, accept anything that parses."""
     checker = importlib.import_module("math_verify")
     if lenient:
         return checker.parse(as_formula(text), parsing_timeout=None) or checker.parse(text, parsing_timeout=None)
@@ -96,13 +96,13 @@ def parse_answer(text: str, lenient: bool) -> list:
 
 
 def show_gold(text: str) -> str:
-    """The first expression in a reference, as text; "" where there is none."""
+    """Return the first expression in a reference as text, or "" without one."""
     expressions = parse_gold(text)
     return str(expressions[0]) if expressions else ""
 
 
 def compare(gold: str, answer: str, lenient: bool) -> tuple[str, bool]:
-    """The answer as parsed ("" where nothing was found), and whether it equals the reference."""
+    """Return the parsed answer ("" if nothing was found) and whether it equals the reference."""
     parsed, reply = list(parse_gold(gold)), parse_answer(answer, lenient)
     equal = bool(
         parsed and reply and importlib.import_module("math_verify").verify(parsed, reply, timeout_seconds=None)

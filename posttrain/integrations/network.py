@@ -1,4 +1,4 @@
-"""Connections to servers, and what to do about a request that found none (`network_advice`); `host_and_port` of a URL."""
+"""HTTP connections: limits (`CONNECTIONS`), `host_and_port` of a URL, and `network_advice` for failed requests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-# uvicorn and vLLM close a connection after five idle seconds: what is sent on it in that moment is lost.
+# uvicorn and vLLM close a connection after five idle seconds. A request sent at that moment is lost.
 CONNECTIONS = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
 
 
 def host_and_port(host: str, port: int) -> str:
-    """Return host and port as a URL has them.
+    """Return host and port in the format of a URL.
 
     >>> host_and_port("::1", 8000), host_and_port("localhost", 8000)
     ('[::1]:8000', 'localhost:8000')
@@ -23,7 +23,7 @@ def host_and_port(host: str, port: int) -> str:
 
 
 def network_advice(error: BaseException, url: str) -> str:
-    """One sentence on a failed request: what is the matter on the way to ``url``, and what mends it.
+    """Return one sentence on a failed request to ``url``: the likely cause and the fix.
 
     >>> network_advice(ConnectionRefusedError(), "http://10.0.0.5:8000/v1")
     'Nothing listens on port 8000 of 10.0.0.5: start the server there, or correct the port.'

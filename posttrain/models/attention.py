@@ -30,11 +30,7 @@ MASKABLE = ("sdpa", "eager", "flex_attention")  # Backends that accept an arbitr
 # Fields that models read in every pass, so a probe can narrow them. Llama 4 counts ``floor_scale`` in columns.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
-DROPOUTS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "attention_probs_dropout_prob",
-)  # Config fields for dropout on attention probabilities.
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # Dropout on attention probabilities.
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # Layer kinds whose mask is known.
 
 

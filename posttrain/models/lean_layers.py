@@ -1,4 +1,4 @@
-"""Layers that keep their inputs alone between forward and backward, in the place of transformers' own."""
+"""Replacements for transformers' MLP and RMSNorm layers that save only their inputs for backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """``silu(gate) * up``; autograd would keep ``silu(gate)`` beside its two inputs."""
+    """``silu(gate) * up``; autograd would also save ``silu(gate)``."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _SwiGLUDown(torch.autograd.Function):
-    """``(silu(gate) * up) W^T + b``; the product would keep its input too, which is as wide as gate and up."""
+    """``(silu(gate) * up) W^T + b``; autograd would also save the input of the product, which is as wide as gate and up."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -54,7 +54,7 @@ class _SwiGLUDown(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """``w * cast(x r)`` with ``r = (mean x^2 + eps)^(-1/2)`` in float32; autograd would keep ``cast(x r)`` beside x.
+    """``w * cast(x r)`` with ``r = (mean x^2 + eps)^(-1/2)`` in float32; autograd would save ``cast(x r)`` in addition to x.
 
     With ``n = x r`` and ``d = g w``:  ``dx = r (d - n mean(d n))``,  ``dw = sum g n``.
     """
@@ -80,7 +80,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _LeanMLP:
-    """Forward of feed-forward layers of the Llama kind."""
+    """Forward of Llama-style feed-forward layers."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -92,7 +92,7 @@ class _LeanMLP:
 
 
 class _LeanNorm:
-    """Forward of RMSNorm layers of the Llama kind."""
+    """Forward of Llama-style RMSNorm layers."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -115,12 +115,12 @@ def _own_forward(module: nn.Module) -> Any:
 
 
 def keep_inputs_only(model: nn.Module) -> int:
-    """Let feed-forward and norm layers of the Llama kind keep less for backward. Return the number of changed layers.
+    """Make Llama-style feed-forward and norm layers save less for backward. Return the number of changed layers.
 
-    A layer of width H and inner width I keeps ``2 H + 2 I`` fewer numbers per token (of about ``13 H + 4 I``). They are
+    A layer of width H and inner width I saves ``2 H + 2 I`` fewer numbers per token (of about ``13 H + 4 I``). They are
     recomputed from the inputs by elementwise operations; no product is recomputed. Outputs are bit-identical. Every class is
     compared on random inputs first. A class with other outputs stays unchanged, and so does a layer whose forward was replaced.
-    A changed layer gets a ``forward`` of its own. Hooks, adapters and copies work as before. A layer that is pickled
+    A changed layer gets its own ``forward``. Hooks, adapters and copies work as before. A layer that is pickled
     (`torch.save(model)`) gets its class's forward again.
     """
     changed = 0
@@ -134,12 +134,12 @@ def keep_inputs_only(model: nn.Module) -> int:
 
 @functools.cache
 def _lean_forward(kind: type, activation: type) -> Callable | None:
-    """Return the forward that keeps less for layers of a class. Return None for classes that compute something else."""
+    """Return the forward that saves less for layers of a class. Return None for classes that compute something else."""
     lean = _LeanMLP if kind.__name__.endswith("MLP") else _LeanNorm if kind.__name__.endswith("RMSNorm") else None
     if lean is None or not kind.__module__.startswith("transformers.models."):
         return None
     try:
-        # Do not advance the run's random numbers, and give one answer for all callers.
+        # Do not advance the run's random generators, and return the same answer to all callers.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False):
             torch.manual_seed(0)
             parts: dict[str, Any] = {"weight": nn.Parameter(torch.randn(6)), "variance_epsilon": 1e-5}
@@ -147,7 +147,7 @@ def _lean_forward(kind: type, activation: type) -> Callable | None:
                 parts = {name: nn.Linear(6, 6) for name in ("gate_proj", "up_proj", "down_proj")}
                 parts["act_fn"] = activation()
             same = all(_agree(kind, lean.forward, parts, dtype) for dtype in (torch.float32, torch.bfloat16))
-    except Exception:  # It has other parts or takes other arguments: another kind of layer.
+    except Exception:  # Other submodules or arguments: a different kind of layer.
         return None
     return lean.forward if same else None
 

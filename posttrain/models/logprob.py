@@ -1,8 +1,8 @@
-"""Log-probabilities of chosen tokens from hidden states, a chunk of logits at a time.
+"""Log-probabilities of selected tokens from hidden states, computed in chunks of logits.
 
-The ``(N, V)`` logits never exist: forward keeps two numbers a token, backward computes the chunk again. Peak memory is
-O(chunk * V) instead of O(N * V), whatever the loss does with the log-probs afterwards. Where the gradient of the log-probs is
-known before the pass, or hidden states alone want one, a chunk is computed once: forward makes the gradients while it has it.
+The full ``(N, V)`` logits are never allocated. Forward saves two numbers per token, and backward recomputes each chunk. Peak
+memory is O(chunk * V) instead of O(N * V), for any loss on the log-probs. Each chunk is computed only once if the gradient of
+the log-probs is known before the pass, or if only hidden states need a gradient: forward then computes the gradients too.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from posttrain.types import WHOLE, Truncation
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-# Of float32 logits. Measured on 2 cores at vocabularies of 49k and 152k: 64 MiB is no faster than 24, 16 and less are slower.
+# Bytes of float32 logits. On 2 cores with vocabularies of 49k and 152k, 64 MiB is no faster than 24; 16 MiB and less are slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
 NUMBERS = ("entropy", "mean_logit", "collision")
-# Of the largest gradient of a log-prob, up to which a gradient is the expected one.
+# Maximum deviation from the expected gradient, as a fraction of the largest gradient of a log-prob.
 MOST_ERROR = 1e-6
 
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Per-token results, ``(N,)`` each; all but ``logp`` only when asked for."""
+    """Per-token results, ``(N,)`` each. All except ``logp`` are None unless requested."""
 
     logp: Tensor
     entropy: Tensor | None = None
@@ -44,7 +44,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """From ``hidden @ W.T + b`` to the logits of the softmax: scale, cap, temperature, in this order."""
+    """Map from ``hidden @ W.T + b`` to the logits of the softmax: scale, softcap and temperature, in this order."""
 
     scale: float
     softcap: float | None
@@ -52,7 +52,7 @@ class _Rule:
     chunk: int
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tempered logits in float32 (or wider), and ``tanh`` of the cap for the backward pass."""
+        """Return the logits divided by the temperature, in float32 or wider, and the softcap's ``tanh`` for backward."""
         x = F.linear(hidden, weight, bias)
         x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         if self.scale != 1.0:
@@ -66,7 +66,7 @@ class _Rule:
         return x, bent
 
     def through(self, grad: Tensor, bent: Tensor | None) -> Tensor:
-        """Gradient of the logits to gradient of ``hidden @ W.T + b``, in place."""
+        """Convert the gradient of the logits to the gradient of ``hidden @ W.T + b``, in place."""
         factor = self.scale / self.temperature
         if bent is not None:
             grad = grad.mul_(1.0 - bent.square_())
@@ -74,14 +74,14 @@ class _Rule:
 
 
 class _HeadGradients:
-    """Gradients of ``z = h W^T + b`` from those of ``z``, a chunk of positions at a time.
+    """Accumulator of the gradients of ``z = h W^T + b``, one chunk of positions at a time.
 
     Args:
-        hidden: ``(N, H)``.
-        weight: ``(V, H)``.
+        hidden: ``(N, H)`` hidden states.
+        weight: ``(V, H)`` output layer.
         bias: ``(V,)`` or None.
-        needed: Which of the three want one.
-        wide: Dtype that weight and bias are summed in.
+        needed: Flags for hidden, weight and bias: True if it needs a gradient.
+        wide: Dtype in which the gradients of weight and bias are summed.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class _HeadGradients:
         self.bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if need_bias and bias is not None else None
 
     def add(self, part: slice, dz: Tensor) -> None:
-        """Add the chunk ``part``, every position once, of which the gradient is ``(n, V)``."""
+        """Add the gradient ``dz``, ``(n, V)``, of the positions ``part``. Each position is added once."""
         hidden, weight = self.inputs
         dz = dz.to(weight.dtype)
         if self.hidden is not None:
@@ -105,12 +105,12 @@ class _HeadGradients:
             self.bias += dz.sum(0, dtype=self.wide)
 
     def skip(self, part: slice) -> None:
-        """The chunk ``part`` has no gradient."""
+        """Set the gradient of the positions ``part`` to 0."""
         if self.hidden is not None:
             self.hidden[part] = 0.0
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of the hidden states, the weight and the bias, in the dtype of the weight; None where not needed."""
+        """Return the gradients of hidden states, weight and bias, in the weight's dtype. Each is None if not needed."""
         dtype = self.inputs[1].dtype
         return (
             self.hidden,
@@ -120,21 +120,21 @@ class _HeadGradients:
 
 
 class _Ahead:
-    """Gradients that forward makes of its chunks of logits, for an expected gradient of the log-probs.
+    """Gradients that forward computes from its chunks of logits, for an expected gradient of the log-probs.
 
     Args:
-        expected: ``(N,)`` gradient of the log-probs up to one factor; None: any, since only hidden states want a gradient, of
-            which each is its own log-prob's times a vector.
-        sums: Takes the gradients.
+        expected: ``(N,)`` gradient of the log-probs up to one factor. None if only hidden states need a gradient: each of these
+            is a vector times the gradient of its own log-prob.
+        sums: Accumulator of the gradients.
     """
 
     def __init__(self, expected: Tensor | None, sums: _HeadGradients) -> None:
         self.expected, self.sums = expected, sums
 
     def add(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, bent: Tensor | None, rule: _Rule) -> None:
-        """Add a chunk of softmax ``e / z``, ``(n, V)`` and ``(n,)``; ``e`` is overwritten."""
+        """Add a chunk with softmax ``e / z`` of shapes ``(n, V)`` and ``(n,)``. ``e`` is overwritten."""
         g = torch.ones_like(z) if self.expected is None else self.expected[part]
-        if self.expected is not None and not bool(g.any()):  # Answers of a group whose rewards are all equal.
+        if self.expected is not None and not bool(g.any()):  # E.g. a group whose rewards are all equal.
             self.sums.skip(part)
             return
         dx = e.mul_((-g / z)[:, None])
@@ -142,7 +142,7 @@ class _Ahead:
         self.sums.add(part, rule.through(dx, bent))
 
     def scaled(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-        """The gradients for the true ``(N,)`` gradient of the log-probs; None where it is no multiple of the expected one."""
+        """Return the gradients for the actual ``(N,)`` gradient, or None if it is not a multiple of the expected one."""
         hidden, weight, bias = self.sums.gradients()
         if self.expected is None:
             assert hidden is not None
@@ -150,7 +150,7 @@ class _Ahead:
         largest = self.expected.abs().argmax()
         factor = grad[largest] / self.expected[largest] if self.expected[largest] else grad.new_ones(())
         error = (grad - factor * self.expected).abs().max()
-        if not error <= MOST_ERROR * grad.abs().max() < math.inf:  # Where a gradient is no number or infinite, neither.
+        if not error <= MOST_ERROR * grad.abs().max() < math.inf:  # Also false for NaN and infinite gradients.
             return None
         if factor != 1.0:
             hidden, weight, bias = (None if x is None else x * factor.to(x.dtype) for x in (hidden, weight, bias))
@@ -159,7 +159,7 @@ class _Ahead:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What `token_logprobs` was asked for; ``once``: gradients are made ahead, for ``expected`` as `_Ahead` has it."""
+    """Request of `token_logprobs`. With ``once``, forward computes gradients for ``expected``, see `_Ahead`."""
 
     rule: _Rule
     wants: frozenset[str]
@@ -194,7 +194,7 @@ class _TokenLogprobs(torch.autograd.Function):
             x, bent = rule.logits(hidden[part], weight, bias)
             chosen = x.gather(1, targets[part, None]).squeeze(1)
             if "correct" in wants and weight.element_size() < 4:
-                # Half precision has many equal ones, of which the first counts; to find it takes as long as the exponential.
+                # Half precision has many ties, of which the first counts. Finding it takes as long as the exponential.
                 top, first = x.max(1)
                 correct[part] = first == targets[part]
             else:
@@ -228,7 +228,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         rule: _Rule = ctx.rule
-        ahead, ctx.ahead = ctx.ahead, None  # Nothing holds what it returns, so that autograd need not copy it.
+        ahead, ctx.ahead = ctx.ahead, None  # Drop the reference, so that autograd need not copy the gradients.
         if ahead is not None:
             gradients = ahead.scaled(grad_logp)
             if gradients is not None:
@@ -256,7 +256,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _prepared(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """The operands of the product in one dtype, autocast's where it is on, and how many positions a chunk has."""
+    """Return the operands in one dtype (autocast's if enabled) and the number of positions per chunk."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -286,27 +286,27 @@ def token_logprobs(
     need_mean_logit: bool = False,
     need_collision: bool = False,
 ) -> TokenLogprobs:
-    """``log_softmax(cap(scale * (h W^T + b)) / temperature)[target]`` for each of N positions.
+    """Compute ``log_softmax(cap(scale * (h W^T + b)) / temperature)[target]`` for each of N positions.
 
     Args:
         hidden: ``(N, H)`` hidden states that predict the targets.
-        weight: ``(V, H)`` output layer; gets a gradient iff it requires one.
-        targets: ``(N,)`` int64.
-        bias: ``(V,)``.
-        logit_scale: Multiplies the logits (Cohere; the inverse of Granite's ``logits_scaling``).
-        softcap: ``c tanh(x / c)`` (Gemma 2).
-        temperature: > 0.
-        truncation: Where it leaves anything out, also the log of the mass that it leaves; no gradient. See
-            `posttrain.losses.truncation`.
-        chunk_size: Positions at a time; None picks about 24 MiB of logits on a CPU, 64 elsewhere.
-        expected_grad: ``(N,)`` gradient that the log-probs will get, up to one factor, where it is known before. The gradients of
-            hidden states and output layer are then made with the logits of the forward pass; backward makes them anew where
-            another gradient comes. On a CPU; elsewhere to compare the two would make the host wait.
-        need_entropy: Also the entropy, in nats, of the tempered distribution.
-        entropy_grad: Let gradients flow through the entropy.
-        need_correct: Also whether the target was the most likely token.
-        need_mean_logit: Also the mean over the vocabulary of the logits before ``temperature``; no gradient.
-        need_collision: Also ``log sum_v p_v^2`` of the tempered distribution; no gradient.
+        weight: ``(V, H)`` output layer. It receives a gradient iff it requires one.
+        targets: ``(N,)`` int64 token ids.
+        bias: ``(V,)`` or None.
+        logit_scale: Factor of the logits (Cohere; the inverse of Granite's ``logits_scaling``).
+        softcap: Cap ``c`` in ``c tanh(x / c)`` (Gemma 2).
+        temperature: Divisor of the logits, above 0.
+        truncation: Truncation of the sampler. If it excludes tokens, also return the log of the remaining mass, without gradient.
+            See `posttrain.losses.truncation`.
+        chunk_size: Positions per chunk. None selects about 24 MiB of logits on a CPU and 64 MiB elsewhere.
+        expected_grad: ``(N,)`` gradient that the log-probs will receive, up to one factor, if known. The gradients of hidden
+            states and output layer are then computed in the forward pass. Backward recomputes them if the actual gradient
+            differs. Used only on a CPU: elsewhere the comparison would synchronize with the device.
+        need_entropy: Also return the entropy in nats, at ``temperature``.
+        entropy_grad: Also return the entropy, with gradient.
+        need_correct: Also return whether the target was the most likely token.
+        need_mean_logit: Also return the mean over the vocabulary of the logits before ``temperature``, without gradient.
+        need_collision: Also return ``log sum_v p_v^2`` at ``temperature``, without gradient.
 
     Returns:
         Log-probs in float32 (float64 for float64 input), whatever the dtype of the weights. Under autocast the products
@@ -326,7 +326,7 @@ def token_logprobs(
     wants = frozenset(name for name, want in asked.items() if want)
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     known = len(targets) > 0 and (frozen or (expected_grad is not None and hidden.device.type == "cpu"))
-    # In float16 small probabilities vanish unless a scaled gradient lifts them.
+    # In float16, small probabilities underflow without gradient scaling.
     once = (
         known
         and torch.is_grad_enabled()
@@ -390,18 +390,18 @@ def chunked_rows(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Numbers that are computed from each position's logits, ``(N, K)``, a chunk of logits at a time in both directions.
+    """Compute ``(N, K)`` values from each position's logits, in chunks of logits in both forward and backward.
 
     Args:
-        hidden: ``(N, H)``.
-        weight: ``(V, H)``.
+        hidden: ``(N, H)`` hidden states.
+        weight: ``(V, H)`` output layer.
         bias: ``(V,)`` or None.
-        measure: ``(n, V)`` float32 logits and the slice of positions they belong to, to ``(n, K)``. It runs again in backward,
-            with gradients on.
-        columns: The first so many of the K numbers are differentiable.
-        logit_scale: As in `token_logprobs`.
-        softcap: Likewise.
-        chunk_size: Likewise.
+        measure: Function from float32 logits ``(n, V)`` and the slice of their positions to ``(n, K)`` values. It runs again in
+            backward with gradients enabled.
+        columns: Number of differentiable values: the first ``columns`` of the K values.
+        logit_scale: Same as in `token_logprobs`.
+        softcap: Same as in `token_logprobs`.
+        chunk_size: Same as in `token_logprobs`.
     """
     hidden, weight, bias, chunk = _prepared(hidden, weight, bias, chunk_size)
     rule = _Rule(logit_scale, softcap, 1.0, chunk)
@@ -412,7 +412,7 @@ def chunked_rows(
 def raw_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, logit_scale: float = 1.0, softcap: float | None = None
 ) -> Tensor:
-    """``cap(scale * (h W^T + b))`` of ``(n, H)`` hidden states, ``(n, V)`` in float32 or wider, without gradient."""
+    """Return logits ``cap(scale * (h W^T + b))``, ``(n, V)``, in float32 or wider, without gradient."""
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         bias = None if bias is None else bias.to(weight.dtype)
         return _Rule(logit_scale, softcap, 1.0, 0).logits(hidden.to(weight.dtype), weight, bias)[0]
