@@ -274,9 +274,10 @@ class ServerEngine(RolloutEngine):
         )
         with reading(choices, server.url):
             rollouts = [read_choice(choice, sampling) for choice in choices]
-        for rollout, choice in zip(rollouts, choices, strict=True):
-            rollout.version = self._version_of(server, choice["weight_version"])
-        return rollouts
+        return [
+            replace(rollout, version=self._version_of(server, choice["weight_version"]))
+            for rollout, choice in zip(rollouts, choices, strict=True)
+        ]
 
     def _version_of(self, server: Server, name: str) -> int:
         """The trainer's version of the weights that a server calls so.
