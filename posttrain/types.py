@@ -255,6 +255,11 @@ class Batch:
         return out
 
     @property
+    def by_sequence(self) -> tuple[Tensor, Tensor, int]:
+        """``loss_mask``, ``sequence`` and S: where sums over the trained tokens of each sequence are taken (`losses.reduce`)."""
+        return self.loss_mask, self.sequence, self.num_sequences
+
+    @property
     def real(self) -> Tensor:
         """``(B, T)`` bool, false on padding."""
         return self.seen_until > 0

@@ -469,7 +469,7 @@ class PairWatch:
         if self._begun:
             return
         self._begun = True
-        length = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
+        length = sequence_lengths(*batch.by_sequence)
         gap = float((log_ratio().abs() / length).max())
         with self.checks.preflight.record_check("first_batch", ("PT-P001",)):
             self.checks.report([reference_mismatch(gap, half=half, loss=loss, given=self.given)])

@@ -18,7 +18,7 @@ from posttrain.fields import NonNegativeFloat, PositiveInt, option
 from posttrain.integrations import require
 from posttrain.losses.reduce import row_terms
 from posttrain.losses.unpaired import BCO_LOSSES, Moments, update_moments
-from posttrain.methods.preference import JUDGED, AnswerMethod, ComparedConfig, judged_metrics, sequence_logp
+from posttrain.methods.preference import JUDGED, AnswerMethod, ComparedConfig, judged_metrics
 from posttrain.metrics import Metric, mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, Ranks, Row, State
 
@@ -161,7 +161,7 @@ class BCO(AnswerMethod[BCOConfig]):
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """The classifier's loss of each answer, averaged over the answers of the whole optimiser step."""
         assert outputs.logp is not None
-        logp, _ = sequence_logp(outputs.logp, batch)
+        logp = self.sums(outputs.logp, batch)
         ratio, good = logp - self.reference_logp(batch), batch.columns["label"] > 0.5
         known, sums = state.own, None
         if known.moves_in_pass and torch.is_grad_enabled():

@@ -130,8 +130,8 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
         cfg: `DPOConfig`.
     """
     assert out.logp is not None
-    place = (batch.loss_mask, batch.sequence, batch.num_sequences)
-    plain, length = sequence_sum(out.logp.float(), *place), sequence_lengths(*place)
+    plain = sequence_sum(out.logp.float(), *batch.by_sequence)
+    length = sequence_lengths(*batch.by_sequence)
     logp = plain if cfg.ld_alpha is None else desensitize(out.logp, batch, length, cfg.ld_alpha)
     pairs = [batch.grouped(x, 2).unbind(1) for x in (logp, reference, length, plain)]
     (policy_c, policy_r), (ref_c, ref_r), (length_c, length_r), (plain_c, _) = pairs
@@ -165,7 +165,7 @@ def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float) -> Ten
 
 def _pair_weight(out: ModelOutputs, batch: Batch, logp: Tensor, length: Tensor) -> Tensor:
     assert out.collision is not None
-    total = sequence_sum(out.collision, batch.loss_mask, batch.sequence, batch.num_sequences)
+    total = sequence_sum(out.collision, *batch.by_sequence)
     return batch.grouped(wpo_weight(logp, total, length), 2).prod(1)
 
 
@@ -201,10 +201,9 @@ class DPO(AnswerMethod[DPOConfig]):
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
         """Return the summed log-probs, desensitized where ``ld_alpha`` says so."""
-        place, alpha = (batch.loss_mask, batch.sequence, batch.num_sequences), self.cfg.ld_alpha
-        if alpha is None:
-            return sequence_sum(logp.float(), *place)
-        return desensitize(logp, batch, sequence_lengths(*place), alpha)
+        if self.cfg.ld_alpha is None:
+            return sequence_sum(logp.float(), *batch.by_sequence)
+        return desensitize(logp, batch, sequence_lengths(*batch.by_sequence), self.cfg.ld_alpha)
 
     def reference_key(self) -> dict[str, Any]:
         """Settings that move the reference's sums."""

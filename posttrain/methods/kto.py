@@ -19,7 +19,6 @@ from posttrain.methods.preference import (
     AnswerMethod,
     ComparedConfig,
     judged_metrics,
-    sequence_logp,
 )
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 
@@ -113,7 +112,7 @@ class KTO(AnswerMethod[KTOConfig]):
         """The weighted loss of each answer, averaged over the answers of the whole optimiser step."""
         cfg = self.cfg
         assert outputs.logp is not None
-        logp, _ = sequence_logp(outputs.logp, batch)
+        logp = self.sums(outputs.logp, batch)
         ratio, good = logp - self.reference_logp(batch), batch.columns["label"] > 0.5
         values = {"log_ratio": ratio, "desirable": good, "baseline": state.own}
         weights = {"desirable_weight": cfg.desirable_weight, "undesirable_weight": cfg.undesirable_weight}

@@ -142,7 +142,7 @@ TIES_MOST = 0.5  # Share of ties in a log window above which most of what is sam
 def sequence_sums(out: ModelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
     """Summed log-probs of the policy ``(S,)``, and their log-ratios to the reference ``(S,)``."""
     assert out.logp is not None and batch.ref_logp is not None
-    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    forest = batch.by_sequence
     return sequence_sum(out.logp, *forest), sequence_sum(out.logp - batch.ref_logp, *forest)
 
 

@@ -31,12 +31,6 @@ BALANCED = 1.33  # Good answers may weigh this much more than bad ones, in all (
 # Answers by sequence, and what is logged of them ----------------------------------------------------------------------
 
 
-def sequence_logp(logp: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Summed log-probs ``(S,)`` of the completions, and how many tokens they have, ``(S,)`` float."""
-    total = sequence_sum(logp.float(), batch.loss_mask, batch.sequence, batch.num_sequences)
-    return total, sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
-
-
 def answer_mask(batch: Batch, size: int, which: int) -> Tensor:
     """``(B, T)`` trained tokens of one answer of each row: the ``which``-th of ``size``."""
     wanted = torch.tensor([origin % size == which for origin in batch.origin], device=batch.sequence.device)
@@ -107,7 +101,7 @@ def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tenso
 def branch_sums(out: ModelOutputs, batch: Batch, branches: int) -> tuple[Tensor, Tensor]:
     """Summed log-probs and lengths by row and branch, ``(P, branches)`` each."""
     assert out.logp is not None
-    logp, length = sequence_logp(out.logp, batch)
+    logp, length = sequence_sum(out.logp.float(), *batch.by_sequence), sequence_lengths(*batch.by_sequence)
     return batch.grouped(logp, branches), batch.grouped(length, branches)
 
 
@@ -344,7 +338,7 @@ class AnswerMethod(Method[Answers]):
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
         """Log-probs ``(B, T)`` summed over each answer as the loss wants them, ``(S,)``; policy and reference alike."""
-        return sequence_logp(logp, batch)[0]
+        return sequence_sum(logp.float(), *batch.by_sequence)
 
     def starts_at_ln_2(self) -> bool:
         """Whether the loss is exactly ln 2 as long as the policy is its own reference."""

@@ -88,7 +88,7 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
     Reference: Back to basics, arXiv:2402.14740, equation 8, with PPO's clip, arXiv:1707.06347.
     """
     assert out.logp is not None and out.entropy is not None and batch.advantages is not None
-    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    forest = batch.by_sequence
     old = out.logp.detach() if batch.old_logp is None else batch.old_logp
     log_ratio = sequence_sum(out.logp - old, *forest).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # (S,)
     high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError
 from posttrain.losses.unpaired import density_weight
 from posttrain.methods.bco import BCO, BCOConfig, PromptDensity, embed_prompts, reward_sums
-from posttrain.methods.preference import sequence_logp
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.trainers.arguments import (
@@ -141,4 +140,4 @@ class BCOTrainer(PreferenceTrainer):
         with self.run.inference() as policy:
             logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
         assert logp is not None
-        return self.args.beta * (sequence_logp(logp, batch)[0] - self.method.reference_logp(batch))
+        return self.args.beta * (self.method.sums(logp, batch) - self.method.reference_logp(batch))

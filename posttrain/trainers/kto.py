@@ -12,7 +12,6 @@ from posttrain.data.forest import collate
 from posttrain.loop.precompute import precomputed_logps
 from posttrain.losses.unpaired import kl_baseline, kl_totals
 from posttrain.methods.kto import KTO, KTOConfig, fixed_partners, mismatched, partners
-from posttrain.methods.preference import sequence_logp
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
@@ -188,7 +187,7 @@ class KTOTrainer(PreferenceTrainer):
                 logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
             if counts:
                 assert logp is not None
-                ratio = sequence_logp(logp, batch)[0] - self.method.reference_logp(batch)
+                ratio = self.method.sums(logp, batch) - self.method.reference_logp(batch)
                 totals += kl_totals(ratio).double().cpu()
         summed = parallel.all_reduce_sum(totals.tolist(), self.accelerator)
         return kl_baseline(torch.tensor(summed)).float().to(self.args.device)

@@ -42,7 +42,7 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
     """
     sampled = sampler_logp(out, batch)
     assert out.logp is not None and sampled is not None and batch.advantages is not None
-    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    forest = batch.by_sequence
     advantages = spread(batch.advantages, batch.sequence)
     mode = cfg.vllm_importance_sampling_mode
     old = sampled if mode is None else None

@@ -483,7 +483,7 @@ def _reduced(terms: Tensor, batch: Batch, axes: Axes) -> LossTerms:
     if axes.reduction != "active":
         return LossTerms(terms, batch.loss_mask, axes.reduction, **forest)
     active = batch.columns.get("active", torch.ones(batch.num_sequences, device=terms.device))
-    lengths = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
+    lengths = sequence_lengths(*batch.by_sequence)
     return LossTerms(terms * spread(active / lengths, batch.sequence), batch.loss_mask, "token", count="active")
 
 

@@ -84,7 +84,7 @@ def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerm
 
     Reference: A*-PO, arXiv:2505.20686, equation 6.
     """
-    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    forest = batch.by_sequence
     implicit = cfg.beta2 * sequence_sum(out.logp - batch.ref_logp, *forest)
     judged = _judged(batch)
     metrics = {"implicit_reward": mean(implicit, judged), "advantage": mean(batch.advantages, judged)}
@@ -94,7 +94,7 @@ def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerm
 
 def _judged(batch: Batch) -> Tensor:
     """Completions with a reward: the others carry no token of loss, ``(S,)`` bool."""
-    return sequence_sum(batch.loss_mask.float(), batch.loss_mask, batch.sequence, batch.num_sequences) > 0
+    return sequence_sum(batch.loss_mask.float(), *batch.by_sequence) > 0
 
 
 class A2PO(Method[A2POConfig]):

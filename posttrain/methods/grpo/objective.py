@@ -75,7 +75,7 @@ def grpo_objective(
 
     Reference: DeepSeekMath, arXiv:2402.03300, equation 3; the loss types are rows of `LOSS_TYPES`.
     """
-    kind, forest = LOSS_TYPES[cfg.loss_type], (batch.loss_mask, batch.sequence, batch.num_sequences)
+    kind, forest = LOSS_TYPES[cfg.loss_type], batch.by_sequence
     level = kind.level or cfg.importance_sampling_level
     log_ratio = importance_log_ratio(out.logp, batch.old_logp, *forest, level=level)
     advantages = spread(batch.advantages, batch.sequence)
@@ -129,7 +129,7 @@ def _surrogate(
     weight: Tensor | None,
     level: str,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    forest = batch.by_sequence
     high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
     clip = {"epsilon": cfg.epsilon, "epsilon_high": high, "delta": cfg.delta}
     metrics = clip_metrics(log_ratio, advantages, *forest, **clip, surrogate=name, level=level)
@@ -178,7 +178,7 @@ def _rollout_weight(
     metrics = engine_gap(trained, sampled, batch.loss_mask)
     if not cfg.vllm_importance_sampling_correction:
         return None, metrics
-    mode, forest = cfg.vllm_importance_sampling_mode, (batch.loss_mask, batch.sequence, batch.num_sequences)
+    mode, forest = cfg.vllm_importance_sampling_mode, batch.by_sequence
     mode = mode.replace("token_", "sequence_") if cfg.loss_type == "gmpo" else mode
     bounds = {"clip_max": cfg.vllm_importance_sampling_clip_max, "clip_min": cfg.vllm_importance_sampling_clip_min}
     weight = rollout_correction(trained, sampled, *forest, mode=mode, **bounds)
@@ -199,7 +199,7 @@ def _kept(logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig) -
         return 1.0
     old = logp.detach() if batch.old_logp is None else batch.old_logp
     sampled = old if sampled is None else sampled
-    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    forest = batch.by_sequence
     keep = off_policy_mask(logp, sampled, batch.advantages, *forest, threshold=cfg.off_policy_mask_threshold)
     return spread(keep.float(), batch.sequence)
 
