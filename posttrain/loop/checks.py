@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from torch import nn
@@ -42,8 +41,8 @@ from posttrain.types import Batch, Finding
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import TrainerState
 
+    from posttrain.loop.run import Run
     from posttrain.losses.reduce import Denominators
     from posttrain.methods.config import PostTrainingConfig
     from posttrain.types import AnyDataset, EvalSets, Tokenizer
@@ -99,8 +98,6 @@ class Checks:
         self.longest_of_data = 0
         # Most tokens of a sequence that every model has positions for.
         self.positions = math.inf
-        # Tokens of this rank's sequences, and tokens computed, padding included.
-        self._computed = np.zeros(2, dtype=int)
         self._steps = self._empty = 0
         self._written = False
         self._early: list[Finding] = []  # Until there is a record of the run.
@@ -178,13 +175,13 @@ class Checks:
                 for finding in head.template_findings
             )
 
-    def first_batch(self, batches: Sequence[Batch], counts: Denominators, state: TrainerState) -> None:
+    def first_batch(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> None:
         """Third moment: look at the batches of the first optimizer step.
 
         Args:
+            run: Of the trainer.
             batches: Of this rank.
             counts: Of the step, over all ranks.
-            state: The trainer's.
         """
         self.keep(())
         self.run_probes("first_batch", batches=batches)
@@ -194,10 +191,10 @@ class Checks:
         with self.preflight.record_check("log_step", self.step_codes):  # They are looked for in every step from now on.
             pass
         self.write()
-        if self.record is not None and state.global_step == 0:
+        if self.record is not None and run.state.global_step == 0:
             self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
 
-    def empty_steps(self, batches: Sequence[Batch], counts: Denominators, state: TrainerState) -> bool:
+    def empty_steps(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> bool:
         """Count steps in a row without a trained token; the third one ends the run.
 
         Online, steps whose completions are all masked are part of learning: the checks of rewards, lengths and gradients
@@ -208,14 +205,13 @@ class Checks:
             self.report([nothing_trained(self._empty)])
         return True
 
-    def economy(self, batches: Sequence[Batch], counts: Denominators, state: TrainerState) -> bool:
+    def economy(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> bool:
         """Look once, after a few steps, at the padding that was computed."""
         self._steps += 1
-        self._computed += np.array([(batch.num_tokens, batch.input_ids.numel()) for batch in batches]).sum(0, dtype=int)
-        if self._steps < min(ECONOMY_STEPS + 1, max(int(state.max_steps or 1), 1)):
+        if self._steps < min(ECONOMY_STEPS + 1, max(int(run.state.max_steps or 1), 1)):
             return True
         with self.preflight.record_check("log_step", ("PT-T002",)):
-            self.report([check_padding(*self._computed.tolist())])
+            self.report([check_padding(*run.tokens_seen)])
         self.finish()
         return False
 
@@ -242,7 +238,7 @@ class Checks:
     # Steps and gradients -----------------------------------------------------------------------------------------
 
     def measure_models(self) -> None:
-        """Find how long a sequence may be for the model, and for a teacher beside it."""
+        """Find how long a sequence may be for the model and for its teachers."""
         teachers = [part for name, part in self.context.parts.items() if name.startswith("teacher_model")]
         self._texts = [text for model in (self.context.model, *teachers) if (text := text_of(config_of(model)))]
         self.positions = min((known for text in self._texts if (known := context_length(text))), default=math.inf)
@@ -262,7 +258,7 @@ class Checks:
             self.positions = math.inf
         self.report(parallel.all_gather_objects(mine, PartialState())[:1])
 
-    def first_gradients(self, model: nn.Module, batches: Sequence[Batch]) -> bool:
+    def first_gradients(self, model: nn.Module, micro_batches: Sequence[Sequence[Batch]]) -> bool:
         """Check, in the first step with a finite gradient and a trained token, that parameters have gradients."""
         if self._empty:  # A step without a trained token has no gradient, rightly; the next one will tell.
             return True
@@ -270,7 +266,7 @@ class Checks:
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
-            pictured = any(batch.pictures for batch in batches)
+            pictured = any(batch.pictures for batches in micro_batches for batch in batches)
             self.report([check_first_gradients(norms), check_tower_gradients(norms, model) if pictured else None])
         self.finish()
         return False

@@ -90,7 +90,7 @@ class Run:
         tokens_seen: Tokens of this rank's sequences that were trained, and tokens computed, padding included.
         bad_steps: Steps in a row whose gradient was not finite.
         shown: One row for each completion of this rank's last generation, as in the completions table.
-        watchers: What looks at a moment: ``step`` gets batches, counts and state; ``gradient`` the model and its batches.
+        watchers: What looks at a moment: ``step`` gets the run, batches and counts; ``gradient`` the model and its micro-batches.
     """
 
     args: PostTrainingConfig

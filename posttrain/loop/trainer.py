@@ -79,7 +79,6 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     driver: Any = None
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _in_loop, _eval_rounds = False, 0
-    _passes: list[list[Batch]] = []  # noqa: RUF012 - Of the present step; replaced by each.
     _losses: list[step.Loss] | None = None  # Of ours, while the user's function computes the loss of a pass.
     _window_start: float | None = None
     _head: DatasetHead | None = None
@@ -165,6 +164,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self._begin()
 
     def _begin(self) -> None:
+        self._passes: list[list[Batch]] = []  # Of the present step.
         parallel.refuse_lost_sharding(self.accelerator, self.args)
         parallel.shard_present_layers(self.accelerator, self.model)
         self.vision.check_shards(self.model, self.accelerator)
@@ -417,7 +417,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         if overlong:
             self.checks.report_overlong()
         step.count_tokens(self.run, batches, counts)
-        self.run.watch("step", batches, counts, self.state)
+        self.run.watch("step", self.run, batches, counts)
         # Methods that sample count tokens when they are sampled, each prompt once per completion.
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
@@ -462,7 +462,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
         norm = super()._clip_grad_norm(model)
         if step.is_finite(self.run, model, norm):
-            self.run.watch("gradient", model, [batch for micro in self._passes for batch in micro])
+            self.run.watch("gradient", model, self._passes)
         return norm
 
     def compute_loss(

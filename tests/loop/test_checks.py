@@ -92,12 +92,12 @@ def test_trap_37_a_first_step_without_a_gradient_is_an_error_and_so_is_one_that_
 def test_trap_9_steps_in_a_row_without_a_trained_token_are_an_error(tmp_path):
     args = types.SimpleNamespace(output_dir=str(tmp_path), preflight="error", silence_findings={})
     checks, empty = Checks(args, command="sft"), Denominators(0, 4, 1)
-    assert [checks.empty_steps([], counts, None) for counts in (empty, empty, Denominators(5, 4, 1), empty, empty)] == [
+    assert [checks.empty_steps(None, [], counts) for counts in (empty, empty, Denominators(5, 4, 1), empty, empty)] == [
         True
     ] * 5
     with raises(PreflightError, "PT-T001", "3 steps in a row"):
-        checks.empty_steps([], empty, None)
-    assert Checks(args, command="grpo", zero_gradient_is_normal=True).empty_steps([], empty, None)
+        checks.empty_steps(None, [], empty)
+    assert Checks(args, command="grpo", zero_gradient_is_normal=True).empty_steps(None, [], empty)
 
 
 def test_t51_a_batch_of_padding_is_told_above_forty_percent():

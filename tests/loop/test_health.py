@@ -36,9 +36,9 @@ def test_groups_without_variance_are_no_reason_to_stop(tiny_tokenizer, tmp_path)
 def test_t9_three_steps_without_a_trained_token_end_the_run(tiny_tokenizer, tmp_path):
     trainer = sft(tmp_path, tiny_tokenizer)
     for tokens in (5, 0, 0):
-        trainer.run.watch("step", [], Denominators(tokens, 4, 1), trainer.state)
+        trainer.run.watch("step", trainer.run, [], Denominators(tokens, 4, 1))
     with raises(ConfigError, "PT-T001", "3"):
-        trainer.run.watch("step", [], Denominators(0, 4, 1), trainer.state)
+        trainer.run.watch("step", trainer.run, [], Denominators(0, 4, 1))
 
 
 def test_t51_padding_is_logged_and_told_where_rows_must_be_padded(tiny_tokenizer, tmp_path, caplog):
