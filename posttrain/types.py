@@ -223,9 +223,8 @@ class Batch:
                 moved[item.name] = value.to(device)
         copy = replace(self, **moved)
         if self._counted is not None or not (self.loss_mask.is_cuda or self.loss_mask.is_meta):
-            object.__setattr__(
-                copy, "_counted", (self.num_loss_tokens, copy.loss_mask._version)
-            )  # Nobody else has it yet.
+            # A new object: no other code holds it.
+            object.__setattr__(copy, "_counted", (self.num_loss_tokens, copy.loss_mask._version))
         return copy
 
     def __getitem__(self, name: Any) -> Any:

@@ -472,15 +472,15 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
     per_token = {name for name, value in named.items() if value.shape == batch.input_ids.shape}
     ids, mask, owner = batch.input_ids.tolist(), batch.loss_mask.tolist(), batch.sequence.tolist()
     placed = {(b, column): picture for b, column, picture in batch.pictures}
-    told: set[tuple[int, int]] = set()  # Trained prompt tokens that an earlier row already contains.
+    earlier: set[tuple[int, int]] = set()  # Trained prompt tokens that an earlier row already contains.
     rows = []
     for group in groups:
         leaf = batch.leaves[group[0]]
         b = batch.segments[leaf.segment].row if leaf.segment >= 0 else 0
         paths = [[column for run in batch.path(index) for column in run] for index in group]
         prompt = paths[0][: leaf.prompt]
-        trained = [int(mask[b][c] and owner[b][c] < 0 and (b, c) not in told) for c in prompt]
-        told.update((b, column) for column, kept in zip(prompt, trained, strict=True) if kept)
+        trained = [int(mask[b][c] and owner[b][c] < 0 and (b, c) not in earlier) for c in prompt]
+        earlier.update((b, column) for column, kept in zip(prompt, trained, strict=True) if kept)
         row = Row([ids[b][column] for column in prompt], [], [], prompt_mask=trained if any(trained) else None)
         parts = [prompt, *(path[leaf.prompt :] for path in paths)]
         for index, own in zip(group, parts[1:], strict=True):

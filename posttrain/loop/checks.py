@@ -293,13 +293,13 @@ class Checks:
             PreflightError: With every error.
         """
         try:
-            told = self.preflight.report(findings, log=PartialState().is_main_process)
+            reported = self.preflight.report(findings, log=PartialState().is_main_process)
         except PreflightError as error:
             self.keep(error.findings)
             self.write(refused=True)
             raise
-        self.keep(told)
-        if told:
+        self.keep(reported)
+        if reported:
             self.finish()
 
     def report_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:

@@ -325,8 +325,8 @@ def _attention(
     if learns_prompts(model):
         assert batch.one_sequence_a_row, "virtual tokens need one sequence a row"
         return {"attention_mask": batch.real.long()}
-    told = attention_inputs(batch, inner, next(inner.parameters()).dtype, seen.span, split)
-    return told | ({} if seen.position_ids is None else {"position_ids": seen.position_ids})
+    inputs = attention_inputs(batch, inner, next(inner.parameters()).dtype, seen.span, split)
+    return inputs | ({} if seen.position_ids is None else {"position_ids": seen.position_ids})
 
 
 def _token_head(asked: Pass, virtual: int) -> TokenHead:

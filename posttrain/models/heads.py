@@ -30,11 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LANGUAGE = (
-    "language_model",
-    "text_model",
-    "lm_head",
-)  # Modules of a multimodal model that belong neither to the vision tower nor to the projector.
+# Modules of a multimodal model that belong neither to the vision tower nor to the projector.
+LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
 class Float32Linear(nn.Linear):

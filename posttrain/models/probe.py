@@ -39,10 +39,8 @@ from posttrain.models.attention import FIXED, KINDS, PROBED, SHRINKABLE, coarses
 logger = logging.getLogger(__name__)
 
 
-TOLERANCE = {
-    torch.float32: 1e-4,
-    torch.float64: 1e-6,
-}  # Fraction of the standard deviation of the reference values; 0.1 in half precision.
+# Fraction of the standard deviation of the reference values; 0.1 in half precision.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 
 
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # Fraction of the largest value: log-probs are computed in float32.
@@ -208,9 +206,8 @@ def prove_pictures(model: nn.Module) -> None:
         reader.family = replace(reader.family, **choice)
         try:
             fault = _picture_fault(model, reader)
-        except (
-            Exception
-        ) as error:  # E.g. a forward that does not accept features. Any exception means that the choice fails.
+        # Any exception means that the choice fails, such as that of a forward that does not accept features.
+        except Exception as error:
             fault = f"{type(error).__name__}: {error}"
         if not fault:
             break

@@ -96,6 +96,6 @@ def check_rope(requests: Sequence[Request], sampling: Sampling, model: nn.Module
             raise RolloutError(
                 f"request {index}: a prompt of {length} tokens and max_new_tokens={most} may reach beyond {switch} tokens, where "
                 f"rope_type='longrope' changes the rotary frequencies of a whole pass: in {engine} log-probs would depend on "
-                f"what is sampled beside it. Fix: at most {switch} tokens in all, or rollout_engine='hf', which samples such "
+                f"what is sampled with it. Fix: at most {switch} tokens in all, or rollout_engine='hf', which samples such "
                 "requests one by one."
             )
