@@ -450,6 +450,23 @@ class Sampling:
         return replace(self.truncation, never=never)
 
 
+@dataclass(slots=True, frozen=True)
+class SampleSettings:
+    """How one rollout batch is sampled.
+
+    Attributes:
+        sampling: Settings of each call to the engine.
+        mode: ``train`` or ``eval``.
+        number: Number of the rollout batch. Seeds depend on it.
+        group_size: Completions per prompt.
+    """
+
+    sampling: Sampling
+    mode: str = "train"
+    number: int = 0
+    group_size: int = 1
+
+
 class Prompt(list[int]):
     """Token ids of a prompt with the pictures in it; two prompts are equal where ids and pictures are.
 

@@ -16,8 +16,8 @@ from posttrain.compat import trl_names
 from posttrain.errors import ConfigError
 from posttrain.loop.build import PADDED_STEPS, is_ours, user_override
 
-GENERATE = "generate_and_score(examples, mode)"
-ROLL_OUT = "roll_out(examples, mode)"
+SAMPLE = "sample(examples, settings)"
+PARTS = f"{SAMPLE}, score(rollouts, mode) or advantages(rollouts, rewards, logps)"
 
 
 def _rows(methods: dict[str, str]) -> dict[str, str]:
@@ -26,7 +26,7 @@ def _rows(methods: dict[str, str]) -> dict[str, str]:
 
 
 # By our class: hooks of its bases that its own way goes around -> what it calls instead.
-OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": GENERATE}
+OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": PARTS}
 TAKEN = "taken(batch), which gets what the workers wrote, or objective(outputs, batch)"
 WORKERS = "reward_funcs, tools and rollout_func, which the workers call, or objective(outputs, batch)"
 UNCALLED: dict[str, dict[str, str]] = {
@@ -36,6 +36,11 @@ UNCALLED: dict[str, dict[str, str]] = {
         "_prepare_context_parallel_inputs": "_prepare_inputs(inputs); context parallelism is not offered",
         "compute_loss_terms": "objective(outputs, batch), or compute_loss(model, inputs)",
         "create_optimizer_and_scheduler": "create_optimizer() and create_scheduler(num_training_steps, optimizer)",
+    },
+    "OnlineTrainer": _rows({PARTS: "generate_and_score", SAMPLE: "generate roll_out tokenize"})
+    | {
+        "measured_logps": "advantages(rollouts, rewards, logps)",
+        "needs_old_logp": "needs_old_logp(outlived) of a Method",
     },
     "GRPOTrainer": OF_PROMPTS,
     "RLOOTrainer": OF_PROMPTS,
@@ -47,8 +52,6 @@ UNCALLED: dict[str, dict[str, str]] = {
     "AsyncDistillationTrainer": _rows({TAKEN: "rows generate_and_score generate roll_out sample tokenize"}),
 }
 DESCRIPTORS = (property, functools.cached_property, classmethod)  # Which are not callable themselves.
-# Hooks that several turns, or a function that samples, go around.
-OF_ONE_TURN = ("sample", "tokenize")
 
 
 def hook_for(cls: type, name: str) -> str | None:
@@ -102,9 +105,6 @@ def refuse(trainer: Any) -> None:
     rows = {name: hook for name in _defined(kind) if (hook := hook_for(kind, name))}
     for base in reversed(kind.__mro__):
         rows |= UNCALLED.get(base.__name__, {})
-    driver = trainer.driver
-    if driver is not None and (driver.calls_tools or trainer.rollout_func is not None):
-        rows |= dict.fromkeys(OF_ONE_TURN, f"{ROLL_OUT}: tools and rollout_func go around a single turn")
     for name, hook in rows.items():
         if owner := user_override(kind, name):
             raise ConfigError(

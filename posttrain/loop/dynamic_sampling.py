@@ -29,8 +29,7 @@ class DynamicSampler:
         prompts: Fresh prompts, in an order apart from that of training.
         accelerator: Of the run.
         rewards: For `RewardRunner.transformed`.
-        generate: Dataset rows, each repeated G times, to a `RolloutBatch`; a collective.
-        score: A `RolloutBatch` to rewards of all ranks; a collective.
+        sample: Dataset rows, each repeated G times, to completions of this rank and rewards of all ranks; a collective.
         flat: Rewards of all ranks to which groups teach nothing, ``(n / G,)`` bool.
 
     Reference: DAPO, arXiv:2503.14476, section 3.2.
@@ -44,13 +43,12 @@ class DynamicSampler:
         prompts: PromptStream,
         accelerator: Accelerator,
         rewards: RewardRunner,
-        generate: Callable[[list[dict[str, Any]]], RolloutBatch],
-        score: Callable[[RolloutBatch], RewardTable],
+        sample: Callable[[list[dict[str, Any]]], tuple[RolloutBatch, RewardTable]],
         flat: Callable[[RewardTable], Tensor],
     ) -> None:
         self.rounds, self.group_size, self.prompts = rounds, group_size, prompts
         self.accelerator, self.rewards = accelerator, rewards
-        self.generate, self.score, self.flat = generate, score, flat
+        self.sample, self.flat = sample, flat
 
     def replace(self, batch: RolloutBatch, table: RewardTable) -> tuple[RolloutBatch, RewardTable, dict[str, Metric]]:
         """Sample fresh prompts, as many a round as there are groups to replace, and put those that vary in their places.
@@ -97,8 +95,7 @@ class DynamicSampler:
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         each = -(-count // world)
         rows = self.prompts.take(each * world)[rank * each : (rank + 1) * each]
-        fresh = self.generate([row for row in rows for _ in range(self.group_size)])
-        return fresh, self.score(fresh)
+        return self.sample([row for row in rows for _ in range(self.group_size)])
 
     def _put(
         self,

@@ -52,6 +52,7 @@ class PromptSource:
         tokenizer: Of the policy.
         length_option: What the config calls the most tokens of a completion, for messages.
         tokenized: Rows to prompts as the model reads them; None: by the tokenizer.
+        most: Maximum number of tokens of a prompt; a longer one loses its beginning. None: no prompt is cut.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class PromptSource:
         *,
         length_option: str = "max_completion_length",
         tokenized: Callable[[list[dict[str, Any]]], Any] | None = None,
+        most: int | None = None,
     ) -> None:
+        self.most = most
         self.args, self.tokenizer, self.length_option = args, tokenizer, length_option
         # Whether columns that are not prompts are left out.
         self.drops_columns = bool(args.remove_unused_columns)
@@ -231,14 +234,15 @@ class PromptSource:
                 f"{self.tokenizer.decode(longest[:TOKENS_QUOTED])!r}."
             )
 
-    def cut(self, prompts: list[Any], limit: int | None) -> list[Any]:
-        """The last ``limit`` tokens of each prompt, see `cut_prompt`; it is told once."""
-        long = sum(limit is not None and len(prompt) > limit for prompt in prompts)
+    def token_ids(self, rows: list[dict[str, Any]]) -> list[Any]:
+        """Return prompts as the engine reads them: the last ``most`` tokens of each. The first cut is logged."""
+        prompts, most = self.tokenized(rows), self.most
+        long = sum(most is not None and len(prompt) > most for prompt in prompts)
         if long and not self._cut_told:
             self._cut_told = True
             text = "%d of %d prompts lose their beginning: max_length or max_prompt_length leaves them %d tokens."
-            logger.warning(text, long, len(prompts), limit)
-        return [cut_prompt(prompt, limit) for prompt in prompts] if long else prompts
+            logger.warning(text, long, len(prompts), most)
+        return [cut_prompt(prompt, most) for prompt in prompts] if long else prompts
 
     def _tokenized(self, rows: list[dict[str, Any]]) -> list[list[int]]:
         return tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs or {})

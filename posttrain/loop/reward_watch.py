@@ -56,17 +56,19 @@ class RewardWatch:
                 with self.run.checks.preflight.record_check("config", ("PT-R021",)):
                     self._log([check_overlong(function.limit, function.cache, longest)])
 
-    def log(self, batch: RolloutBatch, table: RewardTable, made: Advantages, mode: str) -> None:
+    def log(self, batch: RolloutBatch, table: RewardTable, made: Advantages) -> bool:
         """Log the rewards of all ranks' completions, and what is found in them.
 
         Args:
             batch: This rank's completions, with the loss masks that rewards saw.
             table: ``values (n, K)``.
             made: Advantages that the method made of them.
-            mode: ``train`` or ``eval``.
+
+        Returns:
+            True: it looks at every rollout batch.
         """
         lengths = parallel.all_gather_objects(completion_lengths(batch), self.run.accelerator)
-        self.run.log(reward_metrics(table, made, lengths), mode)
+        self.run.log(reward_metrics(table, made, lengths), batch.mode)
         clipped = None
         if made.unbounded is not None:
             sizes = made.unbounded.abs()
@@ -74,7 +76,8 @@ class RewardWatch:
             clipped = far, sizes.numel(), float(sizes.max()) if far else None
         groups = torch.arange(len(table.values)) // batch.group_size
         prompts = [example["prompt"] for example in batch.examples]
-        self.report(table, made, groups, clipped, prompts, batch.reward_columns(), training=mode == "train")
+        self.report(table, made, groups, clipped, prompts, batch.reward_columns(), training=batch.mode == "train")
+        return True
 
     def report(
         self,

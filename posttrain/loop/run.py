@@ -26,6 +26,7 @@ from posttrain.types import ALONE, WHOLE, Batch, LossTerms, ModelOutputs, Ranks,
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from posttrain.loop.rollout import Online
     from posttrain.loop.step import Loss
 
 
@@ -90,7 +91,10 @@ class Run:
         tokens_seen: Tokens of this rank's sequences that were trained, and tokens computed, padding included.
         bad_steps: Steps in a row whose gradient was not finite.
         shown: One row for each completion of this rank's last generation, as in the completions table.
-        watchers: What looks at a moment: ``step`` gets the run, batches and counts; ``gradient`` the model and its micro-batches.
+        watchers: What looks at a moment: ``step`` gets the run, batches and counts; ``gradient`` the model and its micro-batches;
+            ``rollout`` the completions of this rank, the rewards of all ranks, and advantages.
+        eval_rounds: Batches of the present evaluation so far.
+        online: What a run that samples consists of besides.
     """
 
     args: PostTrainingConfig
@@ -123,6 +127,8 @@ class Run:
     bad_steps: int = 0
     shown: list[dict[str, Any]] = field(default_factory=list)
     watchers: dict[str, list[Callable[..., bool | None]]] = field(default_factory=dict)
+    eval_rounds: int = 0
+    online: Online = field(init=False)
 
     def now(self) -> State:
         """Return where the run stands, for the method."""

@@ -1,4 +1,4 @@
-"""Rewards of a rollout batch over all ranks: the scorer, metrics, rows of the completions table."""
+"""Rewards of a rollout batch over all ranks, their metrics, and rows of the completions table."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
 from posttrain.rollouts.episodes.environments import EnvironmentPool
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from transformers import TrainerState
 
+    from posttrain.loop.run import Run
     from posttrain.methods.config import PostTrainingConfig
     from posttrain.types import Advantages, Tokenizer
 
@@ -252,32 +252,34 @@ def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any
     }
 
 
-class Scorer:
-    """Runs the reward functions on each rank's completions and gives every rank the rewards of all.
+def score(run: Run, rewards: RewardRunner, batch: RolloutBatch, mode: str) -> RewardTable:
+    """Score the completions of all ranks and log what the reward functions logged; a collective.
 
     Args:
+        run: Of a trainer that samples.
         rewards: The reward functions of the run.
-        tokenizer: Decodes the ends of prompts, for format rewards.
-        accelerator: Of the run.
+        batch: Completions of this rank, maybe none.
+        mode: ``train``, ``eval``, or another window of the log.
     """
+    table = all_rewards(run, rewards, batch, training=mode == "train")
+    run.log(table.metrics, mode)
+    return table
 
-    def __init__(self, rewards: RewardRunner, tokenizer: Tokenizer, accelerator: Accelerator) -> None:
-        self.rewards, self.tokenizer, self.accelerator = rewards, tokenizer, accelerator
 
-    def score(self, batch: RolloutBatch, state: TrainerState, *, group_size: int, training: bool) -> RewardTable:
-        """Rewards of all ranks' completions; a collective.
+def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, training: bool) -> RewardTable:
+    """Run the reward functions on each rank's completions, and give every rank the rewards of all; a collective.
 
-        Args:
-            batch: Completions of this rank, maybe none.
-            state: Of the trainer, for reward functions.
-            group_size: G.
-            training: Whether the rewards are trained on.
-        """
-        with parallel.failing_together(self.accelerator):
-            table = score_rollouts(self.rewards, batch, self.tokenizer, state)
-        counts = parallel.all_gather_objects([len(batch.rollouts)], self.accelerator)
-        rows = parallel.all_gather_objects(table.values.tolist(), self.accelerator)
-        values = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)  # (n, K)
-        start = sum(counts[: self.accelerator.process_index])
-        groups = torch.arange(len(rows)) // group_size
-        return self.rewards.finish(dataclasses.replace(table, values=values, start=start), groups, training=training)
+    Args:
+        run: Of a trainer that samples.
+        rewards: The reward functions of the run.
+        batch: Completions of this rank, maybe none.
+        training: Whether the rewards are trained on.
+    """
+    with parallel.failing_together(run.accelerator):
+        table = score_rollouts(rewards, batch, run.tokenizer, run.state)
+    counts = parallel.all_gather_objects([len(batch.rollouts)], run.accelerator)
+    rows = parallel.all_gather_objects(table.values.tolist(), run.accelerator)
+    values = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)  # (n, K)
+    start = sum(counts[: run.accelerator.process_index])
+    groups = torch.arange(len(rows)) // batch.group_size
+    return rewards.finish(dataclasses.replace(table, values=values, start=start), groups, training=training)

@@ -78,7 +78,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     reports: Any = MappingProxyType({})
     driver: Any = None
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
-    _in_loop, _eval_rounds = False, 0
+    _in_loop = False
     _losses: list[step.Loss] | None = None  # Of ours, while the user's function computes the loss of a pass.
     _window_start: float | None = None
     _head: DatasetHead | None = None
@@ -343,7 +343,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
-        self.run.hooks = self._hooks()  # A user may have put methods of their own on this trainer.
+        self.resolve()  # A user may have put methods of their own on this trainer.
         fit_memory(self.run, self.head, self.optimizer)
         self.checks.measure_models()
         self._train_batch_size = self.args.train_batch_size
@@ -377,14 +377,18 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
                 if hasattr(callback, "stop"):
                     callback.stop()
 
+    def _replaced(self, base: type, name: str, default: Any) -> Any:
+        """The method of this trainer where a subclass of ``base``, or a user on this very trainer, put one; else ``default``."""
+        replaced = name in vars(self) or inspect.getattr_static(type(self), name) is not vars(base)[name]
+        return getattr(self, name) if replaced else default
+
+    def resolve(self) -> None:
+        """Put what a subclass, or a user on this very trainer, replaces of the loop into the run."""
+        self.run.hooks = self._hooks()
+
     def _hooks(self) -> Hooks:
         """What a subclass, or a user on this very trainer, has put in the place of the loop's and the algorithm's own."""
-        run, kind = self.run, type(self)
-
-        def own(name: str, default: Any) -> Any:
-            replaced = name in vars(self) or inspect.getattr_static(kind, name) is not vars(PostTrainer)[name]
-            return getattr(self, name) if replaced else default
-
+        run, own = self.run, partial(self._replaced, PostTrainer)
         return Hooks(
             objective=own("objective", None),
             named_counts=own("named_counts", run.method.counts),
@@ -737,8 +741,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""
-        if self._eval_rounds:
-            count_rounds(logs, self._eval_rounds)
+        if self.run.eval_rounds:
+            count_rounds(logs, self.run.eval_rounds)
         if not any(key.startswith("eval_") for key in logs):
             logs.update(self.reduced_metrics("train"))
             logs["num_tokens"] = self.counters["num_tokens"]
@@ -761,7 +765,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             output = super().predict(self.prepare_evaluation(plain_rows(test_dataset)), *args, **kwargs)
         finally:
             self.layout = layout
-        count_rounds(output.metrics, self._eval_rounds)
+        count_rounds(output.metrics, self.run.eval_rounds)
         return output
 
     def _get_dataloader(  # The signature is transformers'.
@@ -802,16 +806,18 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
         """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
-        self.run.hooks = self._hooks()
-        self.callback_handler.eval_dataloader, self._eval_rounds = dataloader, 0
+        self.resolve()
+        self.callback_handler.eval_dataloader, self.run.eval_rounds = dataloader, 0
 
         def after_batch() -> None:
-            self._eval_rounds += 1
+            self.run.eval_rounds += 1
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             self.interrupt.leave_evaluation()
 
         options = {"answers": self.answers_per_row, "predicts": description == "Prediction", "after_batch": after_batch}
-        output, self._eval_rounds = evaluate(self.run, dataloader, metric_key_prefix, self.compute_metrics, **options)
+        output, self.run.eval_rounds = evaluate(
+            self.run, dataloader, metric_key_prefix, self.compute_metrics, **options
+        )
         return output
 
     @property

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.data.formats import TOKENIZED
+from posttrain.losses.advantages import flat_groups
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric
@@ -159,6 +160,18 @@ class Method(ABC, Generic[Config]):
             ranks: All processes of a run; `ALONE` in a worker.
         """
         raise NotImplementedError(f"{type(self).__name__} must define advantages(rollouts, rewards, logps, ranks).")
+
+    def needs_old_logp(self, outlived: bool) -> bool:
+        """Return whether the loss reads log-probs under the weights that sampled a completion.
+
+        Args:
+            outlived: Whether the completion may be trained after these weights have changed.
+        """
+        return outlived
+
+    def without_signal(self, rewards: RewardTable, group_size: int) -> Tensor:
+        """Return which groups of all ranks' rewards give no completion an advantage, ``(n / G,)`` bool."""
+        return flat_groups(rewards.values, rewards.weights, group_size)
 
     def knows_gradient(self, batch: Batch) -> bool:
         """Whether the gradient of the loss with respect to the log-probs depends on the batch alone, and not on the log-probs.

@@ -136,6 +136,10 @@ class RLOO(Method[RLOOConfig]):
     config_class = RLOOConfig
     traits = replace(SAMPLES, follows_truncation=True, splits_tokens=True, beta_is_kl=True, reads_images=True)
 
+    def needs_old_logp(self, outlived: bool) -> bool:
+        """Return True: the KL of the reward is measured with them."""
+        return True
+
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
         """``clip(R) - beta KL`` against the mean of the others of the group; what is logged as reward is R itself."""
         cfg, metrics = self.cfg, {}

@@ -22,6 +22,7 @@ from posttrain.errors import DataError
 from posttrain.loop.checkpoint import last_complete_checkpoint, saved_state
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.prompts import named_sets
+from posttrain.loop.rollout import Online, settings_of
 from posttrain.loop.scoring import score_rollouts
 from posttrain.losses.advantages import weighted_total
 from posttrain.methods.experimental.a2po import A2PO, A2POConfig
@@ -43,7 +44,7 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Sampling
+from posttrain.types import SampleSettings
 
 logger = logging.getLogger(__name__)
 
@@ -258,9 +259,9 @@ class A2POTrainer(OnlineTrainer):
         n = self.args.num_value_samples
         examples = [row for _, row in part for _ in range(n)]
         if not examples:
-            self.roll_out([dict(self.spare_example)], "value")  # To generate is a collective.
+            self.sample([dict(self.spare_example)], self._value_settings())  # A collective.
             return {}
-        generation = RolloutBatch(examples, *self.roll_out(examples, "value"))
+        generation = self.sample(examples, self._value_settings())
         table = score_rollouts(self.rewards, generation, self.processing_class, self.state)
         groups = torch.arange(len(part)).repeat_interleave(n)
         totals = weighted_total(self.rewards.transformed(table.values, groups), table.weights)  # (prompts n,)
@@ -292,7 +293,7 @@ class A2POTrainer(OnlineTrainer):
         return kept
 
     def _open_cache(self) -> ValueCache:
-        model, sampling = self.reference.copy or self.model, self.sampling("value")
+        model, sampling = self.reference.copy or self.model, self._value_settings().sampling
         run = fingerprint(
             # Without an adapter that is trained: the reference runs without it.
             model=hash_tensors({name: p for name, p in model.named_parameters() if not p.requires_grad}),
@@ -327,13 +328,11 @@ class A2POTrainer(OnlineTrainer):
                     self.engine.close()
                 self.engine = engine
 
-    def sampling(self, mode: str) -> Sampling:
-        """As every online trainer's; the samples of values have seeds of their own."""
-        settings = super().sampling("eval" if mode == "value" else mode)
-        if mode != "value":
-            return settings
+    def _value_settings(self) -> SampleSettings:
+        """As those of evaluation; the samples of values have seeds of their own."""
+        settings = settings_of(self.run, "eval")
         seed = (self.args.seed * 1_000_003 + VALUE_SEED + self._value_batch) % 2**63
-        return replace(settings, seed=seed)
+        return replace(settings, sampling=replace(settings.sampling, seed=seed))
 
     def _restore_values(self, checkpoint: Any) -> None:
         """Values from the checkpoint, before the dataset is filtered by them: the place in it must not move."""
@@ -348,15 +347,16 @@ class A2POTrainer(OnlineTrainer):
         """The question's end stays."""
         return self.args.max_prompt_length
 
-    def measured_logps(self, generation: RolloutBatch, mode: str) -> dict[str, list[list[float]]]:
+    def make_online(self) -> Online:
         """As every online trainer's, with the value of each completion's prompt."""
-        assert self.cache is not None
-        values = [[self.cache.value(example, self.args.beta1)] for example in generation.examples]
-        return super().measured_logps(generation, mode) | {"v_star": values}
+        online = super().make_online()
 
-    def needs_old_logp(self, mode: str) -> bool:
-        """Never: the regression has no importance ratio."""
-        return False
+        def logps(rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
+            assert self.cache is not None
+            values = [[self.cache.value(example, self.args.beta1)] for example in rollouts.examples]
+            return online.logps(rollouts) | {"v_star": values}
+
+        return replace(online, logps=logps)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from posttrain.loop.build import choose_layout, user_override, warn_of_unused
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.pictures import Vision
 from posttrain.loop.prompts import PromptSource
+from posttrain.loop.rollout import Online
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.losses.reduce import spread
 from posttrain.methods.distillation.config import Axes, DistillationConfig, logit_width
@@ -71,7 +72,18 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Advantages, Batch, Finding, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
+from posttrain.types import (
+    Advantages,
+    Batch,
+    Finding,
+    LossTerms,
+    ModelOutputs,
+    Prompt,
+    Request,
+    Rollout,
+    Row,
+    SampleSettings,
+)
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -508,40 +520,43 @@ class DistillationTrainer(OnlineTrainer):
 
     # Whose tokens ------------------------------------------------------------------------------------------------
 
-    def samples(self, examples: Sequence[dict[str, Any]], mode: str) -> list[bool]:
+    def samples(self, examples: Sequence[dict[str, Any]], settings: SampleSettings) -> list[bool]:
         """Which examples the student completes; the same draw on every rank, one for each prompt."""
-        if mode == "eval":
+        if settings.mode == "eval":
             return ["completion_ids" not in example for example in examples]
-        size = self.group_size(mode)
-        seed = self.args.seed * 1_000_003 + self._generation_number(mode)
+        size = settings.group_size
+        seed = self.args.seed * 1_000_003 + settings.number
         drawn = torch.rand(-(-len(examples) // size), generator=torch.Generator().manual_seed(seed)) < self.args.lmbda
         return drawn.repeat_interleave(size)[: len(examples)].tolist()
 
-    def generated(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
-        """As the parent's; answers of the dataset need no engine, and a rank without examples then does nothing."""
-        if not examples and mode == "eval" and "completion_ids" in self.spare_example:
-            return RolloutBatch([], [], [], born=self.state.global_step)
-        return super().generated(examples, mode)
+    def make_online(self) -> Online:
+        """As every online trainer's. Answers of the dataset need no engine: a rank without examples then does nothing."""
 
-    def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+        def spare(mode: str) -> list[dict[str, Any]]:
+            row = self.spare_example
+            return [] if mode == "eval" and "completion_ids" in row else [dict(row)]
+
+        return replace(super().make_online(), spare=spare)
+
+    def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
         """Completions by whoever the draw names: the student, or the teacher or the dataset."""
-        self._sampled = sampled = self.samples(examples, mode)
+        self._sampled = sampled = self.samples(examples, settings)
         if all(sampled):
-            return self.student_rollouts(examples, mode)
+            return self.student_samples(examples, settings)
         own = [example for example, mine in zip(examples, sampled, strict=True) if mine]
         others = [example for example, mine in zip(examples, sampled, strict=True) if not mine]
-        mine = iter(self.student_rollouts(own, mode)[0] if own else ())
-        if self.args.seq_kd and mode == "train":
-            not_sampled = iter(self._teacher_rollouts(others, mode))
+        mine = iter(self.student_samples(own, settings).rollouts if own else ())
+        if self.args.seq_kd and settings.mode == "train":
+            not_sampled = iter(self._teacher_rollouts(others, settings))
         else:
             not_sampled = iter([as_rollout(row, self.processing_class) for row in self.rows(others)])
         rollouts = [next(mine) if by_student else next(not_sampled) for by_student in sampled]
         chat = not isinstance(examples[0]["prompt"], str)
-        return decoded(self.processing_class, rollouts, conversational=chat)
+        return RolloutBatch(examples, *decoded(self.processing_class, rollouts, conversational=chat))
 
-    def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+    def student_samples(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
         """Samples of the student."""
-        return super().roll_out(examples, mode)
+        return super().sample(examples, settings)
 
     @functools.cached_property
     def _teacher_engine(self) -> Any:
@@ -549,19 +564,18 @@ class DistillationTrainer(OnlineTrainer):
             raise ConfigError("seq_kd=True needs a teacher model of its own to sample from. Fix: teacher_model.")
         return self.engine_on(self.teacher_model)
 
-    def _teacher_rollouts(self, examples: list[dict[str, Any]], mode: str) -> list[Rollout]:
-        requests = [Request(prompt, pictures=Prompt.pictures_of(prompt)) for prompt in self.tokenize(examples)]
-        rollouts = self._teacher_engine.generate(requests, self.sampling(mode))
+    def _teacher_rollouts(self, examples: list[dict[str, Any]], settings: SampleSettings) -> list[Rollout]:
+        prompts = self.prompt_source.token_ids(examples)
+        requests = [Request(prompt, pictures=Prompt.pictures_of(prompt)) for prompt in prompts]
+        rollouts = self._teacher_engine.generate(requests, settings.sampling)
         # Log-probs would be the teacher's, and not a student's.
         return [replace(r, logp=[], pictures=request.pictures) for r, request in zip(rollouts, requests, strict=True)]
 
     # One generation ----------------------------------------------------------------------------------------------
 
-    def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
+    def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
         """Rewards, where the method has them."""
-        if self.can_dry_run:
-            return super().score(generation, mode)
-        return no_rewards(generation)
+        return super().score(rollouts, mode) if self.can_dry_run else no_rewards(rollouts)
 
     @property
     def scores_rewards(self) -> bool:
@@ -640,13 +654,6 @@ class DistillationTrainer(OnlineTrainer):
         most = min((limit for limit in (most, room) if limit is not None), default=None)
         kwargs = self.args.chat_template_kwargs or {}
         return privileged_prompt(example, template, shown, self.processing_class, most=most, kwargs=kwargs)
-
-    def needs_old_logp(self, mode: str) -> bool:
-        """Where ratios are clipped: in the policy's loss, with ``is_clip``, in IW-OPD; exact divergences have none."""
-        axes = self.axes
-        return (
-            self.method.takes_rewards or axes.is_clip is not None or axes.prefix is not None
-        ) and super().needs_old_logp(mode)
 
     def make_reference(self) -> Reference | None:
         """``beta`` is the divergence's, and no KL penalty, but where there is a GRPO term."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import datasets
 import torch
 
-from posttrain.data.formats import is_conversational
 from posttrain.errors import ConfigError
+from posttrain.loop.rollout import batch_number
+from posttrain.loop.samplers import SingleTurn
 from posttrain.losses.distillation import discounted_returns
 from posttrain.methods.distillation.data import joined_text, text_of
 from posttrain.methods.distillation.presets import (
@@ -33,7 +34,7 @@ from posttrain.methods.distillation.presets import (
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.batch import RolloutBatch, decoded
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.trainers.arguments import (
     Adapter,
     Callbacks,
@@ -48,7 +49,7 @@ from posttrain.trainers.arguments import (
     TrainSet,
 )
 from posttrain.trainers.distillation import DistillationTrainer
-from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Rollout
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, SampleSettings
 
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset
@@ -346,19 +347,15 @@ class SDFTTrainer(DistillationTrainer):
         shown, args = {"privileged_context": joined_text(example.get("privileged_context"))}, self.args
         return self.teacher_prompt(example, args.teacher_prompt_template, shown, args.max_prompt_length)
 
-    def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+    def student_samples(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
         """As the parent's, from the teacher's prompts where that is asked for."""
         if not self.args.generate_from_teacher:
-            return super().student_rollouts(examples, mode)
-        rollouts = self.sample([self._hinted(example) for example in examples], self.sampling(mode))
-        prompts = self.tokenize(examples)
+            return super().student_samples(examples, settings)
+        single = SingleTurn(self.weight_sync, self.prompt_source, self.processing_class)
+        rollouts = single.complete([self._hinted(example) for example in examples], settings.sampling)
+        prompts = self.prompt_source.token_ids(examples)
         rollouts = [replace(r, prompt_ids=ids, logp=[]) for r, ids in zip(rollouts, prompts, strict=True)]
-        chat = is_conversational(examples[0])
-        return decoded(self.processing_class, rollouts, conversational=chat)
-
-    def needs_old_logp(self, mode: str) -> bool:
-        """Not of samples from the teacher's prompt: how the student moved says nothing of how likely they were drawn."""
-        return not self.args.generate_from_teacher and super().needs_old_logp(mode)
+        return single.batch_of(examples, rollouts)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
         """The teacher's prompt of each completion, whose lengths were counted: its first tokens may carry no loss."""
@@ -447,7 +444,7 @@ class SDPOTrainer(DistillationTrainer):
         size, rewards = rollouts.group_size, found.totals.tolist()
         # Of all ranks: a group may lie on several.
         texts = parallel.all_gather_objects([rollout.text or "" for rollout in rollouts.rollouts], self.accelerator)
-        draw = torch.Generator().manual_seed(self.args.seed + self._generation_number(rollouts.mode))
+        draw = torch.Generator().manual_seed(self.args.seed + batch_number(self.run, rollouts.mode))
         prompts, active = [], []
         for own, (example, rollout) in enumerate(
             zip(rollouts.examples, rollouts.rollouts, strict=True), start=found.start

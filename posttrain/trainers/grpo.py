@@ -6,18 +6,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from posttrain.errors import ConfigError
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.scoring import by_column
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.methods.grpo.config import GRPOConfig, check_correction
-from posttrain.methods.grpo.objective import GRPO, groups_without_signal
+from posttrain.methods.grpo.objective import GRPO
 from posttrain.models.architecture import config_of, text_of
 from posttrain.models.heads import cast_head_to_fp32, causal_lm
 from posttrain.report.completions import CompletionsHubCallback
-from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.trainers.arguments import (
     Adapter,
@@ -125,7 +124,7 @@ class GRPOTrainer(OnlineTrainer):
         args = self.args
         if args.scale_rewards == "group":
             self.reward_watch.min_group_std = args.min_group_std
-        if not self.engine_is_policy:
+        if not self.run.online.samples_policy:
             check_correction(args)
         if args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
@@ -142,10 +141,6 @@ class GRPOTrainer(OnlineTrainer):
         if args.cast_lm_head_to_fp32:
             cast_head_to_fp32(causal_lm(model))
         return model
-
-    def without_signal(self, table: RewardTable, mode: str) -> Tensor:
-        """As the config counts signal, see `groups_without_signal`."""
-        return groups_without_signal(self.args, table, self.group_size(mode))
 
     # The entropy bonus -------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from posttrain.errors import ConfigError
 from posttrain.loop.build import as_config
 from posttrain.loop.online import OnlineTrainer
+from posttrain.loop.rollout import Online, logps
 from posttrain.methods.online_dpo import TIES_MOST, OnlineDPO, OnlineDPOConfig
 from posttrain.models import parallel
 from posttrain.models.architecture import config_of, get_config_model_id
@@ -34,7 +36,7 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Rollout
+from posttrain.types import SampleSettings
 
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
@@ -195,15 +197,15 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     # Sampling ----------------------------------------------------------------------------------------------------
 
-    def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+    def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
         """As every online trainer; what reward functions see may keep its end-of-sequence token."""
-        rollouts, completions = super().roll_out(examples, mode)
-        if self.args.keep_eos_for_rewards:
-            ends = [
-                self.processing_class.decode(r.token_ids[-1:]) if r.finish_reason == "stop" else "" for r in rollouts
-            ]
-            completions = [c + end if isinstance(c, str) else c for c, end in zip(completions, ends, strict=True)]
-        return rollouts, completions
+        batch = super().sample(examples, settings)
+        if not self.args.keep_eos_for_rewards:
+            return batch
+        decode = self.processing_class.decode
+        ends = [decode(r.token_ids[-1:]) if r.finish_reason == "stop" else "" for r in batch.rollouts]
+        seen = [c + end if isinstance(c, str) else c for c, end in zip(batch.completions, ends, strict=True)]
+        return replace(batch, completions=seen)
 
     @property
     def prompt_limit(self) -> int:
@@ -212,27 +214,31 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     # Scores and preferences --------------------------------------------------------------------------------------
 
-    def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
+    def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
         """As every online trainer, pairs in the layout that functions expect; a judge has nothing to say of one completion."""
         self.rewards.pairs = mode == "train"  # type: ignore[attr-defined]
         if mode == "train" or self.judge is None:
-            return super().score(generation, mode)
-        counts = parallel.all_gather_objects([len(generation.rollouts)], self.accelerator)
+            return super().score(rollouts, mode)
+        counts = parallel.all_gather_objects([len(rollouts.rollouts)], self.accelerator)
         start = sum(counts[: self.accelerator.process_index])
         return RewardTable(torch.empty(sum(counts), 0), [], torch.empty(0), start=start)
 
-    def measured_logps(self, generation: RolloutBatch, mode: str) -> dict[str, list[list[float]]]:
+    def make_online(self) -> Online:
+        """As every online trainer's, with the log-probs of the reference alone."""
+        return replace(super().make_online(), logps=self._measured_logps)
+
+    def _measured_logps(self, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
         """The reference's log-probs of every completion."""
-        rows = range(len(generation.rollouts))
+        every = rollouts.every_row()
         assert self.reference is not None
         with self.run.inference() as policy, self.reference.active(policy) as reference:
-            columns = {"ref_logp": self.logps(reference, generation.rows(rows, skip_truncated=False))}
+            columns = {"ref_logp": logps(self.run, reference, every)}
         if not self.engine.capabilities.has_logprobs:
             return columns
         # The loss has no use for the sampler's temperature, so one completion a rollout batch has a pass of its own.
         with self.run.inference() as policy:
-            own = self.logps(policy, generation.rows(rows[:1], skip_truncated=False), self.args.temperature)
-        self.run.log(sampler_gap(generation.rollouts[:1], own), mode)
+            own = logps(self.run, policy, rollouts.rows(range(1), skip_truncated=False), self.args.temperature)
+        self.run.log(sampler_gap(rollouts.rollouts[:1], own), rollouts.mode)
         return columns
 
     # Logs --------------------------------------------------------------------------------------------------------

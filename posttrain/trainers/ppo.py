@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
+import functools
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,9 +21,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from posttrain.data.forest import collate, share_prompts, split_by_sequence
 from posttrain.data.samplers import check_prompts
 from posttrain.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from posttrain.loop import rollout
 from posttrain.loop.build import as_config
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.prompts import PromptSource
+from posttrain.loop.rollout import Online
+from posttrain.loop.scoring import completion_rows
 from posttrain.methods.ppo.config import PPOConfig
 from posttrain.methods.ppo.objective import (
     PPO,
@@ -62,7 +66,7 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Advantages, Batch, Row, Sampling
+from posttrain.types import Advantages, Batch, Row, SampleSettings
 
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset, LogProbs
@@ -92,6 +96,10 @@ class TokenPrompts(PromptSource):
     def __init__(self, args: PPOConfig, tokenizer: Tokenizer, *, collator: Any = None) -> None:
         super().__init__(args, tokenizer, length_option="response_length")
         self.collator, self.drops_columns = collator, False
+
+    def token_ids(self, rows: list[dict[str, Any]]) -> list[Any]:
+        """As the parent's; rows with ``input_ids`` are prompts already."""
+        return [list(row["input_ids"]) for row in rows] if "input_ids" in rows[0] else super().token_ids(rows)
 
     def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """With the text of token ids, and with the ids that a rollout brings."""
@@ -236,7 +244,6 @@ class PPOTrainer(OnlineTrainer):
             reward.pad_token_id = self.pad_token_id
         self.buffers["table"] = MetricBuffer()
         self.counters.setdefault("episode", 0.0)
-        self.stops = self._stops()
         self.end_ids = {self.processing_class.eos_token_id, *self.stops}  # One of them shows that a response ended.
 
     def _token_rewards(self) -> list[TokenReward]:
@@ -252,7 +259,8 @@ class PPOTrainer(OnlineTrainer):
             config.get_text_config().pad_token_id = self.pad_token_id
             self.read_also_by(value)
 
-    def _stops(self) -> tuple[int, ...]:
+    @functools.cached_property
+    def stops(self) -> tuple[int, ...]:
         """Tokens at which generation stops."""
         chosen, vocabulary = self.args.stop_token_id, len(self.processing_class)
         if chosen is not None and not 0 <= chosen < vocabulary:
@@ -308,15 +316,10 @@ class PPOTrainer(OnlineTrainer):
         """The next piece of a mini-batch; a new rollout batch first, when all passes over the last are done."""
         args = self.args
         pieces = args.num_mini_batches * args.gradient_accumulation_steps
-        window = self.window
-        window.passes = args.num_ppo_epochs * pieces
+        self.window.passes = args.num_ppo_epochs * pieces
         self._clock = self._clock or (self.counters["episode"], time.perf_counter())
-        if window.used_up:
-            generation = self.generate_and_score(self.prompt_source.readable(inputs), "train")
-            window.fill([self._training_rows(generation)], self.state.global_step)
-        place, rows = window.step, window.take()
-        self.run.log({"staleness/mean_updates": mean(float(self.state.global_step - window.born))})
-        return self.collate(share_prompts(self._piece(rows, *divmod(place, pieces)))[0])
+        rows = rollout.next_rows(self.run, self.prompt_source.readable(inputs), index)
+        return self.collate(share_prompts(self._piece(rows, *divmod(self.window.step - 1, pieces)))[0])
 
     def _piece(self, rows: list[Row], epoch: int, number: int) -> list[Row]:
         """Micro-batch ``number`` of a pass: every pass deals the responses anew, and each to one mini-batch."""
@@ -329,44 +332,36 @@ class PPOTrainer(OnlineTrainer):
 
     def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
         """Sample, score and collate one evaluation batch."""
-        generation = self.generate_and_score(self.prompt_source.readable(inputs), "eval")
-        return self.collate(share_prompts(self._training_rows(generation))[0])
+        rollouts = rollout.rollout_step(self.run, self.prompt_source.readable(inputs), "eval")
+        (rows,) = self._training_rows(rollouts)
+        return self.collate(share_prompts(rows)[0])
 
-    def _training_rows(self, generation: RolloutBatch) -> list[Row]:
+    def make_online(self) -> Online:
+        """As every online trainer's; sampling at the temperature of the log-probs, until a stop token where one is set."""
+        online = super().make_online()
+        sampling = replace(online.sampling, temperature=self.method.temperature, stop_token_ids=self.stops)
+        return replace(online, sampling=sampling, logps=self._measured, slices=self._training_rows)
+
+    def _training_rows(self, rollouts: RolloutBatch) -> list[list[Row]]:
         """A rollout batch, ready to be dealt to mini-batches."""
-        return training_rows(generation, self.args.response_length, self.pad_token_id)
+        return [training_rows(rollouts, self.args.response_length, self.pad_token_id)]
 
-    def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
-        """Generate as every online trainer, and note which responses contain a token that ends one."""
-        generation = self._with_prompts(super().generate(examples, mode))
-        ended = [float(not self.end_ids.isdisjoint(rollout.token_ids)) for rollout in generation.rollouts]
-        return dataclasses.replace(generation, columns={"ended": ended})
+    def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
+        """As every online trainer's, with prompts' ids, which reward models read, and which responses contain an end token."""
+        batch = super().sample(examples, settings)
+        ended = [float(not self.end_ids.isdisjoint(one.token_ids)) for one in batch.rollouts]
+        prompts = [one.prompt_ids for one in batch.rollouts]
+        return replace(batch, columns={"ended": ended}, extra=batch.extra | {"prompt_ids": prompts})
 
-    def _with_prompts(self, generation: RolloutBatch) -> RolloutBatch:
-        """Reward models read the ids of prompts."""
-        prompts = [rollout.prompt_ids for rollout in generation.rollouts]
-        return dataclasses.replace(generation, extra=generation.extra | {"prompt_ids": prompts})
-
-    def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
-        """As the parent's; rows with ``input_ids`` are prompts already."""
-        if "input_ids" not in examples[0]:
-            return super().tokenize(examples)
-        return [list(example["input_ids"]) for example in examples]
-
-    def sampling(self, mode: str) -> Sampling:
-        """At the temperature of the log-probs, until a stop token where one is set."""
-        temperature = TABLE_TEMPERATURE if mode == "table" else self.method.temperature
-        return dataclasses.replace(super().sampling(mode), temperature=temperature, stop_token_ids=self.stops)
-
-    def measured_logps(self, generation: RolloutBatch, mode: str) -> dict[str, list[list[float]]]:
+    def _measured(self, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
         """Log-probs and values under the policy in one pass, then log-probs under the reference."""
-        rows = plain_rows(generation, self.args.response_length, self.pad_token_id)
+        rows = plain_rows(rollouts, self.args.response_length, self.pad_token_id)
         with self.run.inference() as policy:
             measured = self.measure(policy, rows, frozenset({"logp", "values"}))
         with self.run.inference() as policy, self.reference.active(policy) as reference:
             measured["ref_logp"] = self.measure(reference, rows, frozenset({"logp"}))["logp"]
         if self.engine.capabilities.has_logprobs:
-            self.run.log(sampler_gap(generation.rollouts, measured["logp"]), mode)
+            self.run.log(sampler_gap(rollouts.rollouts, measured["logp"]), rollouts.mode)
         names = {"logp": "old_logp", "values": "old_values"}
         return {names.get(name, name): column for name, column in measured.items()}
 
@@ -403,7 +398,7 @@ class PPOTrainer(OnlineTrainer):
         if rollouts.mode == "train":
             self.counters["episode"] += rows
             self._watch_kl(kl / max(responses, 1.0))
-        return dataclasses.replace(found, metrics={**found.metrics, "val/num_eos_tokens": mean(eos)})
+        return replace(found, metrics={**found.metrics, "val/num_eos_tokens": mean(eos)})
 
     def _watch_kl(self, kl: float) -> None:
         self._low_kl = self._low_kl + 1 if kl < KL_LOW else 0
@@ -496,8 +491,9 @@ class PPOTrainer(OnlineTrainer):
         datasets = self.eval_dataset
         loader = self.get_eval_dataloader(next(iter(datasets)) if isinstance(datasets, dict) else None)
         for inputs in loader:
-            generation = self._with_prompts(self._answers(inputs))
-            rows += self.completion_rows(generation, self.score(generation, "table"))
+            rollouts = self._answers(inputs)
+            table, step = self.score(rollouts, "table"), self.state.global_step
+            rows += completion_rows(rollouts, table, self.processing_class, step, images=False)
             if sampling:
                 break
         rows = parallel.all_gather_objects(rows, self.accelerator)
@@ -508,8 +504,10 @@ class PPOTrainer(OnlineTrainer):
     def _answers(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
         """Of one evaluation batch; a rank without rows samples along, because the others do."""
         examples = self.prompt_source.readable(inputs or [dict(self.spare_example)])
-        rollouts, completions = self.roll_out(examples, "table")
-        return RolloutBatch(examples, rollouts, completions) if inputs else RolloutBatch([], [], [])
+        settings = rollout.settings_of(self.run, "table")
+        cold = replace(settings.sampling, temperature=TABLE_TEMPERATURE)
+        batch = self.sample(examples, replace(settings, sampling=cold))
+        return replace(batch, columns={}) if inputs else RolloutBatch([], [], [])
 
 
 def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any) -> tuple[Any, Any, Any]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from posttrain.loop.online import OnlineTrainer
+from posttrain.loop.rollout import outlives_weights
 from posttrain.loop.scoring import by_column
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.methods.rloo import CLIPPED_MOST, CLIPPED_STEPS, RLOO, RLOOConfig
@@ -116,10 +117,6 @@ class RLOOTrainer(OnlineTrainer):
         if self.args.sync_ref_model and self.reference is not None:
             self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
 
-    def needs_old_logp(self, mode: str) -> bool:
-        """Always: the KL of the reward is measured with them."""
-        return True
-
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `rloo_objective`."""
         if batch.rollout_logp is not None and self.args.vllm_importance_sampling_correction and not self._told:
@@ -131,7 +128,7 @@ class RLOOTrainer(OnlineTrainer):
             )
         # While the policy has not moved the ratio is 1. Stored log-probs would add half precision's rounding of every token
         # of a completion: ratios up to 2.9 were seen for 8 tokens in bfloat16, and the clip would act on them.
-        if not super().needs_old_logp("train"):
+        if not outlives_weights(self.run):
             batch = replace(batch, old_logp=None)
         return super().objective(outputs, batch)
 
@@ -143,7 +140,7 @@ class RLOOTrainer(OnlineTrainer):
 
     def _watch_clipping(self, share: float) -> None:
         """A ratio of whole sequences leaves the clip's band after tiny updates: then most of a generation trains nothing."""
-        if not super().needs_old_logp("train"):
+        if not outlives_weights(self.run):
             return
         steps, self._last_logged = self.state.global_step - self._last_logged, self.state.global_step
         before = self._clipped_steps

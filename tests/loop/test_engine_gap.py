@@ -3,6 +3,7 @@
 import pytest
 
 from posttrain import GRPOTrainer
+from posttrain.loop import rollout
 from posttrain.rollouts.base import Capabilities
 from posttrain.rollouts.native import engine as probe
 from tests.conftest import build_model
@@ -69,8 +70,9 @@ def test_log_probs_of_the_own_engine_are_not_computed_again(monkeypatch, tmp_pat
     for again in (False, True):
         trainer = grpo(tmp_path / str(again), tiny_tokenizer, engine="native", max_steps=4, num_iterations=2)
         passes = []
-        logps = trainer.logps
-        trainer.logps = lambda *args, logps=logps, passes=passes, **kw: passes.append(1) or logps(*args, **kw)
+        compute = rollout.logps_and_mass
+        spy = lambda *args, compute=compute, passes=passes: passes.append(1) or compute(*args)  # noqa: E731
+        monkeypatch.setattr(rollout, "logps_and_mass", spy)
         if again:
             own = Capabilities(in_process=True, shares_weights=True)
             monkeypatch.setattr(type(trainer.engine), "capabilities", own)
@@ -101,7 +103,7 @@ def test_log_probs_of_a_rollout_function_are_never_the_old_ones(tmp_path, tiny_t
 
 def test_in_half_precision_they_are_computed_again(tmp_path, tiny_tokenizer):
     trainer = grpo(tmp_path, tiny_tokenizer, engine="native", bf16=True)
-    assert not trainer.old_logp_is_engines
+    assert not rollout.old_is_sampled(trainer.run)
 
 
 def test_a_model_that_was_trained_in_half_precision_is_still_the_native_engines(tmp_path, tiny_tokenizer, monkeypatch):

@@ -12,6 +12,7 @@ import torch
 
 from posttrain import GRPOTrainer
 from posttrain.errors import ConfigError, RolloutServerError, ServerUnreachable, WeightSyncError
+from posttrain.loop.rollout import settings_of
 from posttrain.models import parallel
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server import client as connection
@@ -92,7 +93,7 @@ def test_a_rollout_function_finds_the_weights_of_now_on_the_servers(tmp_path, ti
         here, there = trainer.model.model.norm.weight, stub.model.model.norm.weight
         equal.append(torch.equal(here, there))
         ids = [tiny_tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"] for p in prompts]
-        rollouts = trainer.engine.generate([Request(i) for i in ids], trainer.sampling("train"))
+        rollouts = trainer.engine.generate([Request(i) for i in ids], settings_of(trainer.run, "train").sampling)
         logprobs = [r.logp for r in rollouts]
         return {"prompt_ids": ids, "completion_ids": [r.token_ids for r in rollouts], "logprobs": logprobs}
 
@@ -128,15 +129,15 @@ def test_a_server_that_restarts_with_old_weights_in_the_middle_of_a_run_gets_the
     first = StubServer(build_model(len(tiny_tokenizer), seed=9))
     port, second = first.http.server_port, []
     trainer = served(tmp_path, tiny_tokenizer, first, max_steps=4, vllm_server_timeout=20.0)
-    original = trainer.generate
+    original = trainer.sample
 
-    def generate(examples, mode):
+    def sample(examples, settings):
         if trainer.state.global_step == 2 and not second:
             first.close()
             second.append(StubServer(build_model(len(tiny_tokenizer), seed=9), port=port))
-        return original(examples, mode)
+        return original(examples, settings)
 
-    trainer.generate = generate
+    trainer.sample = sample
     trainer.train()
     assert trainer.state.global_step == 4
     assert updates(second[0]) >= 2
@@ -169,17 +170,17 @@ def uninterrupted(tmp_path_factory):
 def test_a_server_that_restarts_is_waited_for_whatever_it_was_asked(tmp_path, tiny_tokenizer, uninterrupted, path):
     restarting = Restarting(lambda port: StubServer(build_model(len(tiny_tokenizer), seed=9), port), path)
     trainer = served(tmp_path / "cut", tiny_tokenizer, restarting, **WAITED_FOR)
-    original = trainer.generate
+    original = trainer.sample
 
-    def generate(examples, mode):
+    def sample(examples, settings):
         if trainer.state.global_step == 1 and len(restarting.stubs) == 1:
             restarting.armed = True
             if not path:  # Between two steps: nothing was asked of it.
                 restarting.restart()
                 time.sleep(0.2)
-        return original(examples, mode)
+        return original(examples, settings)
 
-    trainer.generate = generate
+    trainer.sample = sample
     trainer.train()
     assert len(restarting.stubs) == 2 and updates(restarting.stubs[1]) > 0
     torch.testing.assert_close(weights(trainer), uninterrupted, atol=1e-6, rtol=1e-5)
@@ -195,15 +196,15 @@ def test_servers_that_are_gone_end_the_run_with_a_checkpoint_that_goes_on_as_if_
     whole = served(tmp_path / "whole", tiny_tokenizer, stubs[0], **settings)
     whole.train()
     trainer = served(tmp_path / "cut", tiny_tokenizer, stubs[1], **settings, vllm_server_timeout=0.2)
-    original, calls = trainer.generate, []
+    original, calls = trainer.sample, []
 
-    def generate(examples, mode):
-        calls.append(mode)
+    def sample(examples, settings):
+        calls.append(settings)
         if len(calls) == 6:  # The second generation of the third step.
             stubs[1].die()
-        return original(examples, mode)
+        return original(examples, settings)
 
-    trainer.generate = generate
+    trainer.sample = sample
     with pytest.raises(ServerUnreachable) as caught:
         trainer.train()
     assert "checkpoint of step 2" in caught.value.__notes__[0]

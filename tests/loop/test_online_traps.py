@@ -10,6 +10,7 @@ import torch
 from posttrain import DataError, GRPOConfig, Rollout, ScriptedEngine
 from posttrain.checks.rules import check_log
 from posttrain.errors import ConfigError, RewardError
+from posttrain.loop import rollout
 from posttrain.loop.prompts import describe_schedule
 from posttrain.loop.scoring import reward_model_options
 from tests.conftest import build_model, told_of_calls
@@ -198,11 +199,11 @@ def test_r41_no_logits_of_a_whole_batch_are_ever_made(tiny_tokenizer, tmp_path):
 
 @pytest.mark.parametrize(("settings", "passes"), [({}, 0), ({"beta": 0.1}, 1), ({"beta": 0.1, "num_iterations": 2}, 2)])
 def test_r42_old_and_reference_log_probs_are_computed_only_where_the_loss_reads_them(
-    tiny_tokenizer, tmp_path, settings, passes
+    tiny_tokenizer, tmp_path, monkeypatch, settings, passes
 ):
     trainer = grpo(tmp_path, tiny_tokenizer, max_steps=1, **settings)
-    inner, seen = trainer.logps, []
-    trainer.logps = lambda model, rows: seen.append(0) or inner(model, rows)
+    compute, seen = rollout.logps_and_mass, []
+    monkeypatch.setattr(rollout, "logps_and_mass", lambda *args: seen.append(0) or compute(*args))
     trainer.train()
     assert len(seen) == passes
 

@@ -5,6 +5,7 @@ import doctest
 import pytest
 
 from posttrain import ConfigError, OnlineDPOConfig, RLOOConfig
+from posttrain.loop.rollout import settings_of
 from posttrain.rollouts import sampling as guiding
 from tests.methods.helpers import count_a, grpo
 from tests.wordings import raises
@@ -19,7 +20,8 @@ from tests.wordings import raises
     ],
 )
 def test_structured_outputs_reach_the_engine(tiny_tokenizer, tmp_path, given, guide):
-    assert grpo(tmp_path, tiny_tokenizer, generation_kwargs=given).sampling("train").guide == guide
+    trainer = grpo(tmp_path, tiny_tokenizer, generation_kwargs=given)
+    assert settings_of(trainer.run, "train").sampling.guide == guide
 
 
 def test_completions_of_a_run_match_their_guide(tiny_tokenizer, tmp_path):

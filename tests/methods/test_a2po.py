@@ -10,6 +10,7 @@ import torch
 
 from posttrain import ScriptedEngine
 from posttrain.errors import ConfigError, DataError
+from posttrain.loop.rollout import settings_of
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.experimental.a2po import A2POConfig, a2po_objective
 from posttrain.rollouts.base import Capabilities
@@ -166,7 +167,7 @@ def test_the_loss_compares_models_at_temperature_one_whatever_is_sampled_at(tiny
     for trainer in runs:
         trainer.train()
     assert losses(runs[0]) == losses(runs[1]) and torch.equal(*map(weights, runs))
-    assert runs[0].sampling("train").temperature == 0.5
+    assert settings_of(runs[0].run, "train").sampling.temperature == 0.5
 
 
 def test_values_come_from_the_rewards_of_the_reference(tiny_tokenizer, tmp_path):

@@ -257,14 +257,13 @@ def test_online_with_virtual_tokens_trains_against_the_bare_model(tiny_tokenizer
         own = dict(model.named_parameters())
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(own[name])
-    seen, original = [], trainer.measured_logps
+    seen, original = [], trainer.advantages
 
-    def measured(generation, mode):
-        logps = original(generation, mode)
+    def spied(generation, rewards, logps):
         seen.append((generation, logps, snapshot(trainer)))
-        return logps
+        return original(generation, rewards, logps)
 
-    trainer.measured_logps = measured
+    trainer.advantages = spied
     trainer.train()
     generation, columns, (current, bare) = seen[0]
     for i, rollout in enumerate(generation.rollouts):

@@ -347,7 +347,7 @@ def test_answers_of_the_dataset_follow_the_same_prompt_as_samples(tmp_path, tiny
         tmp_path, tiny_tokenizer, data=data, per_device_train_batch_size=2, shuffle_dataset=False, **settings
     )
     examples = [trainer.train_dataset[i] for i in range(2)]
-    sampled = [list(ids) for ids in trainer.tokenize(examples)]
+    sampled = [list(ids) for ids in trainer.prompt_source.token_ids(examples)]
     assert [example["prompt_ids"] for example in examples] == sampled
     texts = [tiny_tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in sampled]
     assert texts[0].startswith("kind") and "adds" in texts[0] and texts[1].startswith("rude [user]")

@@ -11,6 +11,7 @@ import torch
 import posttrain as pt
 from posttrain import ScriptedEngine
 from posttrain.errors import ConfigError, DataError
+from posttrain.loop.rollout import settings_of
 from posttrain.losses.distillation import divergence
 from posttrain.models import parallel
 from posttrain.rollouts.batch import RolloutBatch
@@ -39,8 +40,8 @@ def preset(name, folder, tokenizer, **settings):
         own |= {"reward_funcs": count_a, "success_reward_threshold": 2.0}
     trainer = make(folder, tokenizer, cls=cls, config=config, **(own | settings))
     trainer.seen = []
-    inner = trainer.generate_and_score
-    trainer.generate_and_score = lambda *given: trainer.seen.append(inner(*given)) or trainer.seen[-1]
+    spy = lambda rollouts, rewards, found: trainer.seen.append(rollouts.worth(found)) or True  # noqa: E731
+    trainer.run.watchers.setdefault("rollout", []).append(spy)
     return trainer
 
 
@@ -74,7 +75,8 @@ def test_gkd_samples_at_its_temperature_and_compares_at_one(tmp_path, tiny_token
     truth = dense_loss(
         build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer), seed=1), sampled(trainer), 0.5
     )
-    assert trainer.sampling("train").temperature == 2.0 and losses(trainer)[0] == pytest.approx(truth.item(), abs=1e-5)
+    assert settings_of(trainer.run, "train").sampling.temperature == 2.0
+    assert losses(trainer)[0] == pytest.approx(truth.item(), abs=1e-5)
 
 
 def test_ssd_is_the_cross_entropy_of_its_own_samples(tmp_path, tiny_tokenizer):
@@ -161,7 +163,7 @@ def test_skipped_tokens_and_samples_of_the_teachers_prompt(tmp_path, tiny_tokeni
     trainer = preset("SDFT", tmp_path, tiny_tokenizer, generate_from_teacher=True, num_loss_tokens_to_skip=2)
     trainer.train()
     for rollout, example in zip(trainer.seen[0].rollouts, trainer.seen[0].examples, strict=True):
-        assert rollout.prompt_ids == trainer.tokenize([example])[0]
+        assert rollout.prompt_ids == trainer.prompt_source.token_ids([example])[0]
         assert rollout.tool_mask == [0, 0, *[1] * (len(rollout.token_ids) - 2)][: len(rollout.token_ids)]
 
 

@@ -87,7 +87,9 @@ def test_prompts_of_dataset_answers_begin_as_those_that_are_sampled_from_do(tmp_
         model, teacher_of("llava")[0], args, train_dataset=rows("completion"), processing_class=processor
     )
     bos = processor.tokenizer.bos_token_id
-    for row, prompt in zip(trainer.train_dataset, trainer.tokenize(list(trainer.train_dataset)), strict=True):
+    for row, prompt in zip(
+        trainer.train_dataset, trainer.prompt_source.token_ids(list(trainer.train_dataset)), strict=True
+    ):
         assert row["prompt_ids"] == list(prompt) and row["prompt_ids"].count(bos) == 1
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, RolloutError, ScriptedEngine
+from posttrain.loop.rollout import settings_of
 from posttrain.methods.grpo.objective import EntropyBonus
 from posttrain.models.heads import Float32Linear, cast_head_to_fp32
 from posttrain.rollouts.base import RolloutEngine
@@ -594,8 +595,9 @@ def test_a_ratio_of_a_sequence_counts_once(tmp_path):
 def test_scripted_engines_are_the_policy(tiny_tokenizer, tmp_path):
     assert ScriptedEngine([[1]]).capabilities.shares_weights
     assert isinstance(grpo(tmp_path, tiny_tokenizer), GRPOTrainer)
-    assert grpo(tmp_path, tiny_tokenizer).engine_is_policy
-    assert not grpo(tmp_path, tiny_tokenizer, engine=Foreign(), rewards=count_a).engine_is_policy
+    assert grpo(tmp_path, tiny_tokenizer).run.online.samples_policy
+    foreign = grpo(tmp_path, tiny_tokenizer, engine=Foreign(), rewards=count_a)
+    assert not foreign.run.online.samples_policy
 
 
 def test_an_engine_of_the_user_gets_the_tokenizer_unless_it_has_one(tiny_tokenizer, tmp_path):
@@ -622,7 +624,7 @@ def test_generation_kwargs_in_transformers_words_reach_the_engine(tiny_tokenizer
         rewards=lambda completion_ids, **_: asked.extend(completion_ids) or [float(i) for i in range(len(completion_ids))],
         check_rewards=False,
     )  # fmt: skip
-    sampling = trainer.sampling("train")
+    sampling = settings_of(trainer.run, "train").sampling
     assert (sampling.stop_token_ids, sampling.min_new_tokens, sampling.no_repeat_ngram) == ((2, 9), 2, 2)
     assert (sampling.stop_strings, dict(sampling.logit_bias)) == (("zzz",), {13: 1.5, 11: -1e9})
     trainer.train()
@@ -756,9 +758,8 @@ def test_ids_without_a_token_are_reported_and_can_be_masked(tiny_tokenizer, tmp_
         model = build_model(4 * len(tiny_tokenizer))
         run = grpo(tmp_path / name, tiny_tokenizer, model=model, engine="native", max_steps=1, **settings)
         run.train()
-        assert {run.sampling("train").left_out, run.left_out} == {
-            run.left_out
-        }  # Log-probs leave out what sampling does.
+        left_out = run.run.online.sampling.left_out  # Log-probs leave out what sampling does.
+        assert settings_of(run.run, "train").sampling.left_out == left_out
         row = next(row for row in run.state.log_history if "loss" in row)
         return row["completions/no_token_ratio"], "PT-R032" in caplog.text
 

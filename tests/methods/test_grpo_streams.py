@@ -42,7 +42,7 @@ def test_an_evaluation_stream_is_shuffled_with_the_seed_and_the_same_each_time(t
     engine.requests.clear()
     trainer.evaluate()
     assert asked(engine) == first
-    given = [tuple(ids) for ids in trainer.tokenize(prompts(8).to_list())]
+    given = [tuple(ids) for ids in trainer.prompt_source.token_ids(prompts(8).to_list())]
     assert sorted(set(first)) == sorted(given)
     assert list(dict.fromkeys(first)) != given
 

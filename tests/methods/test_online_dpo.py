@@ -9,6 +9,7 @@ import torch
 from posttrain import ConfigError, DataError, ModelError, PreflightError, RewardError, ScriptedEngine
 from posttrain.data.forest import Layout, collate
 from posttrain.loop import step
+from posttrain.loop.rollout import rollout_step, sample, settings_of
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.online_dpo import OnlineDPOConfig, pair_terms, sequence_sums
 from posttrain.methods.rloo import RLOOConfig
@@ -244,7 +245,7 @@ def test_batch_sizes_count_prompts(tiny_tokenizer, tmp_path):
 def test_the_first_completion_is_the_policy_s_and_the_pair_shares_its_prompt(tiny_tokenizer, tmp_path):
     trainer = make(tmp_path, tiny_tokenizer)
     examples = [row for row in prompts(3) for _ in range(2)]
-    rollouts, _ = trainer.roll_out(examples, "train")
+    rollouts = sample(trainer.run, examples, "train").rollouts
     assert [r.prompt_ids for r in rollouts[::2]] == [r.prompt_ids for r in rollouts[1::2]]
     assert [r.token_ids for r in rollouts[::2]] != [r.token_ids for r in rollouts[1::2]]  # Equal models, other seeds.
 
@@ -259,7 +260,7 @@ def test_reward_functions_see_all_first_completions_then_all_second(tiny_tokeniz
 
     trainer = make(tmp_path, tiny_tokenizer, engine="scripted", rewards=spy, max_steps=1)
     examples = [row for row in prompts(3) for _ in range(2)]
-    generation = trainer.generate(examples, "train")
+    generation = sample(trainer.run, examples, "train")
     table = trainer.score(generation, "train")
     assert seen["answers"] == [0, 1, 2, 0, 1, 2]
     assert seen["prompts"][:3] == seen["prompts"][3:]
@@ -300,7 +301,7 @@ def test_o2_generation_is_cached_under_activation_checkpointing(tiny_tokenizer, 
     assert trainer.model.training
     seen = []
     trainer.model.model.embed_tokens.register_forward_hook(lambda _, args, out: seen.append(args[0].shape))
-    trainer.roll_out([row for row in prompts(2) for _ in range(2)], "train")
+    sample(trainer.run, [row for row in prompts(2) for _ in range(2)], "train")
     steps = [shape for shape in seen if shape[1] == 1]
     assert steps and len(seen) - len(steps) <= 4  # A prefill or two a model; every other pass reads one token a row.
     assert trainer.model.training
@@ -322,7 +323,7 @@ def test_o5_p40_the_penalty_looks_at_completions_alone(tiny_tokenizer, tmp_path)
         tmp_path, tiny_tokenizer, engine="scripted", missing_eos_penalty=5.0,
         rewards=lambda completions, **_: [0.0] * len(completions),
     )  # fmt: skip
-    generation = trainer.generate([row for row in prompts(4) for _ in range(2)], "train")
+    generation = sample(trainer.run, [row for row in prompts(4) for _ in range(2)], "train")
     assert all(tiny_tokenizer.eos_token_id in rollout.prompt_ids for rollout in generation.rollouts)
     reasons = ["stop" if i % 3 else "length" for i in range(8)]
     ended = [replace(r, finish_reason=reason) for r, reason in zip(generation.rollouts, reasons, strict=True)]
@@ -402,7 +403,7 @@ def test_o8_pairs_without_a_reward_are_left_out(tiny_tokenizer, tmp_path):
         return [None if a == 0 and i < 2 else float(i) for i, a in enumerate(answer)]
 
     trainer = make(tmp_path, tiny_tokenizer, engine="scripted", rewards=some)
-    generation = trainer.generate_and_score([row for row in prompts(2) for _ in range(2)], "train")
+    generation = rollout_step(trainer.run, [row for row in prompts(2) for _ in range(2)], "train")
     compared = generation.columns["compared"]
     assert compared == [0.0, 0.0, 1.0, 1.0]
     batches = trainer.collate(generation.rows(range(len(compared)), skip_truncated=False))
@@ -434,8 +435,7 @@ def test_o9_sums_are_over_completion_tokens_alone(tiny_tokenizer, tmp_path):
         engine="scripted",
     )
     generations = []
-    original = trainer.generate_and_score
-    trainer.generate_and_score = lambda *a: generations.append(original(*a)) or generations[-1]
+    trainer.run.watchers["rollout"].append(lambda rollouts, *_: generations.append(rollouts) or True)
     model = build_model(len(tiny_tokenizer))  # As the policy begins.
     trainer.train()
     (generation,) = generations
@@ -560,8 +560,8 @@ def test_p42_a_checkpoint_that_would_become_its_own_reference_is_told(tiny_token
 
 def test_o15_logps_are_at_temperature_one_whatever_is_sampled_at(tiny_tokenizer, tmp_path):
     trainer = make(tmp_path, tiny_tokenizer, temperature=0.5, max_steps=1)
-    generation = trainer.generate_and_score([row for row in prompts(2) for _ in range(2)], "train")
-    assert trainer.sampling("train").temperature == 0.5
+    generation = rollout_step(trainer.run, [row for row in prompts(2) for _ in range(2)], "train")
+    assert settings_of(trainer.run, "train").sampling.temperature == 0.5
     rows = generation.rows(range(len(generation.rollouts)), skip_truncated=False)
     truth = sequence_logps(trainer.model, rows)
     found = generation.token_columns["ref_logp"]
@@ -607,8 +607,8 @@ def test_o16_the_end_of_a_text_may_be_kept_for_rewards(tiny_tokenizer, tmp_path)
             data=texts(),
             keep_eos_for_rewards=keep,
         )
-        trainer_completions = trainer.roll_out([row for row in texts(4) for _ in range(2)], "train")
-        for rollout, completion in zip(*trainer_completions, strict=True):
+        batch = sample(trainer.run, [row for row in texts(4) for _ in range(2)], "train")
+        for rollout, completion in zip(batch.rollouts, batch.completions, strict=True):
             ended = rollout.finish_reason == "stop"
             assert completion.endswith(tiny_tokenizer.eos_token) == (keep and ended)
 
@@ -686,7 +686,7 @@ def test_p41_a_verdict_that_is_none_is_a_tie(tiny_tokenizer, tmp_path):
         judge=Longer(doubt=True),
         engine="scripted",
     )
-    generation = trainer.generate_and_score([row for row in prompts(2) for _ in range(2)], "train")
+    generation = rollout_step(trainer.run, [row for row in prompts(2) for _ in range(2)], "train")
     assert set(generation.columns["advantages"]) == {0.0}
 
 

@@ -155,14 +155,13 @@ def test_5_5_b_r49_metrics_exclude_padding(tokenizer, tmp_path):
     trainer = ppo(tmp_path, tokenizer, max_steps=2, num_ppo_epochs=2)
     pieces = spied(trainer)
     old = []
-    original = trainer.measured_logps
+    original = trainer.advantages
 
-    def measured(generation, mode):
-        logps = original(generation, mode)
+    def spied_on(generation, rewards, logps):
         old.append((logps["old_logp"], [len(r.token_ids) for r in generation.rollouts]))
-        return logps
+        return original(generation, rewards, logps)
 
-    trainer.measured_logps = measured
+    trainer.advantages = spied_on
     seen = []
     objective = trainer.objective
     trainer.objective = lambda out, batch: (seen.append((out, batch)), objective(out, batch))[1]

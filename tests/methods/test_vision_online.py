@@ -17,6 +17,8 @@ from posttrain import (
     RLOOTrainer,
 )
 from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.loop.rollout import rollout_step, sample, settings_of
+from posttrain.loop.scoring import completion_rows
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import picture_encoder
 from posttrain.pictures.rows import exchanged
@@ -68,7 +70,7 @@ def gaps(trainer, generation):
 
 def generate(trainer, rows=(0, 1, 2, 3), size=2):
     examples = [dict(trainer.train_dataset[i]) for i in rows for _ in range(size)]
-    return trainer.generate(examples, "train")
+    return sample(trainer.run, examples, "train")
 
 
 @pytest.mark.matrix
@@ -92,23 +94,23 @@ def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, e
         per_device_train_batch_size=4, num_generations=2,
     )  # fmt: skip
     seen = []
-    original = trainer.measured_logps
+    original = trainer.advantages
 
-    def attach(generation, mode):
-        logps = original(generation, mode)
+    def attach(generation, rewards, logps):
         rows = generation.every_row()
         truth = [one for row in rows for one in sequence_logps(trainer.model.eval(), [row])]
         for column in {"old_logp", "ref_logp"} & logps.keys():
             found = zip(truth, logps[column], strict=True)
             seen.append(max(float((t - torch.tensor(f)).abs().max()) for t, f in found))
         seen.append(gaps(trainer, generation))
-        return logps
+        return original(generation, rewards, logps)
 
-    trainer.measured_logps = attach
+    trainer.advantages = attach
+    trainer.resolve()
     # The reference is the policy: nothing has moved.
-    trainer.generate_and_score([dict(trainer.train_dataset[i]) for i in range(4) for _ in range(2)], "train")
+    rollout_step(trainer.run, [dict(trainer.train_dataset[i]) for i in range(4) for _ in range(2)], "train")
     assert len(seen) >= 2 and max(seen) < 1e-4
-    trainer.measured_logps = original
+    trainer.advantages = original
     trainer.train()
     assert all(row["images/seconds"] > 0 for row in trainer.state.log_history if "images/encoded" in row)
 
@@ -132,7 +134,7 @@ def test_prompts_begin_with_bos_where_the_processor_itself_begins_them(name, tmp
     dataset = prompts(((84, 56, 1), (56, 112, 2)))
     trainer = trainer(model, short, config(str(tmp_path), **QUICK), train_dataset=dataset, processing_class=processor)
     for row in dataset:
-        (ids,) = trainer.tokenize([row])
+        (ids,) = trainer.prompt_source.token_ids([row])
         filled = [{"type": "image", "image": row["images"][0]}, {"type": "text", "text": "which?"}]
         truth = processor.apply_chat_template(
             [{"role": "user", "content": filled}], tokenize=True, add_generation_prompt=True, return_dict=True
@@ -200,7 +202,7 @@ def test_a_placeholder_is_never_drawn_however_likely(tmp_path):
         trainer.model.lm_head.weight *= 0.1
     generation = generate(trainer)
     assert all(token not in r.token_ids for r in generation.rollouts)
-    assert token in dict(trainer.sampling("train").logit_bias)
+    assert token in settings_of(dict(trainer.run, "train").sampling.logit_bias)
 
 
 def test_a_placeholder_that_an_engine_draws_is_masked_and_counted(tmp_path):
@@ -361,12 +363,12 @@ def test_the_table_of_completions_shows_labels_in_place_of_placeholders(tmp_path
     generation = generate(trainer)
     table = trainer.score(generation, "train")
     generation.columns["advantages"] = [0.0] * 8
-    rows = trainer.completion_rows(generation, table)
+    rows = completion_rows(generation, table, trainer.processing_class, 0)
     assert "[image 1: 84×56, 4 tokens, " in rows[0]["prompt"] and "<image>" not in rows[0]["prompt"]
     assert rows[0]["image_sizes"] == [[84, 56]] and rows[2]["image_digests"] == []
     assert [len(row.get("thumbnails", ())) for row in rows] == [len(row["image_digests"]) for row in rows]
-    trainer.args.log_multimodal = False
-    assert not any("thumbnails" in row for row in trainer.completion_rows(generation, table))
+    plain = completion_rows(generation, table, trainer.processing_class, 0, images=False)
+    assert not any("thumbnails" in row for row in plain)
 
 
 def test_the_page_of_a_run_shows_thumbnails_beside_its_completions(tmp_path):
@@ -408,16 +410,15 @@ def online_dpo(tmp_path, name="llava", **options):
 def test_online_dpo_compares_completions_of_mixed_prompts_under_their_own_pictures(name, tmp_path):
     trainer = online_dpo(tmp_path, name, per_device_train_batch_size=4)
     seen = []
-    original = trainer.measured_logps
+    original = trainer.advantages
 
-    def attach(generation, mode):
-        logps = original(generation, mode)
+    def attach(generation, rewards, logps):
         truth = [one for row in generation.every_row() for one in sequence_logps(trainer.model.eval(), [row])]
         found = zip(truth, logps["ref_logp"], strict=True)
         seen.append(max(float((t - torch.tensor(f)).abs().max()) for t, f in found))
-        return logps
+        return original(generation, rewards, logps)
 
-    trainer.measured_logps = attach
+    trainer.advantages = attach
     trainer.train()
     assert seen and max(seen) < 1e-4
 
@@ -438,7 +439,7 @@ def test_a_generation_of_64_large_pictures_waits_as_their_files(tmp_path):
     dataset = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
     trainer = trainer_of("grpo", tmp_path, dataset=dataset, preflight="off")
     examples = [dict(trainer.train_dataset[i]) for i in range(64) for _ in range(2)]
-    generation = trainer.generate(examples, "train")
+    generation = sample(trainer.run, examples, "train")
     held = {one.picture.digest: one.picture for rollout in generation.rollouts for one in rollout.pictures}
     assert len(held) == 64 and all(isinstance(one.source, bytes) for one in held.values())
     assert len(pickle.dumps((generation.rollouts, generation.rows(range(128), skip_truncated=False)))) < 64 * 0.3e6

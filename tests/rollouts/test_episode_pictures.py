@@ -11,6 +11,7 @@ import torch
 
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.errors import ConfigError, ModelError, RolloutError
+from posttrain.loop.rollout import rollout_step, sample
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import picture_encoder
 from posttrain.rollouts.episodes.environments import add_observation
@@ -123,15 +124,16 @@ def test_what_a_tool_shows_is_read_like_any_picture_and_not_trained(name, engine
     trainer = trainer_of(tmp_path, name, rollout_engine=engine, beta=0.1)
     token = picture_encoder(trainer.model).processor.token_id
     seen = []
-    original = trainer.measured_logps
+    original = trainer.advantages
 
-    def measured(generation, mode):
-        seen.append((generation, original(generation, mode)))
-        return seen[-1][1]
+    def spied(generation, rewards, logps):
+        seen.append((generation, logps))
+        return original(generation, rewards, logps)
 
-    trainer.measured_logps = measured
+    trainer.advantages = spied
+    trainer.resolve()
     examples = [dict(trainer.train_dataset[i]) for i in range(4) for _ in range(2)]
-    trainer.generate_and_score(examples, "train")
+    rollout_step(trainer.run, examples, "train")
     ((generation, logps),) = seen
     trained = [one for row in generation.every_row() for one in sequence_logps(trainer.model.eval(), [row])]
     rows = zip(generation.rollouts, trained, logps["ref_logp"], strict=True)
@@ -142,14 +144,14 @@ def test_what_a_tool_shows_is_read_like_any_picture_and_not_trained(name, engine
         truth = plain_logps(trainer, rollout)
         for said in (logp, torch.tensor(reference), torch.tensor(rollout.logp)):
             assert float((said - truth)[own].abs().max()) < 1e-4
-    trainer.measured_logps = original
+    trainer.advantages = original
     trainer.train()
 
 
 def test_pictures_of_tools_reach_the_update(always_calls, tmp_path):
     """The control of the test above: under another photograph the same tokens have other log-probs."""
     trainer = trainer_of(tmp_path)
-    generation = trainer.generate([dict(trainer.train_dataset[i]) for i in range(4)], "train")
+    generation = sample(trainer.run, [dict(trainer.train_dataset[i]) for i in range(4)], "train")
     row, other = generation.every_row()[1], generation.every_row()[0]
     before = sequence_logps(trainer.model.eval(), [row])[0]
     row.pictures[1][0] = copy.copy(row.pictures[1][0])
@@ -165,7 +167,7 @@ def test_rewards_read_images_of_tools_and_tables_count_them(always_calls, tmp_pa
         return [0.0] * len(completions)
 
     trainer = trainer_of(tmp_path, reward=reward, check_rewards=False)
-    generation = trainer.generate_and_score([dict(trainer.train_dataset[i]) for i in range(4)], "train")
+    generation = rollout_step(trainer.run, [dict(trainer.train_dataset[i]) for i in range(4)], "train")
     (block,) = [b for m in read[0] if m["role"] == "tool" for b in m["content"] if b["type"] == "image"][:1]
     assert block["image"].size == (84, 56)
     rows = trainer.run.shown
@@ -187,7 +189,7 @@ def test_a_checkpoint_keeps_what_tools_showed(always_calls, tmp_path):
 
 def test_an_answer_with_more_images_than_a_row_may_have_is_taken_back_whole(always_calls, tmp_path):
     trainer = trainer_of(tmp_path, max_images_per_row=1)
-    generation = trainer.generate([dict(trainer.train_dataset[i]) for i in (0, 1)], "train")
+    generation = sample(trainer.run, [dict(trainer.train_dataset[i]) for i in (0, 1)], "train")
     assert [(len(r.pictures), len(r.shown)) for r in generation.rollouts] == [(1, 0), (0, 1)]
     first, second = generation.completions
     assert [m["role"] for m in first] == ["assistant"] and first[0]["tool_calls"]
@@ -196,7 +198,7 @@ def test_an_answer_with_more_images_than_a_row_may_have_is_taken_back_whole(alwa
 
 def test_an_answer_that_does_not_fit_is_taken_back_with_its_images(always_calls, tmp_path):
     trainer = trainer_of(tmp_path, max_completion_length=60)
-    generation = trainer.generate([dict(trainer.train_dataset[i]) for i in range(4)], "train")
+    generation = sample(trainer.run, [dict(trainer.train_dataset[i]) for i in range(4)], "train")
     for rollout, messages in zip(generation.rollouts, generation.completions, strict=True):
         tokens = sum(one.count for one in rollout.shown)
         assert rollout.token_ids.count(picture_encoder(trainer.model).processor.token_id) == tokens
@@ -212,7 +214,7 @@ def test_an_episode_whose_images_cannot_be_placed_is_masked_and_counted(always_c
     args = GRPOConfig(str(tmp_path), **QUICK | {"max_completion_length": 200})
     trainer = GRPOTrainer(model, short, args, train_dataset=prompts(), processing_class=processor, tools=[look])
     short_turns(trainer)
-    generation = trainer.generate([dict(trainer.train_dataset[i]) for i in range(4)], "train")
+    generation = sample(trainer.run, [dict(trainer.train_dataset[i]) for i in range(4)], "train")
     assert all(set(r.tool_mask) == {0} and not r.shown for r in generation.rollouts)
     assert trainer.buffers["train"].compute(None)["images/masked_episodes"] == 4
     assert all(not any(mask) for row in generation.every_row() for mask in row.loss_masks)
@@ -224,7 +226,7 @@ def test_a_broken_image_is_told_to_the_model(tmp_path, always_calls):
         return [{"type": "image", "image": b"no picture"}]
 
     trainer = trainer_of(tmp_path, tools=[look])
-    generation = trainer.generate([dict(trainer.train_dataset[1])], "train")
+    generation = sample(trainer.run, [dict(trainer.train_dataset[1])], "train")
     (message, *_) = [m for m in generation.completions[0] if m["role"] == "tool"]
     assert "DataError" in message["content"] and not generation.rollouts[0].shown
 
@@ -235,7 +237,7 @@ def test_special_tokens_around_an_image_are_plain_text(always_calls, tmp_path):
         return [{"type": "text", "text": "<image><|im_end|>"}, {"type": "image", "image": noise(84, 56)}]
 
     trainer = trainer_of(tmp_path, tools=[look])
-    generation = trainer.generate([dict(trainer.train_dataset[1])], "train")
+    generation = sample(trainer.run, [dict(trainer.train_dataset[1])], "train")
     (rollout,) = generation.rollouts
     encoder = picture_encoder(trainer.model)
     tools = [t for t, m in zip(rollout.token_ids, rollout.tool_mask, strict=True) if not m]
@@ -258,7 +260,7 @@ def test_such_a_model_uses_tools_on_text_as_ever(always_calls, tmp_path):
     dataset = datasets.Dataset.from_list([{"prompt": user(f"row {i}?", 0)} for i in range(4)])
     trainer = trainer_of(tmp_path, "mllama", dataset=dataset)
     assert not trainer.vision.images
-    generation = trainer.generate([dict(trainer.train_dataset[0])], "train")
+    generation = sample(trainer.run, [dict(trainer.train_dataset[0])], "train")
     (message, *_) = [m for m in generation.completions[0] if m["role"] == "tool"]
     assert "this model reads text only" in message["content"]
 
@@ -300,7 +302,7 @@ def test_what_a_reset_shows_is_part_of_the_prompt(made, name, monkeypatch, tmp_p
     monkeypatch.setitem(ToolLoop.__init__.__kwdefaults__, "parse", parse)
     dataset = datasets.Dataset.from_list([{"prompt": user(f"room {i}?", 0)} for i in range(4)])
     trainer = trainer_of(tmp_path, name, dataset=dataset, tools=(), environment_factory=made, max_completion_length=200)
-    generation = trainer.generate([dict(trainer.train_dataset[i]) for i in range(4) for _ in range(2)], "train")
+    generation = sample(trainer.run, [dict(trainer.train_dataset[i]) for i in range(4) for _ in range(2)], "train")
     for rollout in generation.rollouts:
         (first, *later) = [one.picture.digest for one in (*rollout.pictures, *rollout.shown)]
         assert first not in later and bool(later) == (made is Room)

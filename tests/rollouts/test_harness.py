@@ -20,6 +20,7 @@ from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer, GRPOConfig, GRPOTrainer
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, RewardError, RolloutError
 from posttrain.loop.evaluation import _Evaluation
+from posttrain.loop.rollout import rollout_step, sample
 from posttrain.loop.scoring import completion_metrics
 from posttrain.loop.step import Loss
 from posttrain.losses.reduce import Denominators, reduce
@@ -127,7 +128,7 @@ def test_the_slices_of_a_generation_hold_whole_episodes(batch):
 
 def test_three_forks_train_as_one_trie_whose_tokens_and_flops_are_counted(tiny_model, tiny_tokenizer, tmp_path):
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, forking, per_device_train_batch_size=2)
-    generation = trainer.generate([ROWS[0]] * 2, "train")
+    generation = sample(trainer.run, [ROWS[0]] * 2, "train")
     generation.columns["advantages"] = [1.0, -1.0]
     session = generation.extra["session"][0]
     rollout = generation.rollouts[0]
@@ -170,7 +171,7 @@ def test_the_first_step_has_ratio_one_and_the_engines_logprobs(tiny_model, tiny_
 def test_episodes_that_fail_are_left_out_counted_and_said(tiny_model, tiny_tokenizer, tmp_path, caplog):
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, sometimes)
     with caplog.at_level(logging.WARNING):
-        generation = trainer.generate_and_score([row for row in ROWS for _ in range(2)], "train")
+        generation = rollout_step(trainer.run, [row for row in ROWS for _ in range(2)], "train")
     errors = generation.extra["harness_error"]
     assert [error and error.split(":")[0] for error in errors[::2]] == ["ValueError", "NoCall", "NoResult", None]
     assert [bool(r.token_ids) for r in generation.rollouts] == [False] * 6 + [True] * 2
@@ -182,7 +183,7 @@ def test_episodes_that_fail_are_left_out_counted_and_said(tiny_model, tiny_token
 
 def test_episodes_that_fail_have_the_reward_that_the_config_says(tiny_model, tiny_tokenizer, tmp_path):
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, sometimes, harness_failure=-1.0)
-    generation = trainer.generate_and_score([row for row in ROWS[2:] for _ in range(2)], "train")
+    generation = rollout_step(trainer.run, [row for row in ROWS[2:] for _ in range(2)], "train")
     assert [bool(r.token_ids) for r in generation.rollouts] == [True] * 4
     table = trainer.score(generation, "train")
     assert table.values[:2, 0].tolist() == [-1.0, -1.0] and bool((table.values[2:, 0] >= 0).all())
@@ -204,7 +205,7 @@ def test_rewards_of_the_user_see_messages_the_result_and_the_session(tiny_model,
 
 def test_an_asynchronous_harness_is_told_model_and_seed(tiny_model, tiny_tokenizer, tmp_path):
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, asynchronous)
-    generation = trainer.generate([row for row in ROWS[:2] for _ in range(2)], "train")
+    generation = sample(trainer.run, [row for row in ROWS[:2] for _ in range(2)], "train")
     seeds = [result["seed"] for result in generation.extra["harness_result"]]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3], "one seed for completions that are compared"
 
@@ -237,7 +238,7 @@ def test_a_command_line_is_a_harness(tiny_model, tiny_tokenizer, tmp_path):
         "sys.exit(3 if row['n'] == 1 else 0)\n"
     )
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, [sys.executable, str(script)])
-    generation = trainer.generate(ROWS[:2], "train")
+    generation = sample(trainer.run, ROWS[:2], "train")
     assert generation.extra["harness_result"] == [{"reward": 1, "said": "one\u2028two"}, None]
     assert "exit code 3" in generation.extra["harness_error"][1]
 
@@ -259,7 +260,7 @@ def test_a_command_may_have_a_long_row_print_what_is_no_text_and_leave_a_server_
     rows = [{"prompt": ASK, "document": "x" * size} for size in (10, 300_000)]
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, [sys.executable, str(script)], rows=rows)
     begin = time.monotonic()
-    generation = trainer.generate(rows, "train")
+    generation = sample(trainer.run, rows, "train")
     assert generation.extra["harness_error"] == [None, None]
     assert generation.extra["harness_result"] == [10, 300_000] and time.monotonic() - begin < 20
 
@@ -274,7 +275,7 @@ def commanded(policy_file, source, tmp_path, model, tokenizer, **options):
         + source
     )
     trainer = trainer_of(model, tokenizer, tmp_path, [sys.executable, str(policy_file)], **options)
-    extra = trainer.generate(ROWS[:2], "train").extra
+    extra = sample(trainer.run, ROWS[:2], "train").extra
     return extra["harness_result"], extra["harness_error"]
 
 
@@ -323,7 +324,7 @@ def test_a_harness_that_never_ends_is_ended_and_so_is_what_it_started(tiny_model
     shell = f"(sleep 2; touch {mark}) & sleep 60"
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, shell, harness_timeout=0.5)
     begin = time.monotonic()
-    generation = trainer.generate(ROWS[:2], "train")
+    generation = sample(trainer.run, ROWS[:2], "train")
     assert time.monotonic() - begin < 20 and "harness_timeout=0.5" in generation.extra["harness_error"][0]
     time.sleep(2.5)
     assert not mark.exists()
@@ -339,7 +340,7 @@ def test_an_engine_that_fails_ends_the_run_and_not_the_wait_for_harnesses(
 
     monkeypatch.setattr(trainer.engine, "generate", broken)
     with pytest.raises(RolloutError, match="NaN"):
-        trainer.generate(ROWS[:2], "train")
+        sample(trainer.run, ROWS[:2], "train")
 
 
 STUCK = """
@@ -391,7 +392,7 @@ def test_a_result_that_is_an_object_is_recorded_by_its_number(tiny_model, tiny_t
 
     path = tmp_path / "episodes.jsonl"
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, judged, harness_record=str(path))
-    made = trainer.generate(ROWS[:2], "train").extra["harness_result"]
+    made = sample(trainer.run, ROWS[:2], "train").extra["harness_result"]
     again = trainer_of(tiny_model, tiny_tokenizer, tmp_path, replayed(path)).generate(ROWS[:2], "train")
     assert harness_reward([], again.extra["harness_result"]) == [one.reward for one in made]
 
@@ -401,7 +402,7 @@ def test_credit_and_a_filter_choose_what_is_trained(tiny_model, tiny_tokenizer, 
         forking, credit=lambda s: [1.0, 0.0, 0.5, 0.5][: len(s.branches())], trains=lambda call: call.number != 0
     )
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, harness)
-    generation = trainer.generate(ROWS[:1] * 2, "train")
+    generation = sample(trainer.run, ROWS[:1] * 2, "train")
     rollout, session = generation.rollouts[0], generation.extra["session"][0]
     first = len(session.calls[0].completions[0].token_ids)
     assert [one.credit for one in (rollout, *rollout.branches)] == [1.0, 0.0, 0.5, 0.5]

@@ -11,6 +11,7 @@ import pytest
 from posttrain import HarnessRolloutOutcome, HarnessRolloutWorker, has_tool_call
 from posttrain.compat.paths import public_name
 from posttrain.errors import ConfigError, MissingDependencyError, RolloutError
+from posttrain.loop.rollout import sample
 from posttrain.rollouts.hubs.openenv import openenv_environment
 from posttrain.rollouts.hubs.verifiers import verifiers_environment
 from tests.rollouts.agents import ASK, TOOL_TEMPLATE, say
@@ -80,7 +81,7 @@ def test_trls_worker_of_sessions_is_a_harness_of_this_trainer(tiny_model, tiny_t
 
     worker = HarnessRolloutWorker(Factory(), rollout_reward_fn=reward, train_turn_fn=first_of_two)
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, worker)
-    generation = trainer.generate([row for row in ROWS[:2] for _ in range(2)], "train")
+    generation = sample(trainer.run, [row for row in ROWS[:2] for _ in range(2)], "train")
     assert generation.extra["harness_result"] == [1.0] * 4 and not outcomes[0].timed_out
     first, second = generation.rollouts[0], generation.rollouts[0].branches[0]
     assert all(first.tool_mask or [1]) and not any(second.tool_mask)
@@ -132,7 +133,7 @@ def test_an_episode_of_verifiers_that_fails_says_how(tiny_model, tiny_tokenizer,
         raise ValueError("no luck")
 
     monkeypatch.setattr(agents_verifiers.ChatHarness, "launch", broken)
-    generation = trainer.generate(list(rows)[:2], "train")
+    generation = sample(trainer.run, list(rows)[:2], "train")
     assert "no luck" in generation.extra["harness_error"][0]
 
 
@@ -173,7 +174,7 @@ def test_a_white_box_of_openenv_plays_its_session_turn_by_turn(tiny_model, tiny_
     )  # fmt: skip
     sample = scripted(tiny_tokenizer, asked, "five")
     monkeypatch.setattr(trainer.weight_sync, "ask", sample)
-    generation = trainer.generate(ROWS[:2], "train")
+    generation = sample(trainer.run, ROWS[:2], "train")
     assert generation.extra["harness_error"] == [None, None] and generation.extra["harness_result"] == [4.0, 4.0]
     assert [m["role"] for m in generation.completions[0]] == ["assistant", "tool", "assistant"]
     assert not generation.rollouts[0].branches, "the second turn goes on from the first"

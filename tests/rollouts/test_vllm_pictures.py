@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from posttrain.integrations import is_available
+from posttrain.loop.rollout import sample
 
 # vLLM's models with a vision tower import torchvision.
 if not (is_available("vllm") and is_available("torchvision")):
@@ -195,7 +196,7 @@ def test_its_server_takes_pictures_beside_token_ids_and_grpo_over_it_is_on_polic
         trainer.train()
         assert len([row for row in trainer.state.log_history if "loss" in row]) == 2
         # After the steps' pushes, under the trainer's own model.
-        generation = trainer.generate([dict(trainer.train_dataset[i]) for i in range(4)], "train")
+        generation = sample(trainer.run, [dict(trainer.train_dataset[i]) for i in range(4)], "train")
         reader, policy = trainer.vision.reader, trainer.model.eval()
         gaps = [
             float((torch.tensor(r.logp) - plain_logps(policy, reader, r, r)).abs().max()) for r in generation.rollouts

@@ -14,6 +14,7 @@ from safetensors.torch import save
 
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.errors import ConfigError
+from posttrain.loop.rollout import sample
 from posttrain.losses.truncation import truncate
 from posttrain.models.vision import install_pictures
 from posttrain.pictures.picture import read_picture
@@ -543,7 +544,7 @@ def test_grpo_samples_from_a_host_under_its_rows_pictures(tmp_path):
     with serving(lambda: ServedEngine(NativeEngine(copied(processor), pad_token_id=256)), context=512) as server:
         args = GRPOConfig(str(tmp_path), **QUICK, use_vllm=True, vllm_mode="server", vllm_server_base_url=server.url)
         trainer = GRPOTrainer(model, short, args, train_dataset=prompts(), processing_class=processor)
-        generation = trainer.generate([dict(trainer.train_dataset[i]) for i in range(4)], "train")
+        generation = sample(trainer.run, [dict(trainer.train_dataset[i]) for i in range(4)], "train")
         reader = trainer.vision.reader
         assert max(gap(trainer.model, reader, r, r.pictures) for r in generation.rollouts) < 1e-4
         trainer.train()

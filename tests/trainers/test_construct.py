@@ -13,6 +13,7 @@ from peft import LoraConfig
 
 import posttrain as pt
 from posttrain import ArgumentTypeError, ConfigError
+from posttrain.loop.rollout import settings_of
 from posttrain.methods.experimental.a2po import A2POConfig
 from posttrain.methods.online_dpo import OnlineDPOConfig
 from tests.conftest import build_model
@@ -241,7 +242,8 @@ def test_attributes_of_online_trainers_are_read_and_set(kind, tokenizer, tmp_pat
     assert trainer.generation_config.max_new_tokens == 8 and trainer.ref_model is trainer.reference.copy
     trainer.epsilon_high, trainer.temperature, trainer.max_completion_length = 0.3, 0.5, 4
     assert trainer.args.epsilon_high == 0.3
-    assert (trainer.sampling("train").temperature, trainer.sampling("train").max_new_tokens) == (0.5, 4)
+    sampling = settings_of(trainer.run, "train").sampling
+    assert (sampling.temperature, sampling.max_new_tokens) == (0.5, 4)
     trainer.reward_weights = [2.0]
     assert trainer.rewards.weights.tolist() == [2.0]
     for name in ("num_generations", "reward_funcs", "use_vllm"):

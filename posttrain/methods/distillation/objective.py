@@ -533,6 +533,14 @@ class Distillation(Method[Any]):
         """Of log-probs: the sampling's where there is a GRPO term, else the loss's."""
         return float(self.cfg.temperature) if self.takes_rewards else self.axes.student_temperature
 
+    def needs_old_logp(self, outlived: bool) -> bool:
+        """Return whether ratios are clipped (in the policy's loss, with ``is_clip``, in IW-OPD) and begin away from 1.
+
+        Exact divergences have no ratio.
+        """
+        axes = self.axes
+        return outlived and (self.takes_rewards or axes.is_clip is not None or axes.prefix is not None)
+
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
         """As GRPO's; 0 without rewards."""
         if not rewards.names:

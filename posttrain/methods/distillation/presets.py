@@ -314,6 +314,10 @@ class SDFT(Distillation):
     traits = replace(Distillation.traits, reads_images=False)
     privileged = True
 
+    def needs_old_logp(self, outlived: bool) -> bool:
+        """As the parent's. Samples from the teacher's prompt need none: no ratio says how likely the student drew them."""
+        return not self.cfg.generate_from_teacher and super().needs_old_logp(outlived)
+
 
 @dataclass
 @preset(

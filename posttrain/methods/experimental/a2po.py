@@ -111,6 +111,10 @@ class A2PO(Method[A2POConfig]):
         """1: the loss compares models, not samplers; there is no importance ratio in it."""
         return 1.0
 
+    def needs_old_logp(self, outlived: bool) -> bool:
+        """Return False: the regression has no importance ratio."""
+        return False
+
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
         """``r - V*``; a completion without a reward (or a prompt without a value) is left out."""
         values = torch.tensor(ranks.gather([value for (value,) in logps["v_star"]]))

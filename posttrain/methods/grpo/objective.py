@@ -39,7 +39,6 @@ from posttrain.rewards.runner import RewardTable
 from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, State
 
 if TYPE_CHECKING:
-    from posttrain.methods.config import PostTrainingConfig
     from posttrain.rollouts.batch import RolloutBatch
     from posttrain.types import LogProbs
 
@@ -273,12 +272,6 @@ def group_options(args: GRPOConfig) -> dict[str, Any]:
     }
 
 
-def groups_without_signal(args: PostTrainingConfig, table: RewardTable, size: int) -> Tensor:
-    """`flat_groups` of all ranks' rewards as the config of a trainer counts signal, ``(n / G,)`` bool."""
-    each = args.multi_objective_aggregation == "normalize_then_sum"
-    return flat_groups(table.values, table.weights, size, least=args.min_group_std, each_function=each)
-
-
 class GRPO(Method[Config]):
     """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
 
@@ -304,7 +297,7 @@ class GRPO(Method[Config]):
         cfg, size, metrics, left_out = self.cfg, rollouts.group_size, {}, frozenset()
         stats = group_advantages(rewards.values, rewards.weights, size, **group_options(cfg))
         if cfg.mask_zero_variance_groups and size > 1:
-            flat = groups_without_signal(cfg, rewards, size)  # Also where nothing was scored.
+            flat = self.without_signal(rewards, size)  # Also where nothing was scored.
             mine = flat.repeat_interleave(size)[rewards.start : rewards.start + len(rollouts.rollouts)]
             left_out, metrics = frozenset(mine.nonzero().flatten().tolist()), {"groups/masked": mean(flat.float())}
         return within_groups(
@@ -316,6 +309,12 @@ class GRPO(Method[Config]):
             left_out=left_out,
             metrics=metrics,
         )
+
+    def without_signal(self, rewards: RewardTable, group_size: int) -> Tensor:
+        """See `Method.without_signal`; as the config counts signal."""
+        each = self.cfg.multi_objective_aggregation == "normalize_then_sum"
+        least = self.cfg.min_group_std
+        return flat_groups(rewards.values, rewards.weights, group_size, least=least, each_function=each)
 
     def knows_gradient(self, batch: Batch) -> bool:
         """On the policy's own samples every ratio is 1 and a term's gradient is its advantage, if nothing else is charged."""

@@ -16,6 +16,7 @@ from posttrain.data.forest import collate
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
 from posttrain.loop.online import OnlineTrainer
+from posttrain.loop.rollout import settings_of
 from posttrain.models import parallel
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.workers.ledger import Ledger, MismatchGuard
@@ -81,7 +82,7 @@ class AsyncTrainer(OnlineTrainer):
             ledger=Ledger(),
             tokenizer=self.processing_class,
             pad_token_id=self.pad_token_id,
-            sampling=lambda: self.sampling("train"),
+            sampling=lambda: settings_of(self.run, "train").sampling,
             reader=self.vision.reader,
         )
         watch = self.reward_watch if self.scores_rewards else None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from posttrain.errors import ConfigError
+from posttrain.loop.rollout import Online, logps_of_sampler
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.async_grpo.objective import AsyncGRPO
 from posttrain.methods.online_config import reject_reshaped_sampling
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.harness import take_harness
 from posttrain.trainers.arguments import (
     Adapter,
@@ -135,8 +136,9 @@ class AsyncGRPOTrainer(AsyncTrainer):
     @property
     def truncation(self) -> Truncation:
         """Of the workers, and of the engine that evaluates: all log-probs are of what was drawn from."""
-        return self.left_out
+        return self.run.online.sampling.left_out
 
-    def measured_logps(self, generation: RolloutBatch, mode: str) -> dict[str, list[list[float]]]:
-        """Those of the engine, which is the policy itself in evaluation."""
-        return {"rollout_logp": self.logps_of_sampler(generation)}
+    def make_online(self) -> Online:
+        """As every online trainer's; log-probs are those of the engine, which is the policy itself in evaluation."""
+        run = self.run
+        return replace(super().make_online(), logps=lambda batch: {"rollout_logp": logps_of_sampler(run, batch)})

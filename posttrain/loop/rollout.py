@@ -1,0 +1,307 @@
+"""One rollout batch as functions: sample completions, score them, compute their log-probs, and what each is worth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from posttrain.data.forest import collate
+from posttrain.errors import RolloutError, RolloutServerError, check_rules
+from posttrain.loop.run import Run
+from posttrain.loop.scoring import completion_lengths, completion_metrics, completion_rows
+from posttrain.losses.policy import engine_gap
+from posttrain.metrics import Metric, MetricBuffer, mean
+from posttrain.models import parallel
+from posttrain.models.forward import batch_logps
+from posttrain.rollouts.batch import RolloutBatch, balance_rows, sampled_logps
+from posttrain.types import WHOLE, Advantages, Batch, LossTerms, ModelOutputs, Row, SampleSettings, Truncation
+
+if TYPE_CHECKING:
+    from posttrain.loop.weight_sync import WeightSync
+    from posttrain.report.record import RunRecordCallback
+    from posttrain.rewards.runner import RewardTable
+    from posttrain.rollouts.batch import RolloutWindow
+    from posttrain.types import LogProbs, Sampling
+
+EVAL_STRIDE = 32_452_843  # Between the numbers of two batches of an evaluation; those of training are smaller.
+
+
+@dataclass(frozen=True)
+class Online:
+    """What a run that samples consists of besides `Run`. A trainer makes it when training or an evaluation starts.
+
+    Attributes:
+        sync: Pushes weights, and asks the engine.
+        window: Slices that wait to be trained, and the number of rollout batches so far.
+        record: Keeps the table of completions.
+        sampling: Settings of each call to the engine, without its seed.
+        group_size: Completions per prompt, by mode.
+        ids_without_token: Ids that the model can sample and the tokenizer has no token for.
+        samples_policy: Whether completions are sampled with the weights that are trained, so that nothing is corrected. A
+            rollout function may sample from anything: the log-probs that it returns are corrected for.
+        rollout_func: Whether a rollout function samples.
+        spare: Rows that a rank without examples samples from, because to sample is a collective; by mode. None: it need not.
+        sample: Dataset rows to completions, see `Sampler.sample`.
+        score: Completions of this rank and the mode to the rewards of all ranks.
+        resample: Replaces groups that teach nothing, and returns metrics; None: none are replaced.
+        logps: Log-probs of completions under older or frozen weights, by name.
+        advantages: What each completion is worth, see `Method.advantages`.
+        slices: Completions to the rows of each micro-batch.
+    """
+
+    sync: WeightSync
+    window: RolloutWindow
+    record: RunRecordCallback
+    sampling: Sampling
+    group_size: Callable[[str], int]
+    ids_without_token: frozenset[int]
+    samples_policy: bool
+    rollout_func: bool
+    spare: Callable[[str], list[dict[str, Any]]]
+    sample: Callable[[list[dict[str, Any]], SampleSettings], RolloutBatch]
+    score: Callable[[RolloutBatch, str], RewardTable]
+    resample: Callable[[RolloutBatch, RewardTable], tuple[RolloutBatch, RewardTable, dict[str, Metric]]] | None
+    logps: Callable[[RolloutBatch], dict[str, list[list[float]]]]
+    advantages: Callable[[RolloutBatch, RewardTable, LogProbs], Advantages]
+    slices: Callable[[RolloutBatch], list[list[Row]]]
+
+
+def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
+    """Sample a completion for each example, score it, and attach what the loss needs; a collective.
+
+    Args:
+        run: Of a trainer that samples.
+        examples: Dataset rows, each repeated once per completion; maybe none.
+        mode: ``train`` or ``eval``.
+    """
+    online = run.online
+    rollouts, rewards = sample_and_score(run, examples, mode)
+    if mode == "train" and online.resample is not None:
+        rollouts, rewards, metrics = online.resample(rollouts, rewards)
+        run.log(metrics)
+    online.sync.rest()
+    found = online.advantages(rollouts, rewards, online.logps(rollouts))
+    run.log(found.metrics, mode)
+    run.watch("rollout", rollouts, rewards, found)
+    rollouts = rollouts.worth(found)
+    add_to_record(run, rollouts, rewards)
+    return rollouts
+
+
+def sample_and_score(run: Run, examples: list[dict[str, Any]], mode: str) -> tuple[RolloutBatch, RewardTable]:
+    """Return completions of this rank, and the rewards of all ranks' completions; a collective."""
+    rollouts = sample(run, examples, mode)
+    return rollouts, run.online.score(rollouts, mode)
+
+
+def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
+    """Return one completion per example, decoded and counted; a collective.
+
+    A rank without examples samples too, and drops what it sampled.
+    """
+    online = run.online
+    settings = settings_of(run, mode)
+    if not examples:
+        spare = online.spare(mode)
+        if spare:
+            metrics, run.buffers[mode] = run.buffers[mode], MetricBuffer()
+            sample(run, spare, mode)
+            run.buffers[mode] = metrics
+        return RolloutBatch([], [], [], born=run.state.global_step, mode=mode, group_size=settings.group_size)
+    begin = time.perf_counter()
+    batch = online.sample(examples, settings)
+    if not isinstance(batch, RolloutBatch) or len(batch.rollouts) != len(examples):
+        found = f"{len(batch.rollouts)} completions" if isinstance(batch, RolloutBatch) else type(batch).__name__
+        raise RolloutError(
+            f"sample(examples, settings) returned {found} for {len(examples)} examples. Fix: return a RolloutBatch with one "
+            "completion per example, in their order (docs/hooks.md)."
+        )
+    online.window.generations += mode == "train"
+    rollouts, masked, pictured = run.vision.look_at(batch.rollouts, batch.examples, run.model, run.pad_token_id)
+    batch = replace(
+        batch,
+        examples=run.vision.opened(batch.examples),
+        rollouts=rollouts,
+        left_out=batch.left_out | masked,
+        born=run.state.global_step,
+        mode=mode,
+        group_size=settings.group_size,
+    )
+    seconds, written = time.perf_counter() - begin, sum(completion_lengths(batch))
+    speed = {"rollouts/tokens_per_second": mean(written / max(seconds, 1e-9)), "rollouts/seconds": mean(seconds)}
+    metrics = completion_metrics(batch, run.args.mask_truncated_completions, online.ids_without_token)
+    run.log(metrics | speed | pictured, mode)
+    if mode == "train":
+        tokens = written + sum(len(r.prompt_ids) for r in rollouts)
+        run.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], run.accelerator)[0]
+    return batch
+
+
+def settings_of(run: Run, mode: str) -> SampleSettings:
+    """Return the settings of the next rollout batch. The seed depends on the run's seed, the rank and the batch's number."""
+    online, number = run.online, batch_number(run, mode)
+    world, rank = run.accelerator.num_processes, run.accelerator.process_index
+    seed = (run.args.seed * 1_000_003 + number * world + rank) % 2**63
+    return SampleSettings(replace(online.sampling, seed=seed), mode, number, online.group_size(mode))
+
+
+def batch_number(run: Run, mode: str) -> int:
+    """Return the number of the next rollout batch.
+
+    In evaluation it depends on the step and on the batches before, so that an evaluation repeats and its batches differ.
+    """
+    if mode == "train":
+        return run.online.window.generations
+    return 10_000_019 + run.state.global_step + EVAL_STRIDE * run.eval_rounds
+
+
+def add_to_record(run: Run, rollouts: RolloutBatch, rewards: RewardTable) -> None:
+    """Add the completions of all ranks to the table of completions."""
+    images = run.vision.images and run.args.log_multimodal
+    run.shown = completion_rows(rollouts, rewards, run.tokenizer, run.state.global_step, images=images)
+    shares = parallel.gather_objects(run.shown, run.accelerator)
+    run.online.record.add_completions([row for share in shares for row in share], evaluation=rollouts.mode == "eval")
+
+
+# Log-probs ---------------------------------------------------------------------------------------------------------------------
+
+
+def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
+    """Compute log-probs of completions: old ones where slices outlive their weights, an engine's, a reference's for a KL."""
+    online, can = run.online, run.online.sync.engine.capabilities
+    sampled = logps_of_sampler(run, rollouts)
+    complete = [len(x) == len(r.token_ids) for x, r in zip(sampled, rollouts.sequences(), strict=True)]
+    # The same on every rank: the passes below are collectives.
+    known = all(parallel.all_gather_objects(complete, run.accelerator))
+    columns: dict[str, list[list[float]]] = {}
+    if known and not online.samples_policy:
+        columns["rollout_logp"] = sampled
+    elif known and can.has_logprobs and run.method.temperature == run.args.temperature:
+        columns["engine_logp"] = sampled
+    outlived = rollouts.mode == "train" and outlives_weights(run)
+    if run.method.needs_old_logp(outlived):
+        if known and old_is_sampled(run):
+            columns["old_logp"] = sampled
+        else:
+            with run.inference() as policy:
+                columns["old_logp"], mass = logps_and_mass(run, policy, rollouts.every_row())
+            if run.truncation:
+                columns["log_mass"] = mass
+    if run.reference is not None:
+        with run.inference() as policy, run.reference.active(policy) as reference:
+            columns["ref_logp"] = logps(run, reference, rollouts.every_row())
+    else:
+        given = not (run.method.traits.beta_is_kl and run.args.beta)
+        check_rules(run.args, [("beta", given, "needs a reference, made with the trainer: set it in the config")])
+    return columns
+
+
+def outlives_weights(run: Run) -> bool:
+    """Return whether a slice may outlive the weights that sampled it."""
+    args = run.args
+    return args.gradient_accumulation_steps % ((args.steps_per_generation or 1) * args.num_iterations) != 0
+
+
+def old_is_sampled(run: Run) -> bool:
+    """Return whether the engine's log-probs are the trainer's up to rounding, so that no pass computes them again.
+
+    In half precision the two round differently (0.01 nats a token), and ratios would begin away from 1. Log-probs
+    returned by a user's ``rollout_func`` are never used.
+    """
+    exact = run.online.sync.engine.capabilities.logprobs_match_training and not (run.args.bf16 or run.args.fp16)
+    return exact and run.online.samples_policy
+
+
+def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
+    """Return what the engine said of its tokens: of the policy itself before truncation, of another engine after it.
+
+    Raises:
+        RolloutError: They are to be corrected for, and are of the distribution before truncation.
+    """
+    # A rollout function says what it drew from, and nothing else.
+    cut = WHOLE if run.online.rollout_func else run.truncation
+    rollouts = list(batch.sequences())
+    sampled = sampled_logps(rollouts, cut)
+    if sampled is None and run.args.vllm_importance_sampling_correction:
+        raise RolloutError(
+            f"the engine {run.online.sync.engine.name!r} says log-probs of the distribution before {cut}, and tokens were drawn "
+            "after it: ratios would be off by the mass that was left out. Fix: an engine that fills Rollout.processed_logp "
+            "(native, hf, vLLM), sampling without truncation, or vllm_importance_sampling_correction=False."
+        )
+    return [[] for _ in rollouts] if sampled is None else sampled
+
+
+def logps(run: Run, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
+    """Compute per-token log-probs of completions by the forward that trains, at the loss's temperature or another."""
+    return logps_and_mass(run, model, rows, temperature)[0]
+
+
+def logps_and_mass(
+    run: Run, model: nn.Module, rows: list[Row], temperature: float | None = None
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Compute log-probs, and the logs of the mass that truncation leaves; no masses where nothing is left out."""
+    batches = collate(rows, pad_token_id=run.pad_token_id, layout=run.layout) if rows else []
+    passes = parallel.in_step(batches, run.accelerator, run.spare_batch)
+    placed = ((batch.to(run.args.device), counts) for batch, counts in passes)
+    temperature = run.method.temperature if temperature is None else temperature
+    settings = {"temperature": temperature, "truncation": run.truncation}
+    return batch_logps(model, placed, **settings, chunk_size=run.args.logits_chunk_size)
+
+
+def gap_of_pass(run: Run, batch: Batch, terms: LossTerms, outputs: ModelOutputs) -> dict[str, Metric]:
+    """Return the gap of log-probs to the engine's (only rounding error for the engine in process)."""
+    sampled, trained = batch.columns.get("engine_logp"), batch.old_logp
+    if sampled is None:
+        return {}
+    if trained is None or old_is_sampled(run):
+        moved = run.model.training and run.online.window.born != run.state.global_step
+        trained = None if moved and batch.old_logp is not None else outputs.logp
+    return {} if trained is None else engine_gap(trained, sampled, batch.loss_mask)
+
+
+# Micro-batches -----------------------------------------------------------------------------------------------------------------
+
+
+def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]:
+    """Return the rows of the next micro-batch; of a new rollout batch where the last one is used up.
+
+    Args:
+        run: Of a trainer that samples.
+        examples: Dataset rows to sample from.
+        index: Number of the micro-batch in its optimizer step.
+    """
+    window = run.online.window
+    if index == 0:
+        window.mark()
+    if window.used_up:
+        try:
+            rollouts = rollout_step(run, examples, "train")
+        except RolloutServerError:  # A checkpoint is saved because of it.
+            window.rewind()
+            raise
+        window.fill(run.online.slices(rollouts), run.state.global_step)
+    rows = window.take()
+    run.log({"staleness/mean_updates": mean(float(run.state.global_step - window.born))})
+    return rows
+
+
+def shuffled_slices(run: Run, rollouts: RolloutBatch) -> list[list[Row]]:
+    """Return whole groups in random order, cut into slices, then exchanged with other ranks where that pays."""
+    args = run.args
+    seed, skip = args.seed + run.online.window.generations, args.mask_truncated_completions
+    slices = rollouts.slices(args.steps_per_generation or 1, seed=seed, skip_truncated=skip)
+    if run.accelerator.num_processes == 1 or not args.balance_ranks or run.method.traits.whole_rows:
+        return slices
+    slices, metrics = balance_rows(slices, run.accelerator)
+    for of_slice in metrics:
+        run.log(of_slice)
+    return slices
+
+
+def followed_truncation(run: Run, sampling: Sampling, *, samples_policy: bool) -> Truncation:
+    """Return what another engine leaves out as it samples, for methods that compare its log-probs with their own."""
+    return sampling.left_out if run.method.traits.follows_truncation and not samples_policy else WHOLE

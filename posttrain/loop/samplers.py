@@ -1,0 +1,258 @@
+"""Samplers: dataset rows to completions, by one call to the engine, by tools, by a harness or by the user's function."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from posttrain.data.formats import is_conversational
+from posttrain.errors import ConfigError
+from posttrain.loop.prompts import PromptSource
+from posttrain.loop.weight_sync import WeightSync
+from posttrain.methods.base import Traits
+from posttrain.metrics import Metric, mean
+from posttrain.models import parallel
+from posttrain.rollouts.batch import RolloutBatch, decoded, shared_requests
+from posttrain.types import Prompt, Request, Rollout, SampleSettings, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.rollouts.episodes.driver import EpisodeDriver
+    from posttrain.rollouts.episodes.loop import Batches, Episode
+    from posttrain.types import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Sampler(Protocol):
+    """Completes dataset rows."""
+
+    def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
+        """Return one completion per row, in their order; a collective.
+
+        Args:
+            examples: Dataset rows, groups consecutive.
+            settings: Of this rollout batch.
+        """
+        ...
+
+
+class SingleTurn:
+    """Completes each prompt by one call to the engine.
+
+    Args:
+        sync: Pushes weights and asks the engine.
+        prompts: Tokenizes prompts, and refuses those that do not fit the context.
+        tokenizer: Tokenizer of the policy.
+    """
+
+    def __init__(self, sync: WeightSync, prompts: PromptSource, tokenizer: Tokenizer) -> None:
+        self.sync, self.prompts, self.tokenizer = sync, prompts, tokenizer
+
+    def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
+        """See `Sampler.sample`."""
+        rollouts = self.complete(self.prompts.token_ids(examples), settings.sampling)
+        return self.batch_of(examples, rollouts)
+
+    def complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
+        """Return one completion per prompt. Equal neighbors are one request, which computes their prompt once."""
+        requests = shared_requests(prompts)
+        self.prompts.check_lengths(requests, self.sync.context, sampling.max_new_tokens)
+        rollouts = self.sync.ask([(requests, sampling)])[0]
+        pictures = map(Prompt.pictures_of, prompts)
+        return [replace(r, pictures=shown) if shown else r for r, shown in zip(rollouts, pictures, strict=True)]
+
+    def batch_of(self, examples: list[dict[str, Any]], rollouts: list[Rollout]) -> RolloutBatch:
+        """Decode completions."""
+        chat = is_conversational(examples[0])
+        return RolloutBatch(examples, *decoded(self.tokenizer, rollouts, conversational=chat))
+
+
+def make_driver(
+    traits: Traits, name: str, args: PostTrainingConfig | None, given: dict[str, Any]
+) -> EpisodeDriver | None:
+    """The driver of what a trainer was given; None where completions are single turns of the engine.
+
+    Args:
+        traits: Of the method.
+        name: Of the trainer's class.
+        args: Its config; None where none was given.
+        given: ``tools``, ``environment_factory``, ``rollout_func``, ``harness``, those that are not None.
+
+    Raises:
+        ConfigError: The trainer takes none of them.
+    """
+    if given and not traits.takes_episodes:
+        raise ConfigError(
+            f"{name} has no {', '.join(given)}: its completions are single turns of the engine. Fix: use "
+            "GRPOTrainer, or leave it out."
+        )
+    if not any(given.values()):
+        return None
+    from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
+    from posttrain.rollouts.episodes.harness import check_harness
+
+    if "harness" in given:
+        check_harness(args, name)
+    return EpisodeDriver(EpisodeSetup.of(args, **given))
+
+
+def place_of(count: int, sync: WeightSync) -> int:
+    """Return how many rows precede the ``count`` rows of this process; a collective."""
+    return sum(parallel.all_gather_objects([count], sync.accelerator)[: sync.accelerator.process_index])
+
+
+def group_seeds(count: int, number: int, group_size: int, place: int, seed: int) -> list[int]:
+    """Return a number for each row. Completions that are compared with each other get equal numbers, over ranks too."""
+    base = seed * 1_000_003 + number * 100_003
+    return [(base + (place + i) // group_size) % 2**31 for i in range(count)]
+
+
+class Tools:
+    """Completes rows by episodes in environments, with tools, or both.
+
+    Args:
+        driver: Runs the episodes of this process.
+        single: Completes prompts of environments where the model calls no tools.
+        stop_ids: Tokens that end a turn.
+    """
+
+    def __init__(self, driver: EpisodeDriver, single: SingleTurn, stop_ids: tuple[int, ...]) -> None:
+        self.driver, self.single, self.stop_ids, self.sync = driver, single, stop_ids, single.sync
+
+    def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
+        """See `Sampler.sample`. Every row gets an environment, which is reset first."""
+        environments, rows = self._begin(examples, settings)
+        if self.driver.calls_tools:
+            batch = RolloutBatch(rows, *self._run(rows, environments, settings))
+        else:
+            driver, prompts = self.driver, self.single.prompts
+            ids = prompts.token_ids(rows) if driver.pool is None else driver.tokenize(rows)
+            batch = self.single.batch_of(rows, self.single.complete(list(ids), settings.sampling))
+        return replace(batch, environments=environments)
+
+    def _begin(
+        self, rows: list[dict[str, Any]], settings: SampleSettings
+    ) -> tuple[list[Any] | None, list[dict[str, Any]]]:
+        """Reset an environment for each row; return them, and the rows with what the environments said first."""
+        driver, sync = self.driver, self.sync
+        if driver.pool is None:
+            return None, rows
+        driver.pool.release()
+        place = place_of(len(rows), sync)
+        seeds = group_seeds(len(rows), settings.number, settings.group_size, place, sync.args.seed)
+        rows = [dict(row) for row in rows]
+        with parallel.failing_together(sync.accelerator):
+            return driver.begin(rows, seeds)
+
+    def _run(
+        self, rows: list[dict[str, Any]], environments: list[Any] | None, settings: SampleSettings
+    ) -> tuple[list[Rollout], list[Any]]:
+        """One episode a row, of turns and tool calls. Ranks leave the loop together."""
+        sync = self.sync
+
+        def generate(batches: Batches) -> list[list[Rollout]]:
+            return sync.ask([(shared_requests(prompts), one) for prompts, one in batches])
+
+        def any_process(here: bool) -> bool:
+            return parallel.all_reduce_sum([float(here)], sync.accelerator)[0] > 0
+
+        episodes = self.driver.episodes(rows, environments)
+        self.single.prompts.check_lengths([Request(episode.prompt_ids) for episode in episodes], sync.context)
+        limits = {"context": sync.context, "stop_ids": self.stop_ids}
+        with sync.engine.prefix_cache():
+            results = self.driver.run_tools(episodes, settings.sampling, generate, **limits, any_process=any_process)
+        sync.run.log(_call_metrics(episodes, pictures=self.driver.reader is not None), settings.mode)
+        return results
+
+
+class Harness:
+    """Completes rows by episodes of the user's own code, whose calls of the model are captured.
+
+    Args:
+        driver: Runs the episodes of this process.
+        sync: Pushes weights and asks the engine.
+        vocabulary: V.
+    """
+
+    def __init__(self, driver: EpisodeDriver, sync: WeightSync, vocabulary: int) -> None:
+        self.driver, self.sync, self.vocabulary = driver, sync, vocabulary
+
+    def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
+        """See `Sampler.sample`."""
+        driver, sync = self.driver, self.sync
+        assert driver.harness is not None
+
+        def any_process(here: bool) -> bool:
+            return parallel.all_reduce_sum([float(here)], sync.accelerator)[0] > 0
+
+        def everyone(here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return parallel.all_gather_objects(here, sync.accelerator)
+
+        place = place_of(len(examples), sync)
+        size = max(sync.args.num_generations if settings.mode == "train" else 1, 1)
+        seeds = group_seeds(len(examples), settings.number, size, place, sync.args.seed)
+        with sync.engine.prefix_cache():
+            episodes = driver.run_harness(
+                examples, seeds, settings.sampling, sync.ask,
+                engine=sync.engine, context=sync.context, vocabulary=self.vocabulary, placeholder=sync.run.pad_token_id,
+                any_process=any_process, everyone=everyone, place=place,
+            )  # fmt: skip
+        sync.run.log(episodes.metrics, settings.mode)
+        failure = driver.harness.options.failure
+        return RolloutBatch(
+            examples, episodes.rollouts, episodes.completions, extra=episodes.extra, failure_reward=failure
+        )
+
+
+class Function:
+    """Completes rows by the user's ``rollout_func``.
+
+    Args:
+        driver: Checks what the function returns.
+        function: Prompts to a dict of lists.
+        sync: Pushes weights.
+        stop_ids: Tokens that end a completion.
+        vocabulary: V.
+    """
+
+    def __init__(
+        self,
+        driver: EpisodeDriver,
+        function: Callable[[list[Any]], Any],
+        sync: WeightSync,
+        stop_ids: tuple[int, ...],
+        vocabulary: int,
+    ) -> None:
+        self.driver, self.function, self.sync = driver, function, sync
+        self.limits = {"vocabulary": vocabulary, "stop_ids": (*stop_ids, sync.run.pad_token_id)}
+        self._warned = False
+
+    def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
+        """See `Sampler.sample` and `EpisodeDriver.run_function`."""
+        sync, args = self.sync, self.sync.args
+        if sync.needs_weight_sync:
+            # The function may ask the same servers: with the weights of now.
+            sync.push_if_due()
+        with parallel.failing_together(sync.accelerator):
+            rollouts, completions, extra = self.driver.run_function(
+                examples, self.function, **self.limits, most=args.max_completion_length
+            )
+        if args.vllm_importance_sampling_correction and not any(r.logp for r in rollouts) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "rollout_func returned no log-probs (logprobs=None): nothing corrects for how far what it sampled from is from "
+                "the policy. Return those of the sampler."
+            )
+        return RolloutBatch(examples, rollouts, completions, extra=extra)
+
+
+def _call_metrics(episodes: list[Episode], *, pictures: bool) -> dict[str, Metric]:
+    calls, failures = sum(e.calls for e in episodes), sum(e.failures for e in episodes)
+    return {
+        "tools/call_frequency": mean(calls / max(len(episodes), 1), weight=len(episodes)),
+        "tools/failure_frequency": mean(failures / calls, weight=calls) if calls else mean(0.0, weight=1e-9),
+        "tools/escaped_control_tokens": mean(float(sum(e.escaped for e in episodes))),
+    } | ({"images/masked_episodes": mean(float(sum(e.masked for e in episodes)))} if pictures else {})
