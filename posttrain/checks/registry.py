@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import posttrain.checks
-from posttrain.errors import ConfigError, PreflightError, check_choice, did_you_mean
+from posttrain import plugins
+from posttrain.errors import ConfigError, MissingDependencyError, PreflightError, check_choice, did_you_mean
 from posttrain.redaction import hide_secrets
 from posttrain.types import Finding
 from posttrain.values import visible
@@ -194,10 +195,15 @@ def codes_of(area: str, moment: Moment) -> tuple[str, ...]:
 def _import_checks() -> None:
     for module in pkgutil.iter_modules(posttrain.checks.__path__, "posttrain.checks."):
         importlib.import_module(module.name)
+    for entry in plugins.entries("checks").values():
+        try:
+            plugins.load(entry)
+        except MissingDependencyError as error:
+            logger.warning("%s", error)
 
 
 def load() -> dict[str, Check]:
-    """Import every module of this package to complete the registry; return it in the order of codes."""
+    """Import every module of this package and all registered checks; return the registry in the order of codes."""
     _import_checks()
     return dict(sorted(REGISTRY.items()))
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from posttrain import plugins
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 @dataclass(frozen=True)
@@ -14,25 +19,25 @@ class Command:
         method: Prefix of the public names of its config and trainer.
         text: Description in ``posttrain --help``.
         script_args: Name of its arguments class in `posttrain.cli.train`.
+        plugin: Entry point of its trainer class, if another package registers it.
     """
 
     method: str
     text: str
     script_args: str = "ScriptArguments"
+    plugin: EntryPoint | None = None
 
     @property
     def trainer(self) -> Any:
         """Trainer class."""
         import posttrain
 
-        return getattr(posttrain, f"{self.method}Trainer")
+        return plugins.load(self.plugin) if self.plugin else getattr(posttrain, f"{self.method}Trainer")
 
     @property
     def config(self) -> Any:
         """Config class."""
-        import posttrain
-
-        return getattr(posttrain, f"{self.method}Config")
+        return self.trainer.config_class
 
     @property
     def asks_servers(self) -> bool:
@@ -77,3 +82,5 @@ TRAINING: dict[str, Command] = {
     "sdpo": Command("SDPO", "self-distillation: the teacher is the student with a successful answer", REWARDED),
     "ssd": Command("SSD", "supervised fine-tuning on the model's own samples"),
 }
+for _name, _entry in plugins.entries("methods").items():
+    TRAINING.setdefault(_name, Command(_name, f"trainer of the package {_entry.dist.name}", plugin=_entry))

@@ -9,8 +9,10 @@ import resource
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import EntryPoint
 from typing import Any, TextIO
 
+from posttrain import plugins
 from posttrain.cli import ranks
 from posttrain.cli.commands import TRAINING
 from posttrain.redaction import hide_secrets
@@ -30,21 +32,37 @@ OTHERS = {
     "completion": 'print Tab completion for bash or zsh: eval "$(posttrain completion bash)"',
     "env": "print what a bug report needs",
 }
-HELP = f"""usage: posttrain COMMAND [options]
+HELP = """usage: posttrain COMMAND [options]
 
 Post-training of transformer language models.
 
 training commands (all take --config FILE.yaml; COMMAND --help shows common options, COMMAND --help all shows every option):
-{chr(10).join(f"  {name:19}  {command.text}" for name, command in TRAINING.items())}
+{training}
 
 other commands:
-{chr(10).join(f"  {name:19}  {text}" for name, text in OTHERS.items())}
+{others}
 
 options:
   -h, --help           show this message
   --version            show the version
   --traceback          show the Python traceback of an error (or set POSTTRAIN_TRACEBACK=1)
 """
+
+
+def help_text() -> str:
+    """List all commands. The text of a registered command is the first line of its docstring."""
+    from posttrain.errors import MissingDependencyError
+
+    others = dict(OTHERS)
+    for name, entry in REGISTERED.items():
+        try:
+            text = (plugins.load(entry).__doc__ or f"Command of the package {entry.dist.name}").partition("\n")[0]
+            others[name] = text[0].lower() + text[1:].rstrip(".")
+        except MissingDependencyError as error:
+            others[name] = f"broken: {error}"
+    training = {name: command.text for name, command in TRAINING.items()}
+    listed = ["\n".join(f"  {name:19}  {text}" for name, text in texts.items()) for texts in (training, others)]
+    return HELP.format(training=listed[0], others=listed[1])
 
 
 def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
@@ -59,13 +77,18 @@ def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
 
 def _train(name: str, argv: list[str]) -> int:
     """Run a training command. Its short help imports none of its modules."""
-    if argv and argv[-1] in ("-h", "--help"):
+    if argv and argv[-1] in ("-h", "--help") and TRAINING[name].plugin is None:
         from posttrain.cli.options import help_text
 
         sys.stdout.write(help_text(name))
         return 0
     everything = argv[-2:] in (["--help", "all"], ["-h", "all"])
     return _lazy("cli.train:run", name)(argv[:-1] if everything else argv)
+
+
+def _registered(entry: EntryPoint, argv: list[str]) -> int:
+    """Run a command that a package registers under ``posttrain.commands``."""
+    return plugins.load(entry)(argv)
 
 
 def _env(argv: list[str]) -> int:
@@ -127,7 +150,9 @@ def _vllm_serve(argv: list[str]) -> int:
     return run_server(argv)
 
 
+REGISTERED = plugins.entries("commands")
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    **{name: partial(_registered, entry) for name, entry in REGISTERED.items()},
     **{name: partial(_train, name) for name in TRAINING},
     "init": _lazy("cli.options:init"),
     "recipes": _lazy("cli.options:recipes"),
@@ -158,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
         tokens.remove("--traceback")
         traceback = True
     if not tokens or tokens[0] in ("-h", "--help"):
-        sys.stdout.write(HELP)
+        sys.stdout.write(help_text())
         return 0
     if tokens[0] == "--version":
         from posttrain import __version__

@@ -200,7 +200,9 @@ def parser_for(name: str) -> Any:
     from posttrain.models.load import ModelConfig
 
     command = TRAINING[name]
-    types = (globals()[command.script_args], command.config, ModelConfig, DatasetMixtureConfig)
+    rewarded = command.plugin is not None and command.trainer.METHOD.traits.samples
+    script_args = GRPOScriptArguments if rewarded else globals()[command.script_args]
+    types = (script_args, command.config, ModelConfig, DatasetMixtureConfig)
     # Asynchronous trainers also have a dtype field. The one of `ModelConfig`, which comes later, is for other commands.
     shared = {"conflict_handler": "resolve"} if name.startswith("async-") else {}
     return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)

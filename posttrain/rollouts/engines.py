@@ -1,4 +1,7 @@
-"""`ENGINES`: engines by their names, which can sample a model exactly, and how each is made."""
+"""`ENGINES`: engines by their names, which can sample a model exactly, and how each is made.
+
+A package registers a function that makes an engine under ``posttrain.engines`` (see `docs/extend.md`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from posttrain import plugins
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.errors import ConfigError, check_choice
 from posttrain.models.architecture import generation_config_of
@@ -21,6 +25,8 @@ from posttrain.rollouts.server.weight_sync import remove_orphans
 from posttrain.types import Request, Sampling
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from posttrain.rollouts.native.layers import Products
     from posttrain.types import Tokenizer
 
@@ -89,7 +95,12 @@ class EngineSpec:
     in_workers: bool = False
 
 
+def _registered(entry: EntryPoint, model: nn.Module, pad_token_id: int, cache: str | None) -> RolloutEngine:
+    return plugins.load(entry)(model, pad_token_id, cache)
+
+
 ENGINES = {
+    **{name: EngineSpec(functools.partial(_registered, entry)) for name, entry in plugins.entries("engines").items()},
     "native": EngineSpec(_native, _native_refusal, in_workers=True),
     "hf": EngineSpec(_hf, in_workers=True),
     "paged": EngineSpec(_paged, _paged_refusal),
