@@ -60,7 +60,7 @@ from .checks.tokenizers import (
 )
 from .cli.parser import TrlParser as TrlParser
 from .cli.train import ScriptArguments as ScriptArguments
-from .compat.available import (
+from .extensions.trl_helpers.available import (
     is_deepspeed_available as is_deepspeed_available,
     is_fastapi_available as is_fastapi_available,
     is_harbor_available as is_harbor_available,
@@ -78,15 +78,15 @@ from .compat.available import (
     is_vllm_available as is_vllm_available,
     is_weave_available as is_weave_available,
 )
-from .compat.bema import BEMACallback as BEMACallback
-from .compat.collators import (
+from .extensions.trl_helpers.bema import BEMACallback as BEMACallback
+from .extensions.trl_helpers.collators import (
     DataCollatorForLanguageModeling as DataCollatorForLanguageModeling,
     DataCollatorForPreference as DataCollatorForPreference,
     DataCollatorForReward as DataCollatorForReward,
     DataCollatorForUnpairedPreference as DataCollatorForUnpairedPreference,
     identity as identity,
 )
-from .compat.multimodal import (
+from .extensions.trl_helpers.multimodal import (
     DataCollatorForVisionLanguageChatML as DataCollatorForVisionLanguageChatML,
     DataCollatorForVisionLanguageModeling as DataCollatorForVisionLanguageModeling,
     DataCollatorForVisionPreference as DataCollatorForVisionPreference,
@@ -94,7 +94,7 @@ from .compat.multimodal import (
     prepare_multimodal_messages as prepare_multimodal_messages,
     prepare_multimodal_messages_vllm as prepare_multimodal_messages_vllm,
 )
-from .compat.names import (
+from .extensions.trl_helpers.names import (
     EnvironmentFactory as EnvironmentFactory,
     RewardFunc as RewardFunc,
     RolloutFunc as RolloutFunc,
@@ -105,7 +105,7 @@ from .compat.names import (
     profiling_context as profiling_context,
     profiling_decorator as profiling_decorator,
 )
-from .compat.preparing import (
+from .extensions.trl_helpers.preparing import (
     disable_gradient_checkpointing as disable_gradient_checkpointing,
     empty_cache as empty_cache,
     enable_gradient_checkpointing as enable_gradient_checkpointing,
@@ -115,12 +115,12 @@ from .compat.preparing import (
     prepare_peft_model as prepare_peft_model,
     unwrap_model_for_generation as unwrap_model_for_generation,
 )
-from .compat.sequences import (
+from .extensions.trl_helpers.sequences import (
     convert_dataset as convert_dataset,
     shuffle_sequence_dict as shuffle_sequence_dict,
     split_tensor_dict as split_tensor_dict,
 )
-from .compat.tensors import (
+from .extensions.trl_helpers.tensors import (
     entropy_from_logits as entropy_from_logits,
     first_true_indices as first_true_indices,
     flush_left as flush_left,
@@ -136,7 +136,7 @@ from .compat.tensors import (
     selective_log_softmax_and_entropy as selective_log_softmax_and_entropy,
     truncate_right as truncate_right,
 )
-from .compat.weave import WeaveCallback as WeaveCallback
+from .extensions.trl_helpers.weave import WeaveCallback as WeaveCallback
 from .data.chat import (
     apply_chat_template as apply_chat_template,
     has_generation_markers as has_generation_markers,

@@ -25,7 +25,7 @@ PARTS = {
     "rollouts": ("Rollouts and servers", ("rollouts", "serve")),
     "rewards": ("Rewards", ("rewards",)),
     "checks": ("Checks and reports", ("checks", "report", "cli")),
-    "helpers": ("Helpers", ("compat", "integrations")),
+    "helpers": ("Helpers", ("extensions.trl_helpers", "integrations")),
 }
 # The constructor alone: what is inherited stands on the page of what is shared.
 TRAINER = "    options:\n      members: []\n      heading_level: 2"
@@ -46,7 +46,11 @@ def pages() -> dict[str, str]:
         )
         found[f"{file}.md"] = "\n\n".join(parts) + "\n"
     for file, (title, layers) in PARTS.items():
-        names = sorted((m, n) for n, m in public.items() if m.split(".")[0] in layers and n not in taken)
+        names = sorted(
+            (m, n)
+            for n, m in public.items()
+            if n not in taken and f"{m}.".startswith(tuple(f"{layer}." for layer in layers))
+        )
         taken |= {name for _, name in names}
         parts = [
             f"# {title}",

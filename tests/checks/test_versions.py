@@ -17,7 +17,7 @@ from posttrain import GRPOConfig, SFTConfig
 from posttrain.checks import machine as versions
 from posttrain.checks import registry as core
 from posttrain.checks.machine import FEATURES, NEEDS, needs_of_core, required_version
-from posttrain.compat import available
+from posttrain.extensions.trl_helpers import available
 
 
 def found(feature, **installed):

@@ -11,8 +11,6 @@ from transformers import AutoTokenizer
 
 from posttrain import DataCollatorForLanguageModeling, DataCollatorForPreference, RepeatSampler
 from posttrain.checks.rows import check_rows
-from posttrain.compat.sequences import split_tensor_dict
-from posttrain.compat.tensors import flush_left, pad
 from posttrain.data import chat, formats
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.forest import Layout, collate
@@ -21,6 +19,8 @@ from posttrain.data.preference import maybe_extract_prompt, prepare_reward_datas
 from posttrain.data.sft import SupervisedOptions, check_prepared, document_rows, prepare_sft_dataset
 from posttrain.data.templates import get_training_chat_template
 from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.extensions.trl_helpers.sequences import split_tensor_dict
+from posttrain.extensions.trl_helpers.tensors import flush_left, pad
 from posttrain.models.forward import forward, sequence_logps
 from posttrain.models.tree_attention import forest_mask
 from posttrain.types import Row

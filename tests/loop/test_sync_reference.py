@@ -8,8 +8,8 @@ from transformers import TrainerControl, TrainerState
 from posttrain.errors import CheckpointError, ConfigError, ModelError
 from posttrain.loop.sync_reference import SyncRefModelCallback, is_sharded, resumed_from
 from posttrain.models.reference import Reference, create_reference_model
-from tests.compat.test_bema import Watch, build_trainer
 from tests.conftest import build_model
+from tests.extensions.trl_helpers.test_bema import Watch, build_trainer
 from tests.wordings import raises
 
 
@@ -222,7 +222,7 @@ def shard_by_wrapping(model):
 
 @pytest.mark.parametrize("shard", [shard_in_place, shard_by_wrapping])
 def test_models_that_fsdp_sharded_alike_are_mixed_shard_by_shard(tiny_tokenizer, one_process_group, shard):
-    from posttrain.compat.bema import BEMACallback
+    from posttrain.extensions.trl_helpers.bema import BEMACallback
 
     plain, policy = (build_model(len(tiny_tokenizer), seed=seed, tie_word_embeddings=False) for seed in (0, 1))
     wanted = {n: torch.lerp(p, dict(policy.named_parameters())[n], 0.3) for n, p in plain.named_parameters()}

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from posttrain import ConfigError, ModelConfig, ModelError, get_peft_config, get_quantization_config
-from posttrain.compat.bema import BEMACallback
 from posttrain.data.forest import Layout, collate
+from posttrain.extensions.trl_helpers.bema import BEMACallback
 from posttrain.loop.checks import check_first_gradients
 from posttrain.metrics import MetricBuffer, mean, minimum
 from posttrain.models import attention, parallel, probe

@@ -12,11 +12,11 @@ import transformers
 from datasets import Dataset, DatasetDict
 from transformers import GenerationConfig
 
-from posttrain.compat.weave import WeaveCallback
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.trl_helpers.weave import WeaveCallback
 from posttrain.report.completions import EvalPrompts, LogCompletionsCallback, to_sampling
-from tests.compat.test_bema import ROWS
 from tests.conftest import build_model
+from tests.extensions.trl_helpers.test_bema import ROWS
 from tests.wordings import raises
 
 PROMPTS = Dataset.from_list([{"prompt": text} for text in ("What is", "The answer", "two", "1 + 1 =", "user")])

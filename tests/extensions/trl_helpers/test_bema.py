@@ -7,8 +7,8 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 
-from posttrain.compat.bema import BEMACallback
 from posttrain.errors import CheckpointError, ConfigError, ModelError
+from posttrain.extensions.trl_helpers.bema import BEMACallback
 from posttrain.models.reference import Reference, create_reference_model
 from tests.conftest import build_model
 from tests.wordings import raises

@@ -4,8 +4,8 @@ import datasets
 import pytest
 
 from posttrain import convert_dataset, describe_dataset
-from posttrain.compat.sequences import CONVERSIONS
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.trl_helpers.sequences import CONVERSIONS
 from tests.wordings import raises
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from posttrain.compat.sequences import (
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from posttrain.extensions.trl_helpers.sequences import (
     shuffle_sequence_dict,
     split_tensor_dict,
 )
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from tests.wordings import raises
 
 # split_tensor_dict

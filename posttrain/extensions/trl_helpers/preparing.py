@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.compat.tensors import first_true_indices
+from posttrain.extensions.trl_helpers.tensors import first_true_indices
 from posttrain.models.architecture import generation_config_of
 from posttrain.models.heads import causal_lm, score
 from posttrain.models.load import wrap_with_peft

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
-from posttrain.compat.tensors import pad
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
+from posttrain.extensions.trl_helpers.tensors import pad
 from posttrain.values import scalar
 
 IGNORED = -100

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.compat.collators import IGNORED, Collator, Example, label_of, pad_ids
-from posttrain.compat.tensors import pad
 from posttrain.data.formats import naming
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.trl_helpers.collators import IGNORED, Collator, Example, label_of, pad_ids
+from posttrain.extensions.trl_helpers.tensors import pad
 from posttrain.pictures.picture import Picture, read_picture
 from posttrain.pictures.processors import PictureProcessor
 from posttrain.pictures.rows import row_segments, spoken_segments

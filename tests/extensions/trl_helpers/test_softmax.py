@@ -8,9 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.compat import tensors as softmax
-from posttrain.compat.tensors import entropy_from_logits, selective_log_softmax, selective_log_softmax_and_entropy
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.trl_helpers import tensors as softmax
+from posttrain.extensions.trl_helpers.tensors import (
+    entropy_from_logits,
+    selective_log_softmax,
+    selective_log_softmax_and_entropy,
+)
 from tests.wordings import raises
 
 

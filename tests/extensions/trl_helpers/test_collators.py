@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.compat.collators import (
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from posttrain.extensions.trl_helpers.collators import (
     DataCollatorForLanguageModeling,
     DataCollatorForPreference,
     DataCollatorForReward,
     DataCollatorForUnpairedPreference,
     identity,
 )
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from tests.conftest import build_model
 from tests.wordings import raises
 

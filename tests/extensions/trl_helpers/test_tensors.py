@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from posttrain.compat.tensors import (
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from posttrain.extensions.trl_helpers.tensors import (
     first_true_indices,
     flush_left,
     masked_mean,
@@ -23,7 +24,6 @@ from posttrain.compat.tensors import (
     pad_to_length,
     truncate_right,
 )
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from tests.wordings import raises
 
 NAN = math.nan
