@@ -6,6 +6,7 @@ These modules (`MODULES`) have no files. ``import posttrain`` puts one finder at
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 from types import ModuleType
@@ -52,6 +53,9 @@ MODULES = frozenset(
     ]
 )
 
+# Modules that earlier versions of the documentation name.
+MOVED = {"posttrain.compat.available": "posttrain.extensions.trl_helpers.available"}
+
 # Names that TRL has in two modules with two meanings.
 BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "DataCollatorForReward"}
 
@@ -87,13 +91,17 @@ def refuse(module: str, name: str) -> None:
 
 
 def spec_of(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of one of TRL's module paths. Return None for every other name."""
-    return importlib.machinery.ModuleSpec(fullname, Loader(), is_package=True) if fullname in MODULES else None
+    """Return the spec of one of TRL's module paths or of a moved module. Return None for every other name."""
+    known = fullname in MODULES or fullname in MOVED
+    return importlib.machinery.ModuleSpec(fullname, Loader(), is_package=True) if known else None
 
 
 class Loader(importlib.abc.Loader):
-    """Load a module of `MODULES` as an empty package whose ``__getattr__`` is `public_name`."""
+    """Load a module of `MODULES` or `MOVED` as an empty package whose ``__getattr__`` looks elsewhere."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the empty module a ``__getattr__``."""
+        if new := MOVED.get(module.__name__):
+            module.__getattr__ = lambda name: getattr(importlib.import_module(new), name)  # pyright: ignore[reportAttributeAccessIssue]
+            return
         module.__getattr__ = lambda name: public_name(module.__name__, name)  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import posttrain
-from posttrain.compat.paths import MODULES
+from posttrain.compat.paths import MODULES, MOVED
 from posttrain.compat.trl_names import refused
 from tests.wordings import raises
 
@@ -222,3 +222,10 @@ def test_methods_that_older_versions_had_are_refused_with_what_does_their_job(pa
 
 def test_gspo_with_token_ratios_is_grpo():
     assert importlib.import_module("posttrain.experimental.gspo_token").GRPOTrainer is posttrain.GRPOTrainer
+
+
+@pytest.mark.parametrize("path", MOVED)
+def test_a_documented_path_of_a_moved_module_still_imports_its_names(path):
+    old, new = importlib.import_module(path), importlib.import_module(MOVED[path])
+    names = [name for name in vars(new) if not name.startswith("_")]
+    assert names and all(getattr(old, name) is getattr(new, name) for name in names)
