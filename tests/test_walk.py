@@ -29,6 +29,7 @@ ASIDE += (
     "models/lean_layers.py",
     "models/probe.py",
     "models/quantised.py",
+    "models/recurrent/",
     "models/token_split.py",
     "methods/config.py",
 )

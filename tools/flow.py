@@ -33,7 +33,7 @@ import house
 # Paths below the package, by prefix. A file joins by having one entrance that values go through, and leaves when it calls back.
 MACHINES = (
     "machines/", "data/forest.py", "data/trie.py", "data/chat.py", "data/templates.py", "data/responses.py", "models/tree_attention.py",
-    "models/attention.py", "models/heads.py", "models/logprob.py", "models/lean_layers.py", "rollouts/native/",
+    "models/attention.py", "models/heads.py", "models/logprob.py", "models/lean_layers.py", "models/recurrent/", "rollouts/native/",
 )  # fmt: skip
 VALUES = (
     "types.py",

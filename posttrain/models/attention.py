@@ -15,6 +15,7 @@ from posttrain.errors import ModelError
 from posttrain.models import tree_attention
 from posttrain.models.architecture import attention_name, config_of, layer_kinds, sliding_window, text_of
 from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
+from posttrain.models.recurrent import table as recurrent
 from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch
 
@@ -53,7 +54,8 @@ def attention_inputs(
         - Otherwise a 4-D mask in the backend's format: additive for eager and for sdpa on a CPU, bool for sdpa elsewhere, and
           ``BlockMask`` for flex.
 
-        Models that mix kinds of layers get a dict of masks by layer type.
+        Models that mix kinds of layers get a dict of masks by layer type. Recurrent layers get no mask: their functions read
+        ``forest`` (`posttrain.models.recurrent`).
 
     Raises:
         DataError: The batch's segments do not match its rows.
@@ -67,6 +69,7 @@ def attention_inputs(
     parts = implementation in tree_attention.BACKENDS and span is None and not batch.dense_mask
     if parts or split is not None:
         tree_attention.install(model)
+    stateful = recurrent.install(model)
 
     def build(window: int | None, chunk: int | None = None) -> Any:
         if parts and chunk is None:
@@ -79,9 +82,11 @@ def attention_inputs(
         # On a CPU, sdpa converts a bool mask to floats in every layer and saves each copy for backward.
         return tree_attention.added(allowed, dtype, -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min)
 
-    forest = {"forest": tree_attention.Forest(batch, split)} if parts or split is not None else {}
+    forest = {"forest": tree_attention.Forest(batch, split)} if parts or stateful or split is not None else {}
     kinds = set(layer_kinds(text))
     window = sliding_window(text)
+    if stateful:
+        return {"attention_mask": {"full_attention": build(window), **dict.fromkeys(recurrent.KINDS)}, **forest}
     if not kinds:
         return {"attention_mask": build(window), **forest}
     limits = {

@@ -25,6 +25,7 @@ from posttrain.models.architecture import (
     query_heads,
 )
 from posttrain.models.heads import adapters_of, causal_lm, evaluating, learns_prompts, picture_encoder, unwrapped
+from posttrain.models.recurrent import table as recurrent
 from posttrain.models.vision import for_tower, probe_pictures, probe_rows
 from posttrain.pictures.picture import Picture, read_picture
 from posttrain.types import Row
@@ -94,7 +95,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
     inner: Any = causal_lm(model)
     text = inner.config.get_text_config()
     kinds = layer_kinds(text)
-    if inner._is_stateful or set(kinds) - KINDS:
+    if (inner._is_stateful or set(kinds) - KINDS) and not recurrent.replaced(inner):
         raise ModelError(f"it has layers that mix tokens by other means than attention ({sorted(set(kinds) - KINDS)})")
     sizes = {name: getattr(text, name, None) for name in (*SHRINKABLE, *FIXED)}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
@@ -139,7 +140,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     The probe runs once per config, attention backend, dtype and adapter. Its rows are three branches of one prompt, a second
     tree, and a prefix tree of two turns. It compares them with each sequence alone through the model's own forward and output
     head, in all `probe_cases`. Log-probs must agree to 1e-4 of their standard deviation in float32 (0.1 in half precision), and
-    so must the gradients of tree attention. State-space, linear-attention and some custom models fail and train on padded rows.
+    so must the gradients of tree attention. Mamba-1 and some custom models fail
+    and train on padded rows. Recurrent layers pass if their functions support prefix trees (`posttrain.models.recurrent`).
 
     Longrope frequencies depend on the longest sequence of a pass. This is not probed: the limits are known (`rope_limits`), and
     the layout separates such sequences.

@@ -17,6 +17,8 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
     "original_max_position_embeddings": ORIGINAL, "factor": 4.0,
 }  # fmt: skip
+RECURRENT = {"layer_types": ["linear_attention", "full_attention"]}
+CONVOLUTION = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
 # By name: the model type, fields of its config, whether it takes a forest, whether the native engine runs it.
@@ -95,13 +97,22 @@ ARCHITECTURES = {
     ),
     "qwen3 next": (
         "qwen3_next",
-        {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16}
-        | EXPERTS
-        | LINEAR,
-        False,
+        RECURRENT | EXPERTS | LINEAR | {"shared_expert_intermediate_size": 16},
+        True,
         False,
     ),
+    "qwen3.5": ("qwen3_5_text", RECURRENT | LINEAR, True, False),
+    "qwen3.5 moe": (
+        "qwen3_5_moe_text",
+        RECURRENT | EXPERTS | LINEAR | {"shared_expert_intermediate_size": 16},
+        True,
+        False,
+    ),
+    "olmo hybrid": ("olmo_hybrid", RECURRENT | LINEAR, True, False),
+    "lfm2": ("lfm2", CONVOLUTION, True, False),
+    "lfm2 moe": ("lfm2_moe", CONVOLUTION | EXPERTS | {"num_dense_layers": 1}, True, False),
 }
+HYBRIDS = list(ARCHITECTURES)[list(ARCHITECTURES).index("qwen3 next") :]
 
 
 def built(name, **changes):

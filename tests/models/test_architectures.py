@@ -66,7 +66,7 @@ def test_the_engine_that_auto_takes_says_what_each_sequence_alone_says(name, cap
         torch.testing.assert_close(torch.tensor(r.logp), alone(model, r.prompt_ids, r.token_ids), atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["jamba", "mamba", "qwen3 next"])
+@pytest.mark.parametrize("name", ["jamba", "mamba"])
 @pytest.mark.parametrize("size", [0.02, 0.0005])
 def test_a_stateful_model_with_tiny_logits_gets_neither_forest_nor_engine(name, size):
     """At the smaller size no log-prob shows the state, and after some training it would."""

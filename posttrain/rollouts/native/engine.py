@@ -20,6 +20,7 @@ from posttrain.models.attention import coarsest_dtype, rounds_to_tf32
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import LogitRule, causal_lm, evaluating, picture_encoder, placeholder_of, trunk
 from posttrain.models.probe import disagreement, probe_cases, probe_key, random_prompts
+from posttrain.models.recurrent import table as recurrent
 from posttrain.models.vision import probe_rows
 from posttrain.rollouts.base import Capabilities, RolloutEngine, refuse_virtual_tokens
 from posttrain.rollouts.native.attention import plugged_in
@@ -304,6 +305,8 @@ def _true_logps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
 
 def _compare(model: nn.Module) -> str | None:
     inner: Any = causal_lm(model)
+    if recurrent.replaced(inner):
+        return "it has recurrent layers, and the engine keeps no states of them"
     share, encoder = TOLERANCE.get(coarsest_dtype(inner), 0.05), picture_encoder(inner)
     vocabulary = inner.config.get_text_config().vocab_size
     # Placeholders and markers stand for images alone: they are neither asked nor drawn.

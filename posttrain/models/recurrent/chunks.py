@@ -1,0 +1,111 @@
+"""Chunk layout of packed prefix trees for recurrent layers (`Chunks`, `chunks_of`, `predecessors`).
+
+The token axis is flat: rows of the batch one after another. Each segment is cut into chunks of `SIZE` tokens. The parent of a
+chunk is the chunk before it in its segment, or the last chunk of the segment that this one continues. All products inside chunks
+are batched over all chunks. Only the state is sequential, with one step per depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from posttrain.types import Segment
+
+SIZE = 32
+
+
+class Chunks(NamedTuple):
+    """Places of tokens in chunks, ordered by depth.
+
+    Attributes:
+        tokens: ``(N, C)`` flat index of each token; the number of tokens where a chunk has none.
+        places: ``(tokens,)`` index of each token in ``tokens.flatten()``; ``N * C`` on padding.
+        levels: Chunks of each depth.
+        parents: For each depth after the first, ``(n,)`` index of each chunk's parent in the previous depth.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    levels: list[slice]
+    parents: list[Tensor]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return ``(tokens, ...)`` values as ``(N, C, ...)``, zero where a chunk has no token."""
+        return _rows(x, self.tokens.flatten()).view(*self.tokens.shape, *x.shape[1:])
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Return ``(N, C, ...)`` values as ``(tokens, ...)``, zero on padding. Inverse of `gather`."""
+        return _rows(x.flatten(0, 1), self.places)
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, index)
+
+
+def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.device, size: int = SIZE) -> Chunks:
+    """Cut the segments of a batch into chunks.
+
+    Args:
+        segments: Packed prefix trees in depth-first order.
+        shape: ``(B, T)`` of the batch.
+        device: Device of the tensors.
+        size: Maximum number of tokens of a chunk.
+    """
+    rows, width = shape
+    count = rows * width
+    # Per depth: the first token, the number of tokens and the parent's index in the previous depth.
+    levels: list[list[tuple[int, int, int]]] = []
+    # Per segment: depth and index of its last chunk, or of the last chunk before it if the segment is empty.
+    last: list[tuple[int, int]] = []
+    for one in segments:
+        depth, parent = last[one.parent] if one.parent >= 0 else (-1, 0)
+        for start in range(one.start, one.stop, size):
+            depth += 1
+            if depth == len(levels):
+                levels.append([])
+            levels[depth].append((one.row * width + start, min(size, one.stop - start), parent))
+            parent = len(levels[depth]) - 1
+        last.append((depth, parent))
+    starts, lengths, parents = (torch.tensor([chunk[i] for level in levels for chunk in level]) for i in range(3))
+    offsets = torch.arange(size)
+    tokens = torch.where(offsets < lengths[:, None], starts[:, None] + offsets, count)
+    places = torch.full((count + 1,), tokens.numel()).index_copy_(0, tokens.flatten(), torch.arange(tokens.numel()))
+    sizes = [len(level) for level in levels]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    spans = [slice(end - n, end) for end, n in zip(ends, sizes, strict=True)]
+    moved = [parents[span].to(device) for span in spans[1:]]
+    return Chunks(tokens.to(device), places[:count].to(device), spans, moved)
+
+
+def predecessors(segments: Sequence[Segment], shape: torch.Size, device: torch.device, count: int) -> list[Tensor]:
+    """Return the flat index of the token that lies 0, 1, ..., ``count - 1`` positions before each token on its path.
+
+    Args:
+        segments: Packed prefix trees in depth-first order.
+        shape: ``(B, T)`` of the batch.
+        device: Device of the tensors.
+        count: Number of indices per token.
+
+    Returns:
+        ``count`` tensors ``(B * T + 1,)``. The index is ``B * T`` before the first token of a tree and on padding.
+    """
+    rows, width = shape
+    none = rows * width
+    before = torch.full((none + 1,), none)
+    last: list[int] = []
+    for one in segments:
+        start, stop = one.row * width + one.start, one.row * width + one.stop
+        earlier = last[one.parent] if one.parent >= 0 else none
+        if stop > start:
+            before[start] = earlier
+            before[start + 1 : stop] = torch.arange(start, stop - 1)
+        last.append(stop - 1 if stop > start else earlier)
+    before = before.to(device)
+    found = [torch.arange(none + 1, device=device)]
+    for _ in range(count - 1):
+        found.append(before[found[-1]])
+    return found

@@ -1,0 +1,61 @@
+"""Versions of transformers' functions of recurrent layers for packed prefix trees, with the same arguments.
+
+Short convolution (`causal_conv1d_fn`), gated delta rule (`torch_chunk_gated_delta_rule`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.models.recurrent.chunks import Chunks, chunks_of, predecessors
+from posttrain.models.recurrent.convolution import short_convolution
+from posttrain.models.recurrent.scan import scan
+from posttrain.models.tree_attention import Forest
+
+
+def _chunks(forest: Forest, device: torch.device) -> Chunks:
+    batch = forest.batch
+    return forest.kept("chunks", lambda: chunks_of(batch.segments, batch.input_ids.shape, device))
+
+
+def _before(forest: Forest, device: torch.device, count: int) -> list[Tensor]:
+    batch = forest.batch
+    return forest.kept(("before", count), lambda: predecessors(batch.segments, batch.input_ids.shape, device, count))
+
+
+def causal_conv1d_fn(
+    forest: Forest,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Convolve ``(B, D, T)`` hidden states along each path."""
+    from transformers.activations import ACT2FN
+
+    before = _before(forest, hidden_states.device, weight.shape[1])
+    out = short_convolution(hidden_states.to(weight.dtype), weight, bias, before)
+    return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
+
+
+def torch_chunk_gated_delta_rule(
+    forest: Forest,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute the gated delta rule of ``(B, T, heads, d)`` queries, keys and values along each path."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    q, k = query.to(wide), key.to(wide)
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    out = scan(q * q.shape[-1] ** -0.5, k, value, g, beta, _chunks(forest, query.device))
+    return out.to(query.dtype), None

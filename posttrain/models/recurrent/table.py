@@ -1,0 +1,88 @@
+"""Replaced functions of transformers' modeling files, for calls with a prefix tree (`install`, `uninstall`, `replaced`).
+
+Layers look these functions up in their modeling file and pass on the ``forest`` argument of the model call. transformers has no
+registry for them. Calls without a ``forest`` run the original. Layers keep their own projections, norms and gates.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from posttrain.errors import ModelError
+from posttrain.models.recurrent import functions
+
+logger = logging.getLogger(__name__)
+
+CONVOLUTION = ("causal_conv1d_fn",)
+DELTA = (*CONVOLUTION, "torch_chunk_gated_delta_rule")
+# Folders of transformers' modeling files, and the functions that mix tokens in them besides attention.
+FAMILIES = {
+    "qwen3_next": DELTA,
+    "qwen3_5": DELTA,
+    "qwen3_5_moe": DELTA,
+    "olmo_hybrid": DELTA,
+    "lfm2": CONVOLUTION,
+    "lfm2_moe": CONVOLUTION,
+}
+KINDS = ("linear_attention", "conv")  # Names of their masks.
+# Arguments that separate packed sequences for optional kernels.
+PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
+
+
+def replaced(model: nn.Module) -> str:
+    """Return the name of the modeling file whose recurrent functions have a version here, or "" for other models."""
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model
+    library, _, rest = type(decoder).__module__.partition(".models.")
+    return type(decoder).__module__ if library == "transformers" and rest.split(".")[0] in FAMILIES else ""
+
+
+def install(model: nn.Module) -> bool:
+    """Replace the recurrent functions of a model's modeling file. Return whether the model has such functions."""
+    file = replaced(model)
+    names = FAMILIES[file.split(".")[2]] if file else ()
+    if new := [name for name in names if not hasattr(getattr(sys.modules[file], name), "without_forest")]:
+        for name in new:
+            setattr(sys.modules[file], name, _switch(getattr(sys.modules[file], name), getattr(functions, name)))
+        logger.info(
+            "Replaced %s of %s: batches of packed prefix trees use functions of posttrain in PyTorch. Other calls use the "
+            "original functions, and the kernels of fla, causal-conv1d and mamba-ssm where they are installed.",
+            ", ".join(new),
+            file,
+        )
+    return bool(names)
+
+
+def uninstall(model: nn.Module) -> None:
+    """Restore the functions that `install` replaced."""
+    if file := replaced(model):
+        for name in FAMILIES[file.split(".")[2]]:
+            function = getattr(sys.modules[file], name)
+            setattr(sys.modules[file], name, getattr(function, "without_forest", function))
+
+
+def _switch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def function(*args: Any, forest: Any = None, **kwargs: Any) -> Any:
+        if forest is None:
+            return original(*args, **kwargs)
+        if forest.split is not None:
+            raise ModelError(
+                f"sp_size={forest.split.size}: recurrent layers read whole rows, and each process holds a part of the columns. "
+                "Fix: sp_size=1; shard the model (FSDP2) for long rows."
+            )
+        packed = {name: value for name in PACKED if (value := kwargs.pop(name, None)) is not None}
+        if packed:
+            raise ModelError(
+                f"{original.__name__} got {sorted(packed)} for a batch that already separates {len(forest.batch.leaves)} "
+                "sequences by its prefix trees. Fix: leave them out of model_kwargs."
+            )
+        return ours(forest, *args, **kwargs)
+
+    vars(function)["without_forest"] = original
+    return function

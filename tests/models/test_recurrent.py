@@ -1,0 +1,172 @@
+"""Recurrent layers on packed prefix trees equal each sequence alone, in outputs and gradients."""
+
+import sys
+from contextlib import contextmanager
+from itertools import accumulate
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from posttrain.data.forest import collate, split_by_sequence
+from posttrain.errors import ModelError
+from posttrain.models.attention import layout_for
+from posttrain.models.forward import forward
+from posttrain.models.recurrent import table
+from posttrain.models.recurrent.chunks import chunks_of
+from posttrain.models.recurrent.scan import scan
+from posttrain.models.token_split import TokenSplit
+from posttrain.models.tree_attention import Forest
+from posttrain.rollouts.native.engine import native_is_exact
+from posttrain.types import Row, Segment
+from tests.models.architectures import HYBRIDS, VOCAB, alone, built
+from tests.wordings import raises
+
+WIDTH = 140
+# Rows of trees: the length and the parent of each segment. They include empty segments, segments of one token, and whole chunks.
+TREES = [
+    [[(70, -1), (40, 0), (3, 0), (1, 0)], [(5, -1), (2, 0), (0, 0), (9, 2), (50, -1)]],
+    [[(1, -1), (1, 0), (64, 1), (32, 0)], [(32, -1), (5, 0), (64, 1)]],
+]
+
+
+def segments_of(trees):
+    """Segments of rows of trees."""
+    segments = []
+    for row, lengths in enumerate(trees):
+        first = len(segments)
+        starts = accumulate((length for length, _ in lengths), initial=0)
+        for (length, parent), start in zip(lengths, starts, strict=False):
+            segments.append(Segment(row, start, start + length, 0, first + parent if parent >= 0 else -1, 0))
+    return segments
+
+
+def columns(segments, index):
+    """Flat indices of a segment's tokens and of all tokens before them."""
+    one = segments[index]
+    own = list(range(one.row * WIDTH + one.start, one.row * WIDTH + one.stop))
+    return own if one.parent < 0 else columns(segments, one.parent) + own
+
+
+def token_by_token(q, k, v, g, beta):
+    """``(T, H, dv)`` outputs of the recurrence as the papers write it."""
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    state, out = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]), []
+    for t in range(len(v)):
+        state = state * g[t].exp()[:, None, None]
+        update = v[t] if beta is None else beta[t][:, None] * (v[t] - (state * k[t][..., None]).sum(1))
+        state = state + k[t][..., None] * update[:, None]
+        out.append((state * q[t][..., None]).sum(1))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("trees", TREES)
+@pytest.mark.parametrize("delta", [True, False])
+def test_a_scan_equals_the_recurrence_of_each_path(trees, delta):
+    segments = segments_of(trees)
+    random = torch.Generator().manual_seed(0)
+    q, k, v, g, beta = (
+        torch.randn(2, WIDTH, *size, dtype=torch.float64, generator=random)
+        for size in ((2, 6), (2, 6), (4, 5), (4,), (4,))
+    )
+    inputs = [normalize(q, dim=-1), normalize(k, dim=-1), v, -3 * g.abs(), *([beta.sigmoid()] if delta else [])]
+    inputs = [x.requires_grad_() for x in inputs]
+    weights = torch.randn(2 * WIDTH, 4, 5, dtype=torch.float64, generator=random)
+    flat = [x.flatten(0, 1) for x in inputs] + [None] * (not delta)
+    truth = torch.zeros_like(weights)
+    for index, one in enumerate(segments):
+        if count := one.stop - one.start:
+            path = columns(segments, index)
+            values = token_by_token(*(None if x is None else x[path] for x in flat))[-count:]
+            truth = truth.index_copy(0, torch.tensor(path[-count:]), values)
+    expected = torch.autograd.grad((truth * weights).sum(), inputs)
+    for size in (16, 32):
+        chunks = chunks_of(segments, torch.Size((2, WIDTH)), torch.device("cpu"), size)
+        out = scan(*inputs, *([] if delta else [None]), chunks).flatten(0, 1)
+        torch.testing.assert_close(out, truth, rtol=0, atol=1e-13)
+        for mine, exact in zip(torch.autograd.grad((out * weights).sum(), inputs), expected, strict=True):
+            torch.testing.assert_close(mine, exact, rtol=0, atol=1e-12 * float(exact.abs().max()))
+
+
+@contextmanager
+def in_float64(monkeypatch):
+    """Inside, transformers' casts to float32 are casts to float64."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
+        yield
+
+
+def ids(count, seed):
+    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def rows():
+    """A shared prompt of several chunks, a next turn after one of its answers, a prompt of one token, and two documents."""
+    prompt, answers = ids(70, 1), [ids(n, n) for n in (1, 40, 13)]
+    branches = [(prompt, answers), ([*prompt, *answers[2], 5], [ids(6, 2), ids(9, 3)]), ([7], [ids(5, 4), ids(2, 5)])]
+    branches += [([], [ids(33, 6)]), ([], [ids(4, 7)])]
+    return [Row(start, ends, [[1] * len(end) for end in ends]) for start, ends in branches]
+
+
+def gradients(logps, model):
+    """Gradients of a random sum of log-probs."""
+    random = torch.Generator().manual_seed(0)
+    loss = sum((logp * torch.randn(len(logp), dtype=logp.dtype, generator=random)).sum() for logp in logps)
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), grads, strict=True)]
+
+
+def packed(model, examples):
+    """Log-probs of every completion in packed prefix trees."""
+    found = {}
+    for batch in collate(examples, pad_token_id=0, layout=layout_for(model)):
+        assert batch.num_tokens < batch.num_sequence_tokens
+        found |= dict(zip(batch.origin, split_by_sequence(forward(model, batch).logp, batch), strict=True))
+    return [found[i] for i in range(len(found))]
+
+
+def largest(values):
+    return max(float(value.detach().abs().max()) for value in values)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_equals_each_sequence_alone_in_log_probs_and_gradients(name, monkeypatch):
+    with in_float64(monkeypatch):
+        model, examples = built(name, experts_implementation="eager").double(), rows()
+        with torch.enable_grad():
+            truth = [alone.__wrapped__(model, row.prompt_ids, c) for row in examples for c in row.completions]
+        expected, logps = gradients(truth, model), packed(model, examples)
+        assert largest([a - b for a, b in zip(logps, truth, strict=True)]) < 1e-10
+        gaps = [a - b for a, b in zip(gradients(logps, model), expected, strict=True)]
+        assert largest(gaps) < 1e-10 * largest(expected)
+
+
+def test_functions_are_replaced_once_and_restored(caplog):
+    model = built("qwen3 next")
+    file = sys.modules[table.replaced(model)]
+    table.uninstall(model)
+    original = file.torch_chunk_gated_delta_rule
+    with caplog.at_level("INFO"):
+        assert table.install(model) and table.install(model)
+    assert caplog.text.count("torch_chunk_gated_delta_rule") == 1
+    assert file.torch_chunk_gated_delta_rule is not original
+    table.uninstall(model)
+    assert file.torch_chunk_gated_delta_rule is original
+    assert not table.install(built("llama")) and not table.install(built("jamba"))
+
+
+def test_another_separation_of_packed_sequences_is_refused():
+    model = built("lfm2")
+    table.install(model)
+    (batch,) = collate(rows(), pad_token_id=0, layout=layout_for(model))
+    with raises(ModelError, "seq_idx"):
+        model(batch.input_ids, forest=Forest(batch), seq_idx=torch.zeros_like(batch.input_ids))
+    with raises(ModelError, "sp_size=2"):
+        model(batch.input_ids, forest=Forest(batch, TokenSplit(None, [0, 1], 0, batch.input_ids.device)))
+
+
+def test_the_native_engine_refuses_a_hybrid_whatever_its_logits():
+    assert "recurrent" in native_is_exact(built("qwen3 next", initializer_range=0.0005))
