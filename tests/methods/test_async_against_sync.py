@@ -27,10 +27,10 @@ SAME = {
 
 def recorded(run):
     """Completions of every generation of a synchronous run, group by group."""
-    found, generate = [], run.generate
+    found, sample = [], run.sample
 
-    def remember(examples, mode):
-        generation = generate(examples, mode)
+    def remember(examples, settings):
+        generation = sample(examples, settings)
         found.extend(
             group_of(
                 [generation.examples[i] for i in group],
@@ -42,7 +42,7 @@ def recorded(run):
         )
         return generation
 
-    run.generate = remember
+    run.sample = remember
     return found
 
 

@@ -102,8 +102,8 @@ def test_on_policy_the_loss_is_that_of_what_the_student_sampled(engine, tmp_path
         processing_class=tiny_tokenizer,
     )
     seen = []
-    generated = trainer.generated
-    trainer.generated = lambda *given: seen.append(generated(*given)) or seen[-1]
+    sample = trainer.sample
+    trainer.sample = lambda *given: seen.append(sample(*given)) or seen[-1]
     trainer.train()
     rows = [(r.prompt_ids, r.token_ids) for r in seen[0].rollouts]
     assert len(rows) == 4 and rows[0][0] == rows[1][0]

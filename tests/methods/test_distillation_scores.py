@@ -292,8 +292,8 @@ def test_logits_of_a_server_beyond_the_students_are_mass_outside_of_the_support(
     wide = build_model(size + 16, seed=1)
     settings = {"beta": beta, "loss_top_k": k, "teacher_model_server_url": "http://teacher", "learning_rate": 0.0}
     trainer = served(tmp_path, tiny_tokenizer, server=FakeServer(wide, top_k=400), **settings)
-    seen, generated = [], trainer.generated
-    trainer.generated = lambda *given: seen.append(generated(*given)) or seen[-1]
+    seen, sample = [], trainer.sample
+    trainer.sample = lambda *given: seen.append(sample(*given)) or seen[-1]
     trainer.train()
     student, total, count = build_model(size), 0.0, 0
     for rollout in seen[0].rollouts:

@@ -93,8 +93,8 @@ def test_on_policy_each_completion_has_the_teacher_of_its_row_and_the_log_says_h
     trainer = make(
         tmp_path, tiny_tokenizer, teacher=teachers(tiny_tokenizer), data=named(prompts(4)), log_completions=False, **options
     )  # fmt: skip
-    seen, generated, shown = [], trainer.generated, []
-    trainer.generated = lambda *given: seen.append(generated(*given)) or seen[-1]
+    seen, sample, shown = [], trainer.sample, []
+    trainer.sample = lambda *given: seen.append(sample(*given)) or seen[-1]
     trainer.record.listeners.append(lambda rows, evaluation: shown.extend(rows))
     trainer.train()
     (batch,) = seen
@@ -157,8 +157,8 @@ def test_the_score_of_a_token_is_the_weighted_mean_of_the_teachers_log_probs(tmp
         tmp_path, tiny_tokenizer, teacher=teachers(tiny_tokenizer), config=pt.IWOPDConfig, cls=pt.IWOPDTrainer,
         teacher_weights=weights, **options,
     )  # fmt: skip
-    seen, generated = [], trainer.generated
-    trainer.generated = lambda *given: seen.append(generated(*given)) or seen[-1]
+    seen, sample = [], trainer.sample
+    trainer.sample = lambda *given: seen.append(sample(*given)) or seen[-1]
     trainer.train()
     student, models, total, count = build_model(len(tiny_tokenizer)), teachers(tiny_tokenizer), 0.0, 0
     for rollout in seen[0].rollouts:

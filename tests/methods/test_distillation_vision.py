@@ -99,8 +99,8 @@ def test_prompts_of_dataset_answers_begin_as_those_that_are_sampled_from_do(tmp_
 def test_on_policy_both_see_the_picture_of_what_was_sampled(name, engine, tmp_path):
     settings = {"num_generations": 2, "rollout_engine": engine}
     trainer = make(tmp_path, name, data=prompts(), settings=settings)
-    seen, generated = [], trainer.generated
-    trainer.generated = lambda *given: seen.append(generated(*given)) or seen[-1]
+    seen, sample = [], trainer.sample
+    trainer.sample = lambda *given: seen.append(sample(*given)) or seen[-1]
     trainer.train()
     (student, processor), (teacher, _) = build(name), teacher_of(name)
     assert len(seen[0].rollouts) == 4
@@ -117,8 +117,8 @@ def test_on_policy_both_see_the_picture_of_what_was_sampled(name, engine, tmp_pa
 def test_iw_opd_weighs_early_tokens_more_under_the_pictures(engine, tmp_path):
     settings = {"num_generations": 2, "rollout_engine": engine, "beta": 1.0}
     trainer = make(tmp_path, "llava", kind="IWOPD", data=prompts(), settings=settings)
-    seen, generated = [], trainer.generated
-    trainer.generated = lambda *given: seen.append(generated(*given)) or seen[-1]
+    seen, sample = [], trainer.sample
+    trainer.sample = lambda *given: seen.append(sample(*given)) or seen[-1]
     trainer.train()
     (student, processor), (teacher, _) = build("llava"), teacher_of("llava")
     width = student.config.get_text_config().vocab_size

@@ -202,7 +202,7 @@ def test_a_placeholder_is_never_drawn_however_likely(tmp_path):
         trainer.model.lm_head.weight *= 0.1
     generation = generate(trainer)
     assert all(token not in r.token_ids for r in generation.rollouts)
-    assert token in settings_of(dict(trainer.run, "train").sampling.logit_bias)
+    assert token in dict(settings_of(trainer.run, "train").sampling.logit_bias)
 
 
 def test_a_placeholder_that_an_engine_draws_is_masked_and_counted(tmp_path):
@@ -473,7 +473,7 @@ def test_asynchronous_updates_on_equal_rollouts_are_synchronous_grpo_s(tmp_path)
     sync = trainer_of("grpo", tmp_path / "a", **SAME)
     groups = recorded(sync)
     sync.train()
-    how = {"method": within_groups("group"), "mask_truncated": False, "truncation": sync.left_out}
+    how = {"method": within_groups("group"), "mask_truncated": False, "truncation": sync.run.online.sampling.left_out}
     scored = [one for group in groups for one in score_group(group, RewardRunner(short), sync.processing_class, **how)]
     # What goes through a queue is bytes and text; no decoded picture is among it.
     assert "PngImageFile" not in repr(scored[0].samples[0].prompt)

@@ -383,7 +383,7 @@ def test_what_was_recorded_trains_again_without_harness_and_without_sampling(
         assert theirs[name] == pytest.approx(ours[name], rel=1e-5, abs=1e-7), name
     other = trainer_of(tiny_model, tiny_tokenizer, tmp_path / "c", replayed(path), rows=[{"prompt": ASK, "n": 9}] * 4)
     with raises(DataError, "episodes.jsonl", "'n': 9"):
-        other.generate([{"prompt": ASK, "n": 9}], "train")
+        sample(other.run, [{"prompt": ASK, "n": 9}], "train")
 
 
 def test_a_result_that_is_an_object_is_recorded_by_its_number(tiny_model, tiny_tokenizer, tmp_path):
@@ -393,7 +393,7 @@ def test_a_result_that_is_an_object_is_recorded_by_its_number(tiny_model, tiny_t
     path = tmp_path / "episodes.jsonl"
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, judged, harness_record=str(path))
     made = sample(trainer.run, ROWS[:2], "train").extra["harness_result"]
-    again = trainer_of(tiny_model, tiny_tokenizer, tmp_path, replayed(path)).generate(ROWS[:2], "train")
+    again = sample(trainer_of(tiny_model, tiny_tokenizer, tmp_path, replayed(path)).run, ROWS[:2], "train")
     assert harness_reward([], again.extra["harness_result"]) == [one.reward for one in made]
 
 
@@ -411,7 +411,7 @@ def test_credit_and_a_filter_choose_what_is_trained(tiny_model, tiny_tokenizer, 
     )
     wrong = trainer_of(tiny_model, tiny_tokenizer, tmp_path, Harness(forking, credit=lambda s: [1.0]))
     with raises(RolloutError, "1 numbers", "4 branches"):
-        wrong.generate(ROWS[:1] * 2, "train")
+        sample(wrong.run, ROWS[:1] * 2, "train")
 
 
 @pytest.mark.slow
