@@ -14,7 +14,6 @@ import torch
 
 from posttrain.checks.registry import finding
 from posttrain.errors import WeightSyncError
-from posttrain.models.attention import rounds_to_tf32
 from posttrain.models.heads import causal_lm
 from posttrain.types import Finding, Sampling
 
@@ -230,33 +229,6 @@ def mean_gap(left: Logps, right: Logps) -> float:
     return statistics.fmean(abs(a - b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
 
 
-TF32_EPS = 2.0**-10  # TF32 has a mantissa of 10 bits.
-
-
-@contextmanager
-def rounded_otherwise(model: nn.Module) -> Iterator[None]:
-    """Change what the modules of a model return by as much as their dtype, or TF32, rounds it, until the context ends.
-
-    A new adapter is zero, and both sides round alike: the first gap has no noise of merged weights. This is a measure of it.
-    """
-    generators, tf32 = dict[torch.device, torch.Generator](), rounds_to_tf32()
-
-    def change(module: nn.Module, inputs: Any, output: Any) -> Any:
-        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-            return output
-        generator = generators.setdefault(output.device, torch.Generator(output.device).manual_seed(0))
-        share = torch.rand(output.shape, generator=generator, device=output.device) - 0.5
-        eps = TF32_EPS if tf32 and output.dtype == torch.float32 else torch.finfo(output.dtype).eps
-        return (output * (1 + eps * share)).to(output.dtype)
-
-    handles = [m.register_forward_hook(change) for m in model.modules() if next(m.children(), None) is None]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def check_parity(
     where: str, ours: Logps, theirs: Logps, *, dtype: Any, version: int, computed: Any = "float32",
     first: tuple[Logps, Logps] | None = None, noise: float = 0.0,
@@ -312,6 +284,7 @@ class Probe:
         logps: One log-prob for each token of a sequence except the first.
         computed: Dtype of the trainer's forward pass.
         noise: Mean gap between these log-probs and those with other rounding errors, see `rounded_otherwise`.
+            A new adapter is zero and both sides round alike, so the first gap has no noise of merged weights.
     """
 
     sequences: Sequence[Sequence[int]]

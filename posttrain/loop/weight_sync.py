@@ -18,7 +18,6 @@ from posttrain.checks.server import (
     needs_of,
     probe_logprobs,
     probe_sequences,
-    rounded_otherwise,
 )
 from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
@@ -29,6 +28,7 @@ from posttrain.models import parallel
 from posttrain.models.architecture import context_length, sliding_window
 from posttrain.models.forward import plain_logps
 from posttrain.models.heads import adapters_of, picture_encoder
+from posttrain.models.probe import rounded_otherwise
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.rollouts.engines import create_engine

@@ -20,9 +20,9 @@ from posttrain.checks.server import (
     needs_of,
     probe_logprobs,
     probe_sequences,
-    rounded_otherwise,
 )
 from posttrain.models.forward import plain_logps
+from posttrain.models.probe import rounded_otherwise
 from tests.conftest import build_model
 
 SHAPE = {"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2}

@@ -115,10 +115,10 @@ ARCHITECTURES = {
 HYBRIDS = list(ARCHITECTURES)[list(ARCHITECTURES).index("qwen3 next") :]
 
 
-def built(name, **changes):
+def built(name, seed=0, **changes):
     """A model in float32."""
     kind, fields, _, _ = ARCHITECTURES[name]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = CONFIG_MAPPING[kind](**(SMALL | fields | changes))
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 

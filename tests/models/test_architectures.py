@@ -6,10 +6,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.errors import ConfigError, DataError, RolloutError
+from posttrain.models import probe
 from posttrain.models.attention import rope_limits
 from posttrain.models.forward import forward
 from posttrain.models.probe import disagreement, probe_layout
 from posttrain.rollouts.engines import create_engine
+from posttrain.rollouts.native import engine as native
 from posttrain.rollouts.native.engine import native_is_exact
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
@@ -98,6 +100,74 @@ def test_a_probe_leaves_windows_as_they_were():
 def test_agreement_goes_by_the_spread_of_the_truth(gap, spread, agrees):
     truth = torch.tensor([-1.0, 1.0]) * spread
     assert (disagreement(truth + gap, truth, 1e-4) == "") is agrees
+
+
+# Routers whose choice rounding changes ------------------------------------------------------------------------------
+
+
+def rounded(name, seed):
+    model = built(name, seed, initializer_range=0.2).bfloat16()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "bias" in parameter_name or "sinks" in parameter_name:
+                parameter.normal_()
+    return model
+
+
+def verdicts(model, monkeypatch):
+    """Return what the probes of the engine and of the layout find in a model."""
+    monkeypatch.setattr(native, "VERDICTS", {})
+    monkeypatch.setattr(probe, "PROBED", {})
+    return native_is_exact(model), probe_layout(model)
+
+
+@pytest.mark.parametrize(("name", "seeds"), [("qwen3 moe", (9, 21)), ("mixtral", (22, 30))])
+def test_an_expert_that_rounding_chooses_is_no_difference(name, seeds, monkeypatch):
+    """In these models, a token has two experts with almost equal router logits."""
+    for seed in seeds:
+        fault, layout = verdicts(rounded(name, seed), monkeypatch)
+        assert fault is None and (layout.kind, layout.dense_mask) == ("tree", False)
+
+
+FAULTS = {
+    "expert": ("mixtral", "experts.down_proj", lambda weight: weight[1].mul_(2.0)),
+    "router": ("qwen3 moe", "mlp.gate.weight", lambda weight: weight.copy_(weight[[1, 0, 3, 2]])),
+    "bias": ("qwen2 moe", "k_proj.bias", lambda bias: bias.zero_()),
+    "sink": ("gpt-oss", "sinks", lambda sinks: sinks.fill_(-1e4)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_weight_that_one_side_lacks_is_a_difference_where_routers_round(fault, monkeypatch):
+    name, weight_name, spoil = FAULTS[fault]
+    model = rounded(name, 9)
+    weight = next(weight for found, weight in model.named_parameters() if weight_name in found)
+
+    def spoiled(compute):
+        def run(*args, **kwargs):
+            before = weight.detach().clone()
+            with torch.no_grad():
+                spoil(weight)
+                try:
+                    return compute(*args, **kwargs)
+                finally:
+                    weight.copy_(before)
+
+        return run
+
+    monkeypatch.setattr(native.NativeEngine, "generate", spoiled(native.NativeEngine.generate))
+    monkeypatch.setattr(probe, "_fast", spoiled(probe._fast))
+    engine, layout = verdicts(model, monkeypatch)
+    assert engine is not None and layout.kind == "padded"
+
+
+@pytest.mark.parametrize(("share", "agrees"), [(0.2, True), (0.4, False)])
+def test_rounding_explains_few_differences(share, agrees):
+    truth = torch.linspace(-1, 1, 40)
+    moved = truth + (torch.arange(40) < 40 * share)
+    passes = iter([truth, truth, moved])
+    fault = probe.steady_disagreement(torch.nn.Linear(1, 1), moved, lambda: next(passes), 0.05)
+    assert (fault == "") is agrees
 
 
 # Rotary frequencies that depend on the longest sequence of a pass ---------------------------------------------------

@@ -19,7 +19,7 @@ from posttrain.models.architecture import context_length
 from posttrain.models.attention import coarsest_dtype, rounds_to_tf32
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import LogitRule, causal_lm, evaluating, picture_encoder, placeholder_of, trunk
-from posttrain.models.probe import disagreement, probe_cases, probe_key, random_prompts
+from posttrain.models.probe import probe_cases, probe_key, random_prompts, steady_disagreement
 from posttrain.models.recurrent import table as recurrent
 from posttrain.models.vision import probe_rows
 from posttrain.rollouts.base import Capabilities, RolloutEngine, refuse_virtual_tokens
@@ -321,7 +321,7 @@ def _compare(model: nn.Module) -> str | None:
             with evaluating(model), own_precision(model):
                 rollouts = NativeEngine(model, pad_token_id=0, max_slots=3).generate(requests, sampling)
             said = torch.cat([torch.tensor(r.logp) for r in rollouts])
-            fault = disagreement(said, torch.cat(_true_logps(model, rollouts)), share)
+            fault = steady_disagreement(model, said, lambda: torch.cat(_true_logps(model, rollouts)), share)  # noqa: B023
         if fault:
             return fault
     return None
