@@ -19,6 +19,11 @@ LONGROPE = {
 }  # fmt: skip
 RECURRENT = {"layer_types": ["linear_attention", "full_attention"]}
 CONVOLUTION = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+STATE_SPACE = {
+    "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+# transformers' decoding step does not clamp step sizes as its forward does, so `generate` would give other log-probs.
+UNCLAMPED = {"time_step_min": 1e-9}
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
 # By name: the model type, fields of its config, whether it takes a forest, whether the native engine runs it.
@@ -111,6 +116,50 @@ ARCHITECTURES = {
     "olmo hybrid": ("olmo_hybrid", RECURRENT | LINEAR, True, False),
     "lfm2": ("lfm2", CONVOLUTION, True, False),
     "lfm2 moe": ("lfm2_moe", CONVOLUTION | EXPERTS | {"num_dense_layers": 1}, True, False),
+    "nemotron h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 16,
+        }
+        | UNCLAMPED,
+        True,
+        False,
+    ),
+    "falcon h1": ("falcon_h1", STATE_SPACE | {"mamba_d_ssm": 64}, True, False),
+    "granite hybrid": (
+        "granitemoehybrid",
+        STATE_SPACE
+        | {
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 16,
+        },
+        True,
+        False,
+    ),
+    "bamba": ("bamba", STATE_SPACE | {"attn_layer_indices": [1]}, True, False),
+    "zamba2": (
+        "zamba2",
+        {
+            "num_hidden_layers": 3,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 2,
+            "chunk_size": 16,
+            "num_mem_blocks": 1,
+            "hybrid_layer_ids": [1],
+        }
+        | UNCLAMPED,
+        True,
+        False,
+    ),
 }
 HYBRIDS = list(ARCHITECTURES)[list(ARCHITECTURES).index("qwen3 next") :]
 

@@ -1,6 +1,7 @@
 """Versions of transformers' functions of recurrent layers for packed prefix trees, with the same arguments.
 
-Short convolution (`causal_conv1d_fn`), gated delta rule (`torch_chunk_gated_delta_rule`).
+Short convolution (`causal_conv1d_fn`), gated delta rule (`torch_chunk_gated_delta_rule`), state space of Mamba-2
+(`mamba2_chunk_scan`, `mamba2_split_conv1d_scan_combined`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from posttrain.models.recurrent.chunks import Chunks, chunks_of, predecessors
 from posttrain.models.recurrent.convolution import short_convolution
@@ -59,3 +61,30 @@ def torch_chunk_gated_delta_rule(
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     out = scan(q * q.shape[-1] ** -0.5, k, value, g, beta, _chunks(forest, query.device))
     return out.to(query.dtype), None
+
+
+def mamba2_chunk_scan(
+    forest: Forest,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **kwargs: Any,
+) -> Tensor:
+    """Compute the state space of ``(B, T, heads, d)`` hidden states along each path, in float32 as the original."""
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    # float() is float64 in proofs.
+    x, dt = hidden_states.float(), dt.float()
+    out = scan(C, B, x * dt[..., None], A * dt, None, _chunks(forest, x.device))
+    return out if D is None else out + D[:, None] * x
+
+
+def mamba2_split_conv1d_scan_combined(forest: Forest, *args: Any, **kwargs: Any) -> None:
+    """Return None: no fused kernel exists for prefix trees, and the layer calls the functions above."""

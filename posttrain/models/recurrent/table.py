@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 CONVOLUTION = ("causal_conv1d_fn",)
 DELTA = (*CONVOLUTION, "torch_chunk_gated_delta_rule")
+STATE_SPACE = (*CONVOLUTION, "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
 # Folders of transformers' modeling files, and the functions that mix tokens in them besides attention.
 FAMILIES = {
     "qwen3_next": DELTA,
@@ -29,6 +30,11 @@ FAMILIES = {
     "olmo_hybrid": DELTA,
     "lfm2": CONVOLUTION,
     "lfm2_moe": CONVOLUTION,
+    "nemotron_h": STATE_SPACE,
+    "falcon_h1": STATE_SPACE,
+    "granitemoehybrid": STATE_SPACE,
+    "bamba": STATE_SPACE,
+    "zamba2": STATE_SPACE,
 }
 KINDS = ("linear_attention", "conv")  # Names of their masks.
 # Arguments that separate packed sequences for optional kernels.
