@@ -160,6 +160,12 @@ ARCHITECTURES = {
         True,
         False,
     ),
+    "minimax": (
+        "minimax",
+        RECURRENT | {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16},
+        True,
+        False,
+    ),
 }
 HYBRIDS = list(ARCHITECTURES)[list(ARCHITECTURES).index("qwen3 next") :]
 

@@ -1,7 +1,7 @@
 """Versions of transformers' functions of recurrent layers for packed prefix trees, with the same arguments.
 
-Short convolution (`causal_conv1d_fn`), gated delta rule (`torch_chunk_gated_delta_rule`), state space of Mamba-2
-(`mamba2_chunk_scan`, `mamba2_split_conv1d_scan_combined`).
+Short convolution (`convolution`), gated delta rule (`gated_delta_rule`), state space of Mamba-2 (`state_space`,
+`no_fused_kernel`) and lightning attention (`lightning_attention`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _before(forest: Forest, device: torch.device, count: int) -> list[Tensor]:
     return forest.kept(("before", count), lambda: predecessors(batch.segments, batch.input_ids.shape, device, count))
 
 
-def causal_conv1d_fn(
+def convolution(
     forest: Forest,
     hidden_states: Tensor,
     weight: Tensor,
@@ -44,7 +44,7 @@ def causal_conv1d_fn(
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 
-def torch_chunk_gated_delta_rule(
+def gated_delta_rule(
     forest: Forest,
     query: Tensor,
     key: Tensor,
@@ -63,7 +63,7 @@ def torch_chunk_gated_delta_rule(
     return out.to(query.dtype), None
 
 
-def mamba2_chunk_scan(
+def state_space(
     forest: Forest,
     hidden_states: Tensor,
     dt: Tensor,
@@ -86,5 +86,21 @@ def mamba2_chunk_scan(
     return out if D is None else out + D[:, None] * x
 
 
-def mamba2_split_conv1d_scan_combined(forest: Forest, *args: Any, **kwargs: Any) -> None:
+def no_fused_kernel(forest: Forest, *args: Any, **kwargs: Any) -> None:
     """Return None: no fused kernel exists for prefix trees, and the layer calls the functions above."""
+
+
+def lightning_attention(
+    forest: Forest, layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Compute a layer of MiniMax for ``(B, T, H)`` hidden states along each path.
+
+    Its file has no function for the recurrence alone. Decays are computed in float32 from the slopes, because the layer's buffers
+    of decays follow the weights into half precision.
+    """
+    heads, size = layer.num_attention_heads, layer.head_dim
+    states = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * size))
+    decay = -layer.slope_rate.flatten().expand(*hidden_states.shape[:2], heads)
+    out = scan(*states.split(size, -1), decay, None, _chunks(forest, hidden_states.device))
+    out = layer.norm(out.flatten(2).to(hidden_states.dtype))
+    return layer.out_proj(F.sigmoid(layer.output_gate(hidden_states)) * out), None

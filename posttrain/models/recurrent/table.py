@@ -19,11 +19,15 @@ from posttrain.models.recurrent import functions
 
 logger = logging.getLogger(__name__)
 
-CONVOLUTION = ("causal_conv1d_fn",)
-DELTA = (*CONVOLUTION, "torch_chunk_gated_delta_rule")
-STATE_SPACE = (*CONVOLUTION, "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
-# Folders of transformers' modeling files, and the functions that mix tokens in them besides attention.
-FAMILIES = {
+CONVOLUTION = {"causal_conv1d_fn": functions.convolution}
+DELTA = {**CONVOLUTION, "torch_chunk_gated_delta_rule": functions.gated_delta_rule}
+STATE_SPACE = {
+    **CONVOLUTION,
+    "mamba2_chunk_scan": functions.state_space,
+    "mamba2_split_conv1d_scan_combined": functions.no_fused_kernel,
+}
+# Folders of transformers' modeling files, and what mixes tokens in them besides attention.
+FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
     "qwen3_5_moe": DELTA,
@@ -35,6 +39,7 @@ FAMILIES = {
     "granitemoehybrid": STATE_SPACE,
     "bamba": STATE_SPACE,
     "zamba2": STATE_SPACE,
+    "minimax": {"MiniMaxLightningAttention.forward": functions.lightning_attention},
 }
 KINDS = ("linear_attention", "conv")  # Names of their masks.
 # Arguments that separate packed sequences for optional kernels.
@@ -51,25 +56,34 @@ def replaced(model: nn.Module) -> str:
 def install(model: nn.Module) -> bool:
     """Replace the recurrent functions of a model's modeling file. Return whether the model has such functions."""
     file = replaced(model)
-    names = FAMILIES[file.split(".")[2]] if file else ()
-    if new := [name for name in names if not hasattr(getattr(sys.modules[file], name), "without_forest")]:
+    places = _places(file) if file else {}
+    if new := [name for name, (holder, last) in places.items() if not hasattr(getattr(holder, last), "without_forest")]:
         for name in new:
-            setattr(sys.modules[file], name, _switch(getattr(sys.modules[file], name), getattr(functions, name)))
+            holder, last = places[name]
+            setattr(holder, last, _switch(getattr(holder, last), FAMILIES[file.split(".")[2]][name]))
         logger.info(
             "Replaced %s of %s: batches of packed prefix trees use functions of posttrain in PyTorch. Other calls use the "
             "original functions, and the kernels of fla, causal-conv1d and mamba-ssm where they are installed.",
             ", ".join(new),
             file,
         )
-    return bool(names)
+    return bool(places)
 
 
 def uninstall(model: nn.Module) -> None:
     """Restore the functions that `install` replaced."""
-    if file := replaced(model):
-        for name in FAMILIES[file.split(".")[2]]:
-            function = getattr(sys.modules[file], name)
-            setattr(sys.modules[file], name, getattr(function, "without_forest", function))
+    for holder, last in _places(replaced(model)).values():
+        function = getattr(holder, last)
+        setattr(holder, last, getattr(function, "without_forest", function))
+
+
+def _places(file: str) -> dict[str, tuple[Any, str]]:
+    """Return the module or class that holds each function of a modeling file, and its name there."""
+    found = {}
+    for name in FAMILIES[file.split(".")[2]]:
+        holder, _, last = name.rpartition(".")
+        found[name] = (getattr(sys.modules[file], holder) if holder else sys.modules[file], last)
+    return found
 
 
 def _switch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
