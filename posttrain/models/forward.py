@@ -382,7 +382,12 @@ def _place(values: Tensor | None, batch: Batch, mask: Tensor | None = None) -> T
 
 @torch.no_grad()
 def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
-    """Log-probs of every completion, each sequence alone through the model's own forward and its full logits.
+    """Compute `alone_logps` without gradients."""
+    return alone_logps(model, rows)
+
+
+def alone_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
+    """Compute log-probs of every completion, each sequence alone through the model's own forward and its full logits.
 
     The plain way, kept as the truth that the fast way is compared with: the model as it was given, with its adapter and the
     virtual tokens of that. Nothing below the wrapper is called.
@@ -444,7 +449,6 @@ def batch_logps(
     return [logps[i] for i in range(len(logps))], [masses[i] for i in range(len(masses))]
 
 
-@torch.no_grad()
 def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     """``(S, labels)`` scores at the last token of every completion, each sequence alone through the model's own forward."""
     bare: Any = unwrapped(model)

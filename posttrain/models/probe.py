@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -67,6 +68,9 @@ REACH = 0.1  # Minimum change of a log-prob by another image, in nats, as a mult
 
 
 NARROW = 4  # Tokens of a narrowed window, fewer than any sequence of a probe has.
+
+
+SHORT = 7  # Tokens of a probe prompt if no window needs more.
 
 
 LONGEST = 1024  # Maximum tokens of a probe prompt, which must exceed a window that cannot be narrowed.
@@ -151,7 +155,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
         ModelError: Such a window is longer than `LONGEST`. Or layers mix tokens by means other than attention. The config shows
             this, and a probe with the current weights might not.
     """
-    cases: list[tuple[int, AbstractContextManager[None]]] = [(7, nullcontext())]
+    cases: list[tuple[int, AbstractContextManager[None]]] = [(SHORT, nullcontext())]
     inner: Any = causal_lm(model)
     text = inner.config.get_text_config()
     kinds = layer_kinds(text)
@@ -163,7 +167,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
         windows.pop("sliding_window", None)
     shrinkable = {name: size for name, size in windows.items() if name in SHRINKABLE and size > NARROW}
     if shrinkable:
-        cases.append((7, _narrowed(model, shrinkable)))
+        cases.append((SHORT, _narrowed(model, shrinkable)))
         rows, before = _probe_rows(text.vocab_size), _truth(model, _probe_rows(text.vocab_size))
         with _narrowed(model, shrinkable):
             shrunk = bool(disagreement(_truth(model, rows), before, TOLERANCE[torch.float32]))
@@ -171,7 +175,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
     longest = max(windows.values(), default=0)
     if longest > LONGEST:
         raise ModelError(f"a window of {longest} tokens cannot be made short, and a probe has at most {LONGEST}")
-    return [*cases, (longest + 7, nullcontext())] if longest else cases
+    return [*cases, (longest + SHORT, nullcontext())] if longest else cases
 
 
 @contextmanager
@@ -200,7 +204,7 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     The probe runs once per config, attention backend, dtype and adapter. Its rows are three branches of one prompt, a second
     tree, and a prefix tree of two turns. It compares them with each sequence alone through the model's own forward and output
     head, in all `probe_cases`. Log-probs must agree to 1e-4 of their standard deviation in float32 (0.1 in half precision), and
-    so must the gradients of tree attention. Mamba-1 and some custom models fail
+    gradients of trained parameters to 3e-4 of the largest gradient (0.3 in half precision). Mamba-1 and some custom models fail
     and train on padded rows. Recurrent layers pass if their functions support prefix trees (`posttrain.models.recurrent`).
 
     Longrope frequencies depend on the longest sequence of a pass. This is not probed: the limits are known (`rope_limits`), and
@@ -213,7 +217,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     """
     device = device or next(model.parameters()).device
     autocast = None if device.type == "cpu" else autocast
-    key = f"{probe_key(model)} {autocast} {device.type}"
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    key = f"{probe_key(model)} {autocast} {device.type} {trained}"
     if key in PROBED:
         return PROBED[key]
     layout = layout_for(model, autocast=autocast, device=device.type)
@@ -371,15 +376,20 @@ def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | N
 def _forest_fault(model: Module, layout: Layout) -> str:
     """Return why packed prefix trees give other results than each sequence alone, or ""."""
     config: Any = model.config
-    vocabulary = config.get_text_config().vocab_size
+    vocabulary, share = config.get_text_config().vocab_size, _share(model)
     encoder = picture_encoder(model)
     # Models with bidirectional prompts always have an image in the prompt.
     always = encoder is not None and encoder.processor.family.block == "prompt"
     for prompt, context in () if always else probe_cases(model):
         rows = _probe_rows(vocabulary, prompt)
         wide = replace(layout, row_tokens=512 + prompt, pass_tokens=0, max_tree_tokens=4 * LONGEST)
-        with context:
-            fault = _layout_fault(model, rows, wide)
+        # The graph of a long prompt would keep its logits in memory, and its functions are the same.
+        with context, torch.set_grad_enabled(prompt == SHORT):
+            values, truth = _fast(model, rows, wide), _truth(model, rows)
+            if disagreement(values.detach(), truth.detach(), share):
+                fault = steady_disagreement(model, values.detach(), lambda rows=rows: _truth(model, rows).detach(), share)
+            else:
+                fault = _gradient_fault(model, values, truth, share)
         if fault:
             return fault
     pictured = [] if encoder is None else probe_rows(model)
@@ -388,6 +398,35 @@ def _forest_fault(model: Module, layout: Layout) -> str:
 
 def _layout_fault(model: Module, rows: Sequence[Row], layout: Layout) -> str:
     return steady_disagreement(model, _fast(model, rows, layout), lambda: _truth(model, rows), _share(model))
+
+
+@torch.no_grad()
+def _gradient_fault(model: Module, values: Tensor, truth: Tensor, share: float) -> str:
+    """Return a message if gradients of packed log-probs differ from those of each sequence alone, or "".
+
+    The loss is a random sum over completions, so gradients of a prompt come through the states and keys that completions read.
+    One parameter of each name is compared, layer numbers aside: the gradient of a layer depends on all layers above it.
+
+    Args:
+        model: The model.
+        values: Log-probs in packed rows, with their graph.
+        truth: Log-probs of each sequence alone, with their graph.
+        share: Tolerance of log-probs. Gradients may differ by three times this fraction of the largest gradient.
+    """
+    named = [(re.sub(r"\d+", "", name), p) for name, p in model.named_parameters() if p.requires_grad]
+    chosen = list(dict(reversed(named)).values())
+    if not values.requires_grad or not chosen:
+        return ""
+    weights = torch.randn(truth.shape, generator=torch.Generator().manual_seed(0))
+    mine, exact = (
+        torch.autograd.grad(x, chosen, weights.view_as(x).to(x), allow_unused=True, materialize_grads=True)
+        for x in (values, truth)
+    )
+    most = float(torch.stack([gradient.abs().max() for gradient in exact]).max())
+    gap = float(torch.stack([(a - b).abs().max() for a, b in zip(mine, exact, strict=True)]).max())
+    # Gradients add up the rounding of the forward and the backward pass: bf16 models with random weights differed by up to 0.04.
+    allowed = 3 * share * most
+    return "" if gap <= allowed else f"gradients differ by {gap:.2g}, allowed {allowed:.2g}"
 
 
 def _share(model: Module) -> float:
@@ -440,12 +479,12 @@ def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
 
 def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
     """Return log-probs (or scores) of each sequence alone, from the unmodified model."""
-    from posttrain.models.forward import sequence_logps, sequence_scores
+    from posttrain.models.forward import alone_logps, sequence_scores
     from posttrain.models.heads import score_layer
 
     if score_layer(causal_lm(model)) is not None:
         return sequence_scores(model, rows)[:, 0]
-    return torch.cat(sequence_logps(model, rows))[_judged(rows)]
+    return torch.cat(alone_logps(model, rows))[_judged(rows)]
 
 
 def _judged(rows: Sequence[Row]) -> Tensor:
@@ -460,7 +499,7 @@ def random_prompts(vocabulary: int, sizes: Sequence[int]) -> list[list[int]]:
     return [torch.randint(0, vocabulary // 2, (n,), generator=generator).tolist() for n in sizes]
 
 
-def _probe_rows(vocabulary: int, prompt: int = 7) -> list[Row]:
+def _probe_rows(vocabulary: int, prompt: int = SHORT) -> list[Row]:
     *group, shared, alone = random_prompts(vocabulary, (5, 3, 4, prompt, 6))
     # The next turn of an episode begins with the previous turn and branches into two answers.
     turn = Row([*shared, *group[0], *alone[:2]], [alone[2:], alone[3:]], [[1] * 4, [1] * 3])

@@ -6,19 +6,25 @@ from itertools import accumulate
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig
 from torch.nn.functional import normalize
 
+from posttrain import DPOConfig, DPOTrainer
 from posttrain.data.forest import collate, split_by_sequence
 from posttrain.errors import ModelError
-from posttrain.models.attention import layout_for
+from posttrain.loop import build
+from posttrain.models.attention import layout_for, padded_layout
 from posttrain.models.forward import forward
-from posttrain.models.recurrent import table
+from posttrain.models.probe import _fault
+from posttrain.models.recurrent import functions, table
 from posttrain.models.recurrent.chunks import chunks_of
 from posttrain.models.recurrent.scan import scan
 from posttrain.models.token_split import TokenSplit
 from posttrain.models.tree_attention import Forest
 from posttrain.rollouts.native.engine import native_is_exact
 from posttrain.types import Row, Segment
+from tests.methods.helpers import grpo, sft
 from tests.models.architectures import HYBRIDS, VOCAB, alone, built
 from tests.wordings import raises
 
@@ -110,6 +116,14 @@ def rows():
     return [Row(start, ends, [[1] * len(end) for end in ends]) for start, ends in branches]
 
 
+def remembering(model):
+    """Make decays slow, so that the state at the end of a long prompt matters."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            torch.nn.init.constant_(parameter, -4.0)
+    return model
+
+
 def gradients(logps, model):
     """Gradients of a random sum of log-probs."""
     random = torch.Generator().manual_seed(0)
@@ -135,7 +149,7 @@ def largest(values):
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_hybrid_equals_each_sequence_alone_in_log_probs_and_gradients(name, monkeypatch):
     with in_float64(monkeypatch):
-        model, examples = built(name, experts_implementation="eager").double(), rows()
+        model, examples = remembering(built(name, experts_implementation="eager").double()), rows()
         for layer in model.modules():
             if hasattr(layer, "decay_factors"):  # MiniMax computes these buffers in float32.
                 layer.query_decay, layer.key_decay, layer.diagonal_decay = layer.decay_factors(layer.slope_rate)
@@ -145,6 +159,79 @@ def test_a_hybrid_equals_each_sequence_alone_in_log_probs_and_gradients(name, mo
         assert largest([a - b for a, b in zip(logps, truth, strict=True)]) < 1e-10
         gaps = [a - b for a, b in zip(gradients(logps, model), expected, strict=True)]
         assert largest(gaps) < 1e-10 * largest(expected)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_layout_without_parents_is_told_from_a_right_one(name, monkeypatch):
+    """The tests of this file, and the probe, see the states of every kind of layer."""
+    model, examples = remembering(built(name)), rows()
+    truth = [alone.__wrapped__(model, row.prompt_ids, c) for row in examples for c in row.completions]
+    expected = gradients(truth, model)
+    used = set(table.FAMILIES[table.replaced(model).split(".")[2]].values())
+    makers = ["predecessors"] * (functions.convolution in used) + ["chunks_of"] * (used != {functions.convolution})
+    for maker in makers:
+        with monkeypatch.context() as patch:
+            right = getattr(functions, maker)
+
+            def roots(segments, *rest, right=right):
+                return right([one._replace(parent=-1) for one in segments], *rest)
+
+            patch.setattr(functions, maker, roots)
+            gaps = [a - b for a, b in zip(gradients(packed(model, examples), model), expected, strict=True)]
+            gap, most = largest(gaps), largest(expected)
+            assert gap > 0.05 * most, maker
+            assert _fault(model, layout_for(model), torch.device("cpu"))
+
+
+def test_the_probe_refuses_wrong_gradients_of_right_log_probs(monkeypatch):
+    model = built("qwen3.5", rms_norm_eps=1e-5)
+    monkeypatch.setattr(functions, "scan", lambda q, k, *rest: scan(q, k.detach(), *rest))
+    assert "gradients" in _fault(model, layout_for(model), torch.device("cpu"))
+    model.requires_grad_(False)
+    assert not _fault(model, layout_for(model), torch.device("cpu"))
+
+
+def trained(method, name, layout, folder, tokenizer, monkeypatch, **settings):
+    """Losses, gradient norms and tokens of two steps of a trainer, on packed prefix trees or on padded rows."""
+    model = remembering(built(name, vocab_size=len(tokenizer), initializer_range=0.1))
+    settings |= {"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-3}
+    with monkeypatch.context() as patch:
+        if layout == "padded":
+            patch.setattr(build, "probe_layout", lambda model, *rest: padded_layout(model))
+        if method == "dpo":
+            pairs = [{"prompt": f"Say {i}: " * 9, "chosen": " yes yes", "rejected": " no" * i} for i in range(1, 5)]
+            args = DPOConfig(str(folder), report_to="none", bf16=False, save_strategy="no", **settings)
+            data = Dataset.from_list(pairs)
+            trainer = DPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
+        else:
+            trainer = {"sft": sft, "grpo": grpo}[method](folder, tokenizer, model, **settings)
+    assert trainer.layout.kind == layout
+    trainer.train()
+    return [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "settings"),
+    [
+        ("sft", "qwen3.5", {"peft_config": LoraConfig(target_modules=["in_proj_qkv", "in_proj_a", "q_proj"])}),
+        ("sft", "granite hybrid", {"gradient_checkpointing": True}),
+        ("dpo", "lfm2", {}),
+        ("grpo", "qwen3.5", {}),
+        ("grpo", "minimax", {"beta": 0.1}),
+    ],
+)
+def test_a_trainer_logs_the_same_losses_and_gradients_on_trees_and_on_padded_rows(
+    method, name, settings, tmp_path, tiny_tokenizer, monkeypatch
+):
+    runs = [
+        trained(method, name, layout, tmp_path / layout, tiny_tokenizer, monkeypatch, **settings)
+        for layout in ("tree", "padded")
+    ]
+    assert len(runs[0]) == 2
+    assert min(norm for _, norm in runs[0]) > 0
+    for tree, padded in zip(*runs, strict=True):
+        assert tree == pytest.approx(padded, rel=5e-4, abs=1e-5)
 
 
 def test_functions_are_replaced_once_and_restored(caplog):
