@@ -14,7 +14,7 @@ from posttrain.data.formats import MESSAGE_COLUMNS, picture_blocks, pictures_of,
 from posttrain.errors import DataError
 from posttrain.models.architecture import context_length, text_of
 from posttrain.models.forward import forward
-from posttrain.models.heads import picture_encoder
+from posttrain.models.heads import evaluating, picture_encoder
 from posttrain.pictures.picture import ORIENTATION, Picture, Placed, open_source, picture_in, read_picture, shaded
 from posttrain.types import Batch, Finding, Row
 
@@ -189,15 +189,12 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
     parameter = next(model.parameters())
     batch = batch.to(parameter.device)
     other = replace(batch, pictures=[(b, c, _another(image)) for b, c, image in batch.pictures])
-    training, encoder = model.training, picture_encoder(model)
-    model.eval()
-    try:
+    encoder = picture_encoder(model)
+    with evaluating(model):
         own = forward(model, batch).logp
         counts = encoder.encoded, encoder.reused
         exchanged = forward(model, other).logp
         encoder.encoded, encoder.reused = counts  # Metrics must count only the run's own images.
-    finally:
-        model.train(training)
     moved = float((own - exchanged)[batch.loss_mask].abs().mean()) if own is not None and exchanged is not None else 1.0
     limit = LEAST_MOVE.get(parameter.dtype, 1e-2)
     if not moved < limit:

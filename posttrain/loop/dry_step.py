@@ -20,7 +20,7 @@ from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError
 from posttrain.models import parallel
 from posttrain.models.forward import forward
-from posttrain.models.heads import causal_lm
+from posttrain.models.heads import attention_renamed, causal_lm
 from posttrain.models.memory import (
     available_memory,
     get_act_offloading_ctx_manager,
@@ -104,8 +104,8 @@ def dry_step(
 ) -> DryStep:
     """Forward and backward of the longest rows; no update, and nothing that stays.
 
-    Gradients, random numbers, metrics, dropout and the training mode are as they were, so that training after it is
-    the training it would have been.
+    Gradients, random numbers, metrics, dropout, the training mode and the name of the attention are as they were, so that
+    training after it is the training it would have been.
 
     Args:
         run: Before or between steps.
@@ -122,7 +122,7 @@ def dry_step(
     started = optimizer is not None and bool(optimizer.state)
     later = 0 if started else optimizer_bytes(args.optim, sizes)
     failed, seconds = False, 0.0
-    with _untouched(run):
+    with _untouched(run), attention_renamed(run.model, lambda name: name):
         reset_peak(device)
         try:
             for _ in range(2):  # The second one has gradients to add to.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer
 from posttrain.models import parallel
+from posttrain.models.heads import evaluating
 from posttrain.models.reference import Reference
 from posttrain.types import ALONE, WHOLE, Batch, LossTerms, ModelOutputs, Ranks, Row, State, Truncation
 
@@ -163,6 +164,13 @@ class Run:
         token = int(self.pad_token_id)
         return collate([Row([token], [[token]], [[1]])], pad_token_id=token, layout=self.layout)[0].to(self.args.device)
 
-    def inference(self, model: nn.Module | None = None) -> AbstractContextManager[nn.Module]:
-        """The model in eval mode, without gradients, under the run's precision; training mode is restored."""
-        return parallel.inference(self.wrapped if model is None else model, self.accelerator)
+    @contextmanager
+    def inference(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
+        """Yield the model without DDP, in eval mode, without gradients, under the run's precision; restore each module's mode.
+
+        DDP's forward sometimes broadcasts buffers. This collective would block in a pass that other ranks may not run.
+        """
+        model = self.wrapped if model is None else model
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        with evaluating(model), self.accelerator.autocast():
+            yield model

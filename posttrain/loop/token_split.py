@@ -20,7 +20,7 @@ from posttrain.models import token_split
 from posttrain.models.architecture import attention_name, query_heads
 from posttrain.models.attention import MASKABLE, coarsest_dtype
 from posttrain.models.forward import forward
-from posttrain.models.heads import causal_lm
+from posttrain.models.heads import causal_lm, evaluating
 from posttrain.models.probe import TOLERANCE, disagreement, random_prompts
 from posttrain.models.vision import picture_encoder, probe_rows
 from posttrain.types import Batch, ModelOutputs, Row
@@ -191,10 +191,9 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
     batches = collate([row, *probe_rows(causal_lm(model))], pad_token_id=0, layout=layout, whole_rows=True)
     scored = "Classification" in type(causal_lm(model)).__name__
     needs = frozenset({"scores"}) if scored else frozenset({"logp"})
-    training, split, results = model.training, token_split.active(), []
-    model.eval()
+    split, results = token_split.active(), []
     try:
-        with accelerator.autocast():
+        with evaluating(model), accelerator.autocast():
             for way in (None, split):
                 token_split.activate(way)
                 values = []
@@ -206,7 +205,6 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
                 results.append(torch.cat(values))
     finally:
         token_split.activate(split)
-        model.train(training)
     exact = coarsest_dtype(model) in TOLERANCE and accelerator.mixed_precision == "no"
     if reason := disagreement(results[1], results[0], TOLERANCE[torch.float32] if exact else 0.1):
         token_split.activate(None)

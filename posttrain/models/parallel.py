@@ -201,22 +201,6 @@ def backward(accelerator: Accelerator, loss: torch.Tensor) -> None:
 
 
 @contextmanager
-def inference(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
-    """Yield the model without DDP, in eval mode, without gradients and with the run's autocast; restore training mode on exit.
-
-    DDP's forward sometimes broadcasts buffers. This collective would block in a pass that other ranks may not run.
-    """
-    model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), accelerator.autocast():
-            yield model
-    finally:
-        model.train(training)
-
-
-@contextmanager
 def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
     """Defer gradient averaging until the last of several backward passes; with DeepSpeed, also the optimizer step."""
     if last or not hasattr(model, "no_sync"):

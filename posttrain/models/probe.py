@@ -264,22 +264,21 @@ def prove_pictures(model: nn.Module) -> None:
     Raises:
         ModelError: No choice does. The message contains the error of each choice.
     """
-    reader, training, faults = picture_encoder(model).processor, model.training, []
+    reader, faults = picture_encoder(model).processor, []
     orders = dict.fromkeys((reader.family.positions, "plain"))
     choices: list[dict[str, Any]] = [{"positions": p, "block": b} for p in orders for b in ("none", "image")]
     choices.append({"positions": "plain", "block": "none", "whole": True})
-    model.eval()
-    for choice in choices:
-        reader.family = replace(reader.family, **choice)
-        try:
-            fault = _picture_fault(model, reader)
-        # Any exception means that the choice fails, such as that of a forward that does not accept features.
-        except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
-        if not fault:
-            break
-        faults.append(f"{', '.join(f'{name} {value}' for name, value in choice.items())}: {fault:.200}")
-    model.train(training)
+    with evaluating(model):
+        for choice in choices:
+            reader.family = replace(reader.family, **choice)
+            try:
+                fault = _picture_fault(model, reader)
+            # Any exception means that the choice fails, such as that of a forward that does not accept features.
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
+            if not fault:
+                break
+            faults.append(f"{', '.join(f'{name} {value}' for name, value in choice.items())}: {fault:.200}")
     if len(faults) == len(choices):
         del model.picture_encoder
         raise ModelError(

@@ -183,7 +183,8 @@ def reward_function(name: str, function: Callable, timeout: float | None = None)
         return _on_thread(functools.partial(function, **arguments))
 
     async def awaited(**arguments: Any) -> Any:
-        return await (asyncio.wrap_future(thread(arguments)) if on_thread else function(**arguments))
+        result = await asyncio.wrap_future(thread(arguments)) if on_thread else function(**arguments)
+        return await result if inspect.isawaitable(result) else result
 
     def limited(**arguments: Any) -> Any:
         return thread(arguments).result(timeout)

@@ -469,7 +469,7 @@ class SDPOTrainer(DistillationTrainer):
         args, hint = self.args, {"solution": "", "feedback": ""}
         if successes:
             chosen = successes[int(torch.randint(len(successes), (), generator=draw))]
-            chosen = THINKING.sub("", chosen) if args.remove_thinking_from_demonstration else chosen
+            chosen = THINKING.sub(r"\1", chosen) if args.remove_thinking_from_demonstration else chosen
             hint["solution"] = args.solution_template.format(successful_previous_attempt=chosen)
         told = text_of(example.get("privileged_context"))
         only = hint["solution"] and args.environment_feedback_only_without_solution

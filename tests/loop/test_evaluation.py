@@ -28,6 +28,14 @@ def test_every_row_goes_to_one_process_and_all_have_equally_many_batches(count, 
     assert rounds == rows
 
 
+def test_inference_restores_the_mode_of_each_module(tokenizer, tmp_path):
+    run = every("sft", tmp_path, tokenizer).run
+    frozen = run.model.train().model.norm.eval()
+    with run.inference() as model:
+        assert not any(module.training for module in model.modules())
+    assert run.model.training and run.model.lm_head.training and not frozen.training
+
+
 @everyone
 @pytest.mark.parametrize("stream", [False, True])
 def test_speeds_count_rows_of_the_dataset_and_batches(kind, stream, tokenizer, tmp_path):

@@ -18,6 +18,7 @@ from posttrain.loop import checkpoint
 from posttrain.loop import dry_step as memory_health
 from posttrain.loop.dry_step import DryStep
 from posttrain.models.memory import Available
+from posttrain.models.tree_attention import BACKENDS
 from tests.conftest import build_model
 from tests.methods.every_trainer import data, every
 from tests.methods.helpers import chats, grpo, losses, sft, weights
@@ -61,6 +62,7 @@ def test_a_dry_step_leaves_gradients_modes_numbers_and_metrics_alone(tiny_tokeni
     parameter = next(trainer.model.parameters())
     parameter.grad = torch.ones_like(parameter)
     trainer.model.eval()
+    attention = trainer.model.config._attn_implementation
     before = torch.random.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist(), weights(trainer)
     step = trainer.dry_step()
     after = torch.random.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist(), weights(trainer)
@@ -70,6 +72,7 @@ def test_a_dry_step_leaves_gradients_modes_numbers_and_metrics_alone(tiny_tokeni
     assert not any(module.training for module in trainer.model.modules())
     assert not trainer.model.is_gradient_checkpointing
     assert trainer.buffers["train"]._items in ({}, [])
+    assert trainer.model.config._attn_implementation == attention in BACKENDS
     assert not step.failed and step.tokens > 0 and step.needed >= step.peak > 0
 
 

@@ -14,7 +14,7 @@ from tests.conftest import build_model, build_tokenizer
 from tests.methods.async_helpers import At, Evidence, Recovering, assert_exact, sample, steps, trainer
 from tests.methods.helpers import prompts
 from tests.rollouts.stub_server import Refused, Restarting, StubServer
-from tests.serve.test_process import process
+from tests.serve.test_process import process, with_token
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -232,7 +232,7 @@ def test_trap_s5_three_real_servers_of_which_one_is_killed_and_one_joins(tiny_to
         def count():
             for url in urls:
                 with contextlib.suppress(requests.ConnectionError):
-                    said = requests.get(url + "/metrics", timeout=20).text
+                    said = with_token(url).get(url + "/metrics", timeout=20).text
                     asked[url] = float(re.search(r"(?m)^posttrain_completions_total (\S+)$", said)[1])
 
         for callback in (evidence, At(3, kill), At(6, join), At(11, count)):

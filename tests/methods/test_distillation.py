@@ -186,6 +186,8 @@ def test_evaluation_scores_the_answers_or_samples_and_does_not_depend_on_the_bat
     student, teacher = build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer), seed=1)
     rows = [(row["prompt_ids"], row["completion_ids"]) for row in trainer.eval_dataset]
     truth = dense_loss(student, teacher, rows, 0.5).item()
+    empty = trainer.generated([], "eval")  # Of a rank without rows.
+    assert (empty.mode, empty.group_size, empty.rollouts) == ("eval", trainer.group_size("eval"), [])
     assert first == pytest.approx(truth, abs=1e-5) and trainer.evaluate()["eval_loss"] == pytest.approx(truth, abs=1e-5)
     sampled = make(tmp_path / "b", tiny_tokenizer, eval_dataset=prompts(3), data=prompts(4)).evaluate()
     assert 0 < sampled["eval_loss"] < 100

@@ -123,7 +123,7 @@ def verdicts(model, monkeypatch):
     return native_is_exact(model), probe_layout(model)
 
 
-@pytest.mark.parametrize(("name", "seeds"), [("qwen3 moe", (9, 21)), ("mixtral", (22, 30))])
+@pytest.mark.parametrize(("name", "seeds"), [("qwen3 moe", (9, 21)), ("mixtral", (30,))])
 def test_an_expert_that_rounding_chooses_is_no_difference(name, seeds, monkeypatch):
     """In these models, a token has two experts with almost equal router logits."""
     for seed in seeds:

@@ -318,6 +318,11 @@ def test_asynchronous_functions_wait_at_the_same_time():
             time.sleep(0.001)
         return [2.0, 2.0]
 
+    assert (
+        RewardRunner([parallel(waiting("a")), waiting("b"), blocking], timeout=5)(**TWO).values.tolist()
+        == [[1.0, 1.0, 2.0]] * 2
+    )
+    started.clear()
     table = RewardRunner([waiting("a"), waiting("b"), blocking], timeout=5)(**TWO)
     assert table.values.tolist() == [[1.0, 1.0, 2.0]] * 2
     assert set(table.seconds) == {"judge", "judge_1", "blocking"}

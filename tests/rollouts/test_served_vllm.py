@@ -240,7 +240,7 @@ def test_adapters_are_pushed_alone_one_name_a_version_and_grpo_with_lora_and_top
             }
         )
         assert len({version for one in evidence.samples for version, _ in one.spans}) > 2
-        cards = {card["id"].rpartition("-")[2] for card in requests.get(url + "/v1/models", timeout=10).json()["data"]}
+        cards = {card["id"].rpartition("-")[2] for card in VLLMClient(url).call("GET", "/v1/models")["data"]}
         assert {"4", "5"} & cards
 
 

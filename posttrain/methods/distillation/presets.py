@@ -23,7 +23,7 @@ from posttrain.methods.grpo.config import GRPOConfig
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
-THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+THINKING = re.compile(r"<think>.*?</think>\s*|(<think>.*)", re.DOTALL)
 SHORT = 10  # A single line of fewer characters is no answer (SSD).
 # Fields that the peer's configs have from SFT, whose preparation of rows its trainers switch off.
 OF_SFT: dict[str, tuple[Any, str]] = {
