@@ -20,6 +20,7 @@ from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer
 from posttrain.models import parallel
+from posttrain.models.forward import forward
 from posttrain.models.heads import evaluating
 from posttrain.models.reference import Reference
 from posttrain.types import ALONE, WHOLE, Batch, LossTerms, ModelOutputs, Ranks, Row, State, Truncation
@@ -84,6 +85,7 @@ class Run:
         layout: How rows lie in a forward pass.
         reference: The frozen start of training, or another frozen model, where the loss compares with it.
         hooks: What a subclass replaces.
+        forward: Forward pass of training and evaluation; NEFTune's while a run with noise trains.
         loss_function: The user's ``compute_loss_func``.
         reduced_by: The reduction of the loss that was computed last.
         truncation: What the sampler leaves out, of which the objective wants the mass that is left.
@@ -119,6 +121,7 @@ class Run:
     layout: Layout = field(init=False)
     reference: Reference | None = None
     hooks: Hooks = field(init=False)
+    forward: Callable[..., ModelOutputs] = field(default_factory=lambda: forward)
     loss_function: Callable[..., Any] | None = None
     reduced_by: str | None = None
     truncation: Truncation = WHOLE

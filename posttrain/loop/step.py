@@ -16,7 +16,7 @@ from posttrain.loop.evaluation import full_logits, predicted_metrics
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, mean
 from posttrain.models import memory, parallel, token_split
-from posttrain.models.forward import forward, help_with, with_router_term
+from posttrain.models.forward import help_with, with_router_term
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, stat
         state: Where the run stands; see `Run.now`.
     """
     hooks, method = run.hooks, run.method
-    outputs = forward(
+    outputs = run.forward(
         model,
         batch,
         method.traits.needs | ({"aux"} if run.router_coefficient else set()),

@@ -45,7 +45,8 @@ from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, mean
 from posttrain.models import load, memory, parallel, token_split, tree_attention
 from posttrain.models.architecture import config_of, get_config_model_id
-from posttrain.models.forward import noisy_embeddings, router_coefficient
+from posttrain.models.forward import router_coefficient
+from posttrain.models.neftune import noisy_embeddings
 from posttrain.models.quantised import check_quantised
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
@@ -270,6 +271,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
+        if self.vision.reader is None:
+            return lambda examples: self.run.collate(self.rows(examples))
         return lambda examples: self.run.collate(self.vision.placed(self.rows(examples), examples))
 
     def _get_train_sampler(self, train_dataset: AnyDataset | None = None) -> Any:
@@ -366,7 +369,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         # transformers' own hook would take the width of a row for the length of each document in it.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         try:
-            with noisy_embeddings(self.model, alpha):
+            with noisy_embeddings(self.model, alpha) as self.run.forward:
                 return super().train(resume, **kwargs)
         finally:
             self.neftune_noise_alpha, self.args.resume_from_checkpoint = alpha, configured

@@ -153,9 +153,6 @@ def _run(
     if isinstance(head, TokenHead) and "values" in needs:
         head.values = _value_reader(inner, batch, virtual)
     balance = isinstance(head, TokenHead) and head.balance_over is not None
-    noise = getattr(inner, "embedding_noise", None)
-    if noise is not None:
-        noise.inverse_lengths = inverse_lengths(batch)
     columns = None if split is None else split.columns(batch.input_ids.shape[1])
     seen = _view(inner, batch, columns)
     head.inputs = seen.inputs
@@ -171,8 +168,6 @@ def _run(
         **({"output_router_logits": True} if balance else {}),
         **batch.model_kwargs,
     )
-    if noise is not None:
-        noise.inverse_lengths = None
     # What was compared was brought together before.
     return result if split is None or own is None or asked.compares else _at_owner(result, own, split, owner)
 
@@ -249,68 +244,6 @@ def help_with(model: nn.Module, owner: int, device: torch.device | str) -> Tenso
     result = _run(model, replace(asked, batch=asked.batch.to(device)), None, split, owner)
     tensors = [x for x in result.values() if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([0.0 * x.float().sum() for x in tensors]).sum()
-
-
-@dataclass(slots=True)
-class Noise:
-    """NEFTune: uniform noise of at most ``alpha / sqrt(L d)`` on input embeddings, with L the length of the document.
-
-    Attributes:
-        alpha: Its magnitude.
-        inverse_lengths: ``(B, T)`` 1/L of the running `forward`; None, or of another shape: L is the row's width.
-
-    Reference: NEFTune, arXiv:2310.05914.
-    """
-
-    alpha: float
-    inverse_lengths: Tensor | None = None
-
-    def __call__(self, embeddings: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        """The embeddings with noise, in training; ``(B, T, d)`` in and out."""
-        if not embeddings.training:
-            return output
-        inverse = self.inverse_lengths
-        if inverse is None or inverse.shape != output.shape[:-1]:
-            inverse = torch.full(output.shape[:-1], 1 / output.shape[1], device=output.device)
-        most = self.alpha * (inverse / output.shape[-1]).sqrt()  # (B, T)
-        return output + torch.empty_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)
-
-
-@contextmanager
-def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
-    """Inside, embeddings get `Noise` in training; None adds none."""
-    if alpha is None:
-        yield
-        return
-    inner: Any = causal_lm(model)
-    inner.embedding_noise = Noise(alpha)
-    handle = inner.get_input_embeddings().register_forward_hook(inner.embedding_noise)
-    try:
-        yield
-    finally:
-        handle.remove()
-        del inner.embedding_noise
-
-
-def inverse_lengths(batch: Batch) -> Tensor:
-    """``(B, T)``: 1/L at every token, L being the tokens of its document (a prompt with one completion); 0 on padding.
-
-    A token that several documents share is one for all of them: the mean of their 1/L, so that the variance of noise is the mean
-    of what each document alone would have.
-    """
-    total, count = torch.zeros(2, *batch.input_ids.shape)
-    for index, leaf in enumerate(batch.leaves):
-        if leaf.length > leaf.prompt:
-            row = batch.segments[leaf.segment].row
-            for run in batch.path(index):
-                total[row, run.start : run.stop] += 1 / leaf.length
-                count[row, run.start : run.stop] += 1
-    for segment in batch.segments:
-        # A prompt whose only answers are empty is a document itself.
-        columns = slice(segment.start, segment.stop)
-        lonely = count[segment.row, columns] == 0
-        total[segment.row, columns] += lonely / (segment.position + segment.stop - segment.start)
-    return (total / count.clamp_min(1)).to(batch.input_ids.device)
 
 
 def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:

@@ -10,8 +10,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.models import attention
 from posttrain.models.attention import coarsest_dtype
-from posttrain.models.forward import forward, inverse_lengths, noisy_embeddings, sequence_logps
+from posttrain.models.forward import forward, sequence_logps
 from posttrain.models.heads import cast_head_to_fp32, causal_lm
+from posttrain.models.neftune import inverse_lengths, noisy_embeddings
 from posttrain.models.probe import probe_key, probe_layout
 from posttrain.models.reference import create_reference_model
 from posttrain.rollouts.native.engine import NativeEngine
@@ -220,9 +221,9 @@ def noise_of(model, batch, alpha, times=60):
     plain = embeddings(batch.input_ids).detach()
     hook = model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
     model.train()
-    with noisy_embeddings(model, alpha), torch.no_grad():
+    with noisy_embeddings(model, alpha) as noisy, torch.no_grad():
         for _ in range(times):
-            forward(model, batch)
+            noisy(model, batch)
     hook.remove()
     return (torch.stack(seen) - plain).square().mean((0, 3)).sqrt()
 

@@ -1,0 +1,83 @@
+"""NEFTune: `noisy_embeddings` adds `Noise` to input embeddings in training, scaled by the `inverse_lengths` of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.forward import forward
+from posttrain.models.heads import causal_lm
+from posttrain.types import Batch, ModelOutputs
+
+
+@dataclass(slots=True)
+class Noise:
+    """NEFTune: uniform noise of at most ``alpha / sqrt(L d)`` on input embeddings, with L the length of the document.
+
+    Attributes:
+        alpha: Its magnitude.
+        inverse_lengths: ``(B, T)`` 1/L of the running pass; None, or of another shape: L is the row's width.
+
+    Reference: NEFTune, arXiv:2310.05914.
+    """
+
+    alpha: float
+    inverse_lengths: Tensor | None = None
+
+    def __call__(self, embeddings: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """The embeddings with noise, in training; ``(B, T, d)`` in and out."""
+        if not embeddings.training:
+            return output
+        inverse = self.inverse_lengths
+        if inverse is None or inverse.shape != output.shape[:-1]:
+            inverse = torch.full(output.shape[:-1], 1 / output.shape[1], device=output.device)
+        most = self.alpha * (inverse / output.shape[-1]).sqrt()  # (B, T)
+        return output + torch.empty_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)
+
+    def forward(self, model: nn.Module, batch: Batch, *args: Any, **kwargs: Any) -> ModelOutputs:
+        """Run `posttrain.models.forward.forward` with noise that goes by the documents of the batch."""
+        self.inverse_lengths = inverse_lengths(batch)
+        try:
+            return forward(model, batch, *args, **kwargs)
+        finally:
+            self.inverse_lengths = None
+
+
+@contextmanager
+def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[Callable[..., ModelOutputs]]:
+    """Add `Noise` to embeddings in training inside the block; yield the forward pass to call. ``None`` adds no noise."""
+    if alpha is None:
+        yield forward
+        return
+    noise, inner = Noise(alpha), causal_lm(model)
+    handle = inner.get_input_embeddings().register_forward_hook(noise)
+    try:
+        yield noise.forward
+    finally:
+        handle.remove()
+
+
+def inverse_lengths(batch: Batch) -> Tensor:
+    """``(B, T)``: 1/L at every token, L being the tokens of its document (a prompt with one completion); 0 on padding.
+
+    A token that several documents share is one for all of them: the mean of their 1/L, so that the variance of noise is the mean
+    of what each document alone would have.
+    """
+    total, count = torch.zeros(2, *batch.input_ids.shape)
+    for index, leaf in enumerate(batch.leaves):
+        if leaf.length > leaf.prompt:
+            row = batch.segments[leaf.segment].row
+            for run in batch.path(index):
+                total[row, run.start : run.stop] += 1 / leaf.length
+                count[row, run.start : run.stop] += 1
+    for segment in batch.segments:
+        # A prompt whose only answers are empty is a document itself.
+        columns = slice(segment.start, segment.stop)
+        lonely = count[segment.row, columns] == 0
+        total[segment.row, columns] += lonely / (segment.position + segment.stop - segment.start)
+    return (total / count.clamp_min(1)).to(batch.input_ids.device)
