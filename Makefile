@@ -81,7 +81,7 @@ test-serving: $(SERVING_NEEDS)  ## a real vLLM, and servers in processes of thei
 	$(REAL_VLLM) tests/rollouts/test_vllm_training.py $(ARGS)
 	$(REAL_VLLM) tests/rollouts/test_vllm_pictures.py $(ARGS)
 	$(DEV_PYTHON) -m pytest tests/rollouts/test_real_servers.py tests/methods/test_async_servers.py \
-		tests/serve/test_process.py -m "not gpu" $(ARGS)
+		tests/extensions/serve/test_process.py -m "not gpu" $(ARGS)
 
 # With DeepSpeed's ways: make test-ranks ARGS="--python PATH/TO/PYTHON", an environment that has it.
 test-ranks: $(VENV)/.dev  ## every method on two processes beside one, into docs/verified.md

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.cli.demo import example, find_model
+from posttrain.extensions.page.build import write_page
+from posttrain.extensions.page.run import read_runs
 from posttrain.loop.checkpoint import resolve_resume
-from posttrain.report.page.build import write_page
-from posttrain.report.page.run import read_runs
 from posttrain.report.progress import use_rich_progress
 
 

@@ -39,7 +39,12 @@ def __getattr__(name: str) -> Any:
         if not name.startswith("_"):
             importlib.import_module("posttrain.compat.paths").refuse("posttrain", name)
         raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"posttrain.{_PUBLIC[name]}"), name)
+    module = _PUBLIC[name]
+    if module.startswith("extensions."):
+        extension = importlib.import_module("posttrain.plugins").extension
+        value = getattr(extension(module.removeprefix("extensions.")), name)
+    else:
+        value = getattr(importlib.import_module(f"posttrain.{module}"), name)
     globals()[name] = value
     return value
 

@@ -272,8 +272,8 @@ from .rollouts.workers.samples import (
     WeightTransferProtocol as WeightTransferProtocol,
 )
 from .rollouts.workers.shared_weights import SharedWeights as SharedWeights, Weights as Weights
-from .serve.config import ServeConfig as ServeConfig
-from .serve.server import run_server as run_server
+from .extensions.serve.config import ServeConfig as ServeConfig
+from .extensions.serve.server import run_server as run_server
 from .methods.config import PostTrainingConfig as PostTrainingConfig
 from .loop.online import OnlineTrainer as OnlineTrainer
 from .methods.online_config import OnlineConfig as OnlineConfig

@@ -1,12 +1,15 @@
-"""`entries`: objects that installed packages register for posttrain. `load`: import one of them.
+"""`entries`: objects that installed packages register for posttrain. `load`: import one. `extension`: import our own code.
 
 A package registers an object under an entry point group (see `docs/extend.md`). Our own extensions use the same groups.
+Without a group, `extension` imports a module of `posttrain.extensions` by name. Core imports extensions in no other way.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Any, Literal
 
 from posttrain.errors import MissingDependencyError, raised_at
@@ -34,4 +37,22 @@ def load(entry: EntryPoint) -> Any:
             f"the entry point {entry.name!r} ({entry.group}) of the package {package!r} cannot be loaded: importing "
             f"{entry.value!r} raised {error!r} ({raised_at(error)}). Fix: install a version of {package!r} that works with "
             "this version of posttrain, or uninstall it."
+        ) from error
+
+
+def extension(path: str) -> ModuleType:
+    """Import the module ``posttrain.extensions.PATH``.
+
+    Raises:
+        MissingDependencyError: The extension is not part of this installation.
+    """
+    module = f"posttrain.extensions.{path}"
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("posttrain.extensions"):
+            raise
+        raise MissingDependencyError(
+            f"the extension {path.partition('.')[0]!r} is not installed: there is no module {module!r}. Fix: install posttrain "
+            "with its folder posttrain/extensions."
         ) from error

@@ -307,7 +307,7 @@ def server(folder: Path, wanted: bool) -> Iterator[None]:
         yield
         return
     from tests.conftest import build_model, build_tokenizer
-    from tests.serve.test_process import process
+    from tests.extensions.serve.test_process import process
 
     place, tokenizer = folder / "served", build_tokenizer()
     tokenizer.pad_token = "<|endoftext|>"

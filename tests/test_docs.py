@@ -392,9 +392,9 @@ def test_the_tables_of_callbacks_are_those_of_the_code():
 
 
 def test_the_tables_of_commands_are_those_of_the_code():
-    from posttrain.cli.inspect import EXAMPLES, ROWS
     from posttrain.cli.main import COMMANDS
     from posttrain.cli.train import CONFIGS, ScriptArguments
+    from posttrain.extensions.page.inspect_command import EXAMPLES, ROWS
 
     assert sorted(names("cli.md", "command")) == sorted(COMMANDS)
     assert sorted(names("inspect.md", "command")) == sorted(ROWS)
@@ -432,10 +432,10 @@ def commands():
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_are_understood(words):
     """Every flag of a command on the page is an option of it, of its launcher, or of `inspect`."""
-    from posttrain.cli import inspect as inspection
     from posttrain.cli import train
     from posttrain.cli.commands import TRAINING
     from posttrain.cli.main import COMMANDS
+    from posttrain.extensions.page import inspect_command as inspection
 
     name, *rest = words
     assert name in COMMANDS

@@ -21,12 +21,8 @@ from posttrain.values import accept_any_character, visible
 OTHERS = {
     "init": "write a commented config to start from: posttrain init grpo -o grpo.yaml",
     "check": "check a training command without training; exit status 78: refused",
-    "estimate": "estimate memory by component and the largest batch; exit status 78: it does not fit",
-    "inspect": "show the rows that a training command would train on: text, masks, lengths, findings",
-    "report": "write one HTML file about recorded runs: curves, findings, completions, comparison",
     "recipes": "list and copy settings from papers",
     "demo": "teach a small language model to add, on this machine, in a few minutes",
-    "serve": "start a rollout server for machines without vLLM; a trainer updates its weights",
     "vllm-serve": "start vLLM's own server with the options that training needs",
     "teacher-scores": "compute a teacher's scores of a dataset once, to train without the teacher",
     "completion": 'print Tab completion for bash or zsh: eval "$(posttrain completion bash)"',
@@ -113,8 +109,7 @@ OPTIONAL = (
 def environment() -> str:
     """Return one line per fact: this machine as in a run's manifest, optional packages, and version compatibility."""
     from posttrain.checks.machine import installed_version, verdict
-    from posttrain.report.page.run import flat
-    from posttrain.report.record import describe_run
+    from posttrain.report.record import describe_run, flat
 
     facts = describe_run()
     facts["versions"] |= {name: installed_version(name) for name in OPTIONAL}
@@ -122,17 +117,6 @@ def environment() -> str:
     misfits = verdict()
     said = "".join(f"\n  - {line}" for line in misfits) if misfits else " all installed packages are compatible"
     return "\n".join([*lines, f"- compatibility:{said}"])
-
-
-def _serve(argv: list[str]) -> int:
-    """Run a rollout server; return 0 after a requested shutdown."""
-    from posttrain.cli.parser import PosttrainArgumentParser
-    from posttrain.serve.config import ServeConfig
-    from posttrain.serve.server import run_server
-
-    (config,) = PosttrainArgumentParser(ServeConfig, prog="posttrain serve").parse_args_and_config(argv)
-    logging.getLogger("posttrain").setLevel(logging.INFO)
-    return run_server(config)
 
 
 def _vllm_serve(argv: list[str]) -> int:
@@ -159,10 +143,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "completion": lambda argv: _lazy("cli.options:completion", list(COMMANDS))(argv),
     "teacher-scores": _lazy("cli.teacher_scores:run"),
     "check": _lazy("cli.check:run"),
-    "estimate": _lazy("cli.estimate:run"),
-    "inspect": _lazy("cli.inspect:run"),
-    "report": _lazy("cli.report:run"),
-    "serve": _serve,
     "vllm-serve": _vllm_serve,
     "demo": _lazy("cli.demo:run"),
     "env": _env,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from posttrain import plugins
 from posttrain.cli import launch_ray, ranks
 from posttrain.cli.commands import TRAINING
 from posttrain.errors import CheckpointError, ConfigError, PosttrainError, did_you_mean, raised_at
@@ -226,7 +227,7 @@ def run(name: str, argv: list[str]) -> int:
     ``--launcher ray`` starts servers and trainer on a cluster.
     """
     if launch_ray.is_wanted(argv):
-        return launch_ray.run(name, argv, TRAINING[name].asks_servers)
+        return plugins.extension("ray.launch").run(name, argv, TRAINING[name].asks_servers)
     parsed, launch = parse(name, argv)
     if launch and "LOCAL_RANK" not in os.environ and ranks.EXIT_CODES not in os.environ:
         return _launch(name, argv, launch)

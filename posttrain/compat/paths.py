@@ -54,7 +54,10 @@ MODULES = frozenset(
 )
 
 # Modules that earlier versions of the documentation name.
-MOVED = {"posttrain.compat.available": "posttrain.extensions.trl_helpers.available"}
+MOVED = {
+    "posttrain.compat.available": "posttrain.extensions.trl_helpers.available",
+    "posttrain.report.inspect": "posttrain.extensions.page.inspect",
+}
 
 # Names that TRL has in two modules with two meanings.
 BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "DataCollatorForReward"}

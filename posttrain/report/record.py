@@ -40,6 +40,20 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("posttrain", "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
 
 
+def flat(value: object, name: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted names.
+
+    >>> flat({"a": {"b": 1}, "c": []})
+    {'a.b': 1, 'c': []}
+    """
+    if not isinstance(value, Mapping) or not value:
+        return {name: value} if name else {}
+    dotted: dict[str, Any] = {}
+    for key, inner in value.items():
+        dotted |= flat(inner, f"{name}.{key}" if name else str(key))
+    return dotted
+
+
 def describe_run() -> dict[str, Any]:
     """Describe time, command, software and hardware of this process."""
     return {

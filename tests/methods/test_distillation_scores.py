@@ -12,15 +12,15 @@ import posttrain as pt
 from posttrain.cli.main import main
 from posttrain.cli.teacher_scores import run as teacher_scores
 from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.extensions.serve.engine import ServedEngine
 from posttrain.methods.distillation import teacher
 from posttrain.methods.distillation.teacher import ScoreFile, score_dataset
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.serve.engine import ServedEngine
 from tests.checks.test_tokenizers import byte_level
 from tests.conftest import build_model
+from tests.extensions.serve.support import serving
 from tests.methods.helpers import losses, prompts
 from tests.methods.test_distillation import answers, dense_loss, make
-from tests.serve.support import serving
 from tests.wordings import raises
 
 

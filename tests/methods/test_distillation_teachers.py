@@ -6,14 +6,14 @@ import torch
 
 import posttrain as pt
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.serve.engine import ServedEngine
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.serve.engine import ServedEngine
 from tests.checks.test_tokenizers import byte_level
 from tests.conftest import build_model
+from tests.extensions.serve.support import serving
 from tests.methods.helpers import losses, prompts
 from tests.methods.test_distillation import BASE, answers, dense_loss, make
 from tests.methods.test_distillation_scores import FakeServer
-from tests.serve.support import serving
 from tests.wordings import raises
 
 NAMES = ["math", "code"]

@@ -372,7 +372,8 @@ def test_the_table_of_completions_shows_labels_in_place_of_placeholders(tmp_path
 
 
 def test_the_page_of_a_run_shows_thumbnails_beside_its_completions(tmp_path):
-    from posttrain.report.page import read_run, render
+    from posttrain.extensions.page.build import render
+    from posttrain.extensions.page.run import read_run
 
     trainer = trainer_of("grpo", tmp_path, max_steps=1, log_completions=True)
     trainer.train()

@@ -17,11 +17,11 @@ from tokenizers.processors import TemplateProcessing
 from posttrain import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from posttrain.data.forest import to_rows
 from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.extensions.page.build import render
+from posttrain.extensions.page.run import read_run
 from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
 from posttrain.pictures.picture import read_picture
-from posttrain.report.page.build import render
-from posttrain.report.page.run import read_run
 from tests.vision_families import build, noise
 
 FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "idefics3", "glm4v", "ovis2")

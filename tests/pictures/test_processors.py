@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from posttrain.cli.inspect import seen_by_model
 from posttrain.data.chat import is_processor
 from posttrain.errors import DataError, ModelError
+from posttrain.extensions.page.inspect_command import seen_by_model
 from posttrain.pictures.picture import conversation_pictures, read_picture
 from posttrain.pictures.processors import PictureProcessor, load_processor
 from tests.vision_families import NAMES, UNKNOWN, build, noise

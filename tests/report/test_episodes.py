@@ -7,13 +7,13 @@ from rich.console import Console
 
 from posttrain.cli.main import main
 from posttrain.errors import DataError
+from posttrain.extensions.page.build import render
+from posttrain.extensions.page.run import read_runs
 from posttrain.report.episodes import LONGEST, episode_tree, to_console
 from posttrain.report.files import write_rows
-from posttrain.report.page import read_runs
-from posttrain.report.page.build import render
 from posttrain.rollouts.episodes.session import CapturedCall, Recorded, Session, record_session
 from posttrain.types import Rollout
-from tests.report.page_runs import grpo_record
+from tests.extensions.page.page_runs import grpo_record
 from tests.wordings import raises
 
 

@@ -6,8 +6,9 @@ from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from posttrain.data.forest import collate
+from posttrain.extensions.page.build import render
+from posttrain.extensions.page.run import read_run
 from posttrain.loop.data_report import describe_batches
-from posttrain.report.page import read_run, render
 from posttrain.types import Row
 
 

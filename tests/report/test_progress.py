@@ -5,9 +5,9 @@ import io
 import torch
 from rich.console import Console
 
+from posttrain.extensions.page.build import write_page
+from posttrain.extensions.page.run import read_run
 from posttrain.report import progress
-from posttrain.report.page.build import write_page
-from posttrain.report.page.run import read_run
 from posttrain.report.progress import RichProgressCallback, learned, resume_command, use_rich_progress
 from tests.methods.helpers import chats, sft
 from tests.wordings import raises

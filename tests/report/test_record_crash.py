@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from posttrain.report.page import read_run
+from posttrain.extensions.page.run import read_run
 from posttrain.report.record import RunRecord
 from posttrain.types import Finding
 from tests.forks import Forked

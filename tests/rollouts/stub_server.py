@@ -16,9 +16,9 @@ import xxhash
 from safetensors.torch import load as load_safetensors
 
 from posttrain.errors import BadRequest
+from posttrain.extensions.serve.engine import Job, score_choice
+from posttrain.extensions.serve.host import Completions, choices_of
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.serve.engine import Job, score_choice
-from posttrain.serve.host import Completions, choices_of
 
 VOCABULARY = 10**6  # Ids beyond the model's own are for the trainer to notice.
 

@@ -8,17 +8,17 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain.errors import ConfigError, ModelError, WeightSyncError
+from posttrain.extensions.serve.engine import ServedEngine
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle, read_adapter
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.workers.shared_weights import Weights
-from posttrain.serve.engine import ServedEngine
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
+from tests.extensions.serve.support import VOCAB, serving
 from tests.methods.helpers import grpo
 from tests.rollouts.test_weights import adapted, build_moe
-from tests.serve.support import VOCAB, serving
 from tests.wordings import raises
 
 REQUESTS = [Request([5, 6, 7, 8], 4), Request([9, 10], 4)]
@@ -192,8 +192,8 @@ def trained(folder, tokenizer, url, **settings):
 
 @pytest.fixture
 def big_server(tiny_tokenizer):
+    from posttrain.extensions.serve.engine import ServedEngine
     from posttrain.rollouts.native.engine import NativeEngine
-    from posttrain.serve.engine import ServedEngine
 
     with serving(
         lambda: ServedEngine(NativeEngine(build_model(len(tiny_tokenizer)), pad_token_id=2)), context=512

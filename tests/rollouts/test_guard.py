@@ -15,7 +15,7 @@ from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.guard import Guard, LoopbackGuard, guard_for
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.server.tokens import find_token, token_pattern, write_token
-from tests.serve.support import serving
+from tests.extensions.serve.support import serving
 
 TOKEN = {"authorization": "Bearer open sesame", "content-type": "application/json"}
 

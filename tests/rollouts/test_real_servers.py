@@ -14,10 +14,10 @@ from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model, build_tokenizer
+from tests.extensions.serve.test_process import process
 from tests.loop.test_far_rollouts import PLAIN, Seeded
 from tests.methods.helpers import grpo, grpo_args, losses, weights
 from tests.rollouts import test_contract as contract
-from tests.serve.test_process import process
 
 pytestmark = pytest.mark.distributed
 

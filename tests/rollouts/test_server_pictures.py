@@ -18,9 +18,9 @@ from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
+from tests.extensions.serve.test_host import asked_about, copied, gap
 from tests.methods.test_vision_online import QUICK, prompts, short
 from tests.rollouts.stub_server import Refused, StubServer
-from tests.serve.test_host import asked_about, copied, gap
 from tests.vision_families import build
 from tests.wordings import raises
 

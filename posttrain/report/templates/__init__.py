@@ -1,4 +1,4 @@
-"""Jinja templates of the model card, the report page and inspected rows. All values are escaped."""
+"""Jinja templates of the model card and the notebook display. All values are escaped."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TEMPLATES = Path(__file__).parent
 
 
 @cache
-def environment() -> jinja2.Environment:
-    """Return the environment, which escapes values and writes invisible characters as codes."""
+def environment(folder: Path = TEMPLATES) -> jinja2.Environment:
+    """Return the environment of a folder of templates, which escapes values and writes invisible characters as codes."""
 
     def escaped(value: object) -> Any:
         return value if isinstance(value, Markup) else visible(str(value))
 
-    return jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, finalize=escaped)
+    return jinja2.Environment(loader=jinja2.FileSystemLoader(folder), autoescape=True, finalize=escaped)

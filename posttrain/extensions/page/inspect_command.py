@@ -19,7 +19,7 @@ from posttrain.errors import ConfigError, DataError, check_choice
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-    from posttrain.report.inspect import Summary
+    from posttrain.extensions.page.inspect import Summary
 
 
 EXAMPLES = 1000
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
     about = {"show": options.rows, "examples": options.examples, "pictures": options.pictures}
     summary = inspect_rows(Subject(options.command, rest), **about)
 
-    from posttrain.report.inspect import to_console, to_html
+    from posttrain.extensions.page.inspect import to_console, to_html
 
     to_console(summary)
     if options.html:
@@ -109,7 +109,7 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
         DataError: There is no data, or it cannot be tokenized.
     """
     from posttrain.checks.rows import check_rows, dropped_rows
-    from posttrain.report.inspect import summarise
+    from posttrain.extensions.page.inspect import summarise
 
     config, tokenizer = subject.config, subject.tokenizer
     drawn, total, places = subject.drawn(subject.data, examples)

@@ -22,6 +22,8 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from posttrain.data.chat import terminal_token_ids
 from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, RolloutError, WeightSyncError
+from posttrain.extensions.serve.config import ServeConfig
+from posttrain.extensions.serve.engine import NOT_WHOLE, Job, ServedEngine
 from posttrain.models.architecture import context_length
 from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
@@ -35,8 +37,6 @@ from posttrain.rollouts.server.bodies import first_errors, read_json
 from posttrain.rollouts.server.guard import guard_for
 from posttrain.rollouts.server.replies import LOOPBACK, error_body
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
-from posttrain.serve.config import ServeConfig
-from posttrain.serve.engine import NOT_WHOLE, Job, ServedEngine
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling
 

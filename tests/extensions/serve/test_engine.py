@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from posttrain.errors import ModelError, WeightSyncError
+from posttrain.extensions.serve.engine import Job, ServedEngine, score_choice
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.serve.engine import Job, ServedEngine, score_choice
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-FOLDER = Path(__file__).parents[2] / "examples" / "serving"
+FOLDER = Path(__file__).parents[3] / "examples" / "serving"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 MANIFESTS = sorted((FOLDER / "kubernetes").glob("*.yaml"))
 SHELLCHECK = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -17,12 +18,14 @@ from rich.text import Text
 from posttrain.checks.rows import TokenSequence, quantiles, sequences_of
 from posttrain.errors import DataError
 from posttrain.pictures.picture import Picture
-from posttrain.report.templates import TEMPLATES, environment
+from posttrain.report.templates import environment
 from posttrain.types import Finding, Row
 from posttrain.values import visible
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
+
+TEMPLATES = Path(__file__).with_name("templates")
 
 BINS = 12
 TAIL = 3  # If the maximum length exceeds the 99th percentile by this factor, the longest sequences share one bin.
@@ -526,5 +529,5 @@ def to_html(summary: Summary) -> str:
         for shown in summary.shown
     ]
     style = (TEMPLATES / "page.css").read_text(encoding="utf-8")
-    template = environment().get_template("inspect.html.jinja")
+    template = environment(TEMPLATES).get_template("inspect.html.jinja")
     return template.render(summary=summary, facts=facts(summary), rows=rows, style=style)

@@ -17,10 +17,11 @@ import yaml
 
 from posttrain.cli import launch_ray, train
 from posttrain.cli.commands import TRAINING
-from posttrain.cli.launch_ray import RayRun
 from posttrain.errors import ConfigError, MissingDependencyError
+from posttrain.extensions.ray import launch
+from posttrain.extensions.ray.launch import RayRun
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MODEL = ["--model_name_or_path", "m"]
 
 
@@ -79,7 +80,7 @@ def test_servers_serve_the_trainers_model(file):
 
 
 def test_where_vllm_is_installed_its_own_server_serves(monkeypatch):
-    monkeypatch.setattr("posttrain.cli.launch_ray.is_available", lambda name: True)
+    monkeypatch.setattr("posttrain.extensions.ray.launch.is_available", lambda name: True)
     args = ["--rollout_server_args", "--tensor-parallel-size 4"]
     made = job(*MODEL, *args, "--rollout_servers", "1", "--trust_remote_code", "true")
     assert made.serving == "vllm-serve"
@@ -123,7 +124,7 @@ def test_the_commands_with_servers_are_those_that_generate():
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependencyError, match=r'pip install "posttrain\[ray\]"'):
-        launch_ray.run("grpo", ["--launcher", "ray", *MODEL], served=True)
+        launch.run("grpo", ["--launcher", "ray", *MODEL], served=True)
 
 
 def test_the_table_of_options_is_that_of_the_code():

@@ -2,9 +2,10 @@
 
 import pytest
 
-from posttrain.report.page import read_runs, render
-from tests.report.browser import CHROMIUM, browser
-from tests.report.page_runs import dpo_record, grpo_record
+from posttrain.extensions.page.build import render
+from posttrain.extensions.page.run import read_runs
+from tests.extensions.page.browser import CHROMIUM, browser
+from tests.extensions.page.page_runs import dpo_record, grpo_record
 
 pytest.importorskip("websockets")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]

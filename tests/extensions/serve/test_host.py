@@ -14,6 +14,9 @@ from safetensors.torch import save
 
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.errors import ConfigError
+from posttrain.extensions.serve.config import ServeConfig
+from posttrain.extensions.serve.engine import Job, ServedEngine
+from posttrain.extensions.serve.host import create_app, make_host
 from posttrain.loop.rollout import sample
 from posttrain.losses.truncation import truncate
 from posttrain.models.vision import install_pictures
@@ -23,13 +26,10 @@ from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
-from posttrain.serve.config import ServeConfig
-from posttrain.serve.engine import Job, ServedEngine
-from posttrain.serve.host import create_app, make_host
 from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model, scale_logits
+from tests.extensions.serve.support import VOCAB, serving
 from tests.methods.test_vision_online import QUICK, prompts, short
-from tests.serve.support import VOCAB, serving
 from tests.vision_families import build, noise
 
 
@@ -271,7 +271,7 @@ def test_nothing_is_scored_by_weights_of_which_some_are_old_and_some_are_new(fre
 def test_a_model_with_a_rule_of_its_own_for_logits_scores_by_them(tiny_tokenizer, tmp_path, monkeypatch):
     model = scale_logits(build_model(len(tiny_tokenizer)))
     tiny_tokenizer.save_pretrained(tmp_path)
-    monkeypatch.setattr("posttrain.serve.host.create_model_from_path", lambda *_, **__: model)
+    monkeypatch.setattr("posttrain.extensions.serve.host.create_model_from_path", lambda *_, **__: model)
     (choice,) = make_host(ServeConfig(str(tmp_path), engine="hf")).served.score([[5, 6, 7]], 1)
     logps = model(torch.tensor([[5, 6]])).logits[0].detach().log_softmax(-1)
     for at, token, line in zip(choice["prompt_logprobs"][1:], [6, 7], logps, strict=True):

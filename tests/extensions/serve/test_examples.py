@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from posttrain.cli.parser import PosttrainArgumentParser
+from posttrain.extensions.serve.config import ServeConfig
 from posttrain.rollouts.vllm import vllm_command
-from posttrain.serve.config import ServeConfig
 
-FOLDER = Path(__file__).parents[2] / "examples" / "serving"
+FOLDER = Path(__file__).parents[3] / "examples" / "serving"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 MANIFESTS = sorted((FOLDER / "kubernetes").glob("*.yaml"))
 

@@ -7,11 +7,11 @@ import signal
 import socket
 
 from posttrain.errors import ConfigError
+from posttrain.extensions.serve.config import ServeConfig
 from posttrain.integrations import require
 from posttrain.integrations.machine import listen, raise_file_limit
 from posttrain.integrations.network import host_and_port
 from posttrain.rollouts.server.tokens import write_token
-from posttrain.serve.config import ServeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ def run_server(config: ServeConfig) -> int:
         require(package, "posttrain serve")
     import uvicorn
 
+    from posttrain.extensions.serve.host import create_app, make_host
     from posttrain.rollouts.server.listening import server_config
-    from posttrain.serve.host import create_app, make_host
 
     raise_file_limit()
     host = make_host(config)

@@ -9,9 +9,9 @@ import pytest
 
 from posttrain.checks.memory import Lengths, plan
 from posttrain.cli.commands import TRAINING
-from posttrain.cli.estimate import DOES_NOT_FIT
 from posttrain.cli.main import main
 from posttrain.cli.train import parser_for
+from posttrain.extensions.estimate.estimate import DOES_NOT_FIT
 from posttrain.models import memory_estimate
 from tests.conftest import build_model
 

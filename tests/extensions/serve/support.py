@@ -8,12 +8,12 @@ import time
 import requests
 import uvicorn
 
+from posttrain.extensions.serve.config import ServeConfig
+from posttrain.extensions.serve.engine import ServedEngine
+from posttrain.extensions.serve.host import Host, create_app
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.listening import server_config
 from posttrain.rollouts.server.tokens import write_token
-from posttrain.serve.config import ServeConfig
-from posttrain.serve.engine import ServedEngine
-from posttrain.serve.host import Host, create_app
 from tests.conftest import build_model
 
 VOCAB = 37

@@ -186,20 +186,6 @@ class Run:
         return self.series[name].values[-1] if name in self.series else None
 
 
-def flat(value: object, name: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted names.
-
-    >>> flat({"a": {"b": 1}, "c": []})
-    {'a.b': 1, 'c': []}
-    """
-    if not isinstance(value, Mapping) or not value:
-        return {name: value} if name else {}
-    dotted: dict[str, Any] = {}
-    for key, inner in value.items():
-        dotted |= flat(inner, f"{name}.{key}" if name else str(key))
-    return dotted
-
-
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """Read runs and give them unique names, made of as few trailing path components as necessary.
 

@@ -22,11 +22,12 @@ from markupsafe import Markup
 
 from posttrain.checks.rules import Rule, Verdict, review
 from posttrain.errors import ConfigError
+from posttrain.extensions.page.inspect import TEMPLATES, histogram
+from posttrain.extensions.page.run import Run, Series
 from posttrain.report.files import whole_file
-from posttrain.report.inspect import histogram
-from posttrain.report.page.run import Run, Series, flat
 from posttrain.report.progress import MAIN, of_sets
-from posttrain.report.templates import TEMPLATES, environment
+from posttrain.report.record import flat
+from posttrain.report.templates import environment
 
 LONGEST = 4000  # Maximum number of characters of a completion; of longer ones, the middle is omitted.
 TAIL = 0.1  # The final value is the mean over this share of the latest points.
@@ -86,7 +87,7 @@ def steps(spans: Sequence[tuple[int, int]]) -> str:
     return ("step " if words[1:] == [] and "to" not in words[0] else "steps ") + ", ".join(words[:4]) + more
 
 
-environment().filters.update({f.__name__: f for f in (number, middle_out, shown, steps, histogram, flat)})
+environment(TEMPLATES).filters.update({f.__name__: f for f in (number, middle_out, shown, steps, histogram, flat)})
 
 
 # Curves ------------------------------------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the content of the page: ``sections``, HTML by name, and ``data``, the data of the charts."""
     verdicts = [review(run.rows) for run in runs]
     panels = panels_of(runs)
-    make: Any = environment().get_template("sections.html.jinja").module
+    make: Any = environment(TEMPLATES).get_template("sections.html.jinja").module
     sections = {
         "overview": make.overview(runs, of_sets(MAIN, dict.fromkeys(name for run in runs for name in run.series))),
         "findings": make.findings(runs),
@@ -336,12 +337,12 @@ def _change(first: float | None, value: float | None) -> str:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Render the page of runs from `posttrain.report.page.read_runs`."""
+    """Render the page of runs from `posttrain.extensions.page.run.read_runs`."""
     page = content(runs)
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
-        environment()
+        environment(TEMPLATES)
         .get_template("page.html.jinja")
         .render(
             runs=runs,

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from posttrain.cli import inspect as command
 from posttrain.cli import train
 from posttrain.cli.commands import TRAINING
 from posttrain.cli.subject import Prepared, Subject
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.page import inspect_command as command
 from posttrain.types import Row
 
 NAMES = ("--rows", "--examples", "--html")

@@ -19,7 +19,7 @@ from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.forks import Forked
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def test_a_second_ctrl_c_ends_the_server_though_its_engine_has_much_to_write(tmp
 
 @pytest.mark.distributed
 def test_a_signal_while_the_model_is_loaded_ends_the_server():
-    code = "import time, posttrain.serve.host as host, posttrain.serve.server as server\n"
+    code = "import time, posttrain.extensions.serve.host as host, posttrain.extensions.serve.server as server\n"
     code += "host.make_host = lambda config: (print('loading', flush=True), time.sleep(60))\n"
     running = Forked(["-c", code + "server.run_server(server.ServeConfig('m'))"], stdout=subprocess.PIPE)
     try:

@@ -1,4 +1,4 @@
-"""`posttrain report`: write one HTML file about recorded runs."""
+"""`inspect` and `report`: the commands, which import their modules when they run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from posttrain.report.page.build import write_page
-from posttrain.report.page.run import read_runs
+
+def inspect(argv: list[str]) -> int:
+    """Show the rows that a training command would train on: text, masks, lengths, findings."""
+    from posttrain.extensions.page.inspect_command import run
+
+    return run(argv)
 
 
-def run(argv: list[str]) -> int:
-    """Write one HTML file about the recorded runs in ``argv``, and print its path.
+def report(argv: list[str]) -> int:
+    """Write one HTML file about recorded runs: curves, findings, completions, comparison.
 
     Returns:
         0.
@@ -19,6 +23,9 @@ def run(argv: list[str]) -> int:
     Raises:
         DataError: A folder contains no run record.
     """
+    from posttrain.extensions.page.build import write_page
+    from posttrain.extensions.page.run import read_runs
+
     parser = argparse.ArgumentParser(
         prog="posttrain report",
         description="Write one HTML file about recorded runs: curves, findings, completions, data, manifest, comparison. "

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.errors import DataError
-from posttrain.report.inspect import FILE_TOKENS, Bin, Piece, elide, pieces_of, summarise, to_console, to_html
+from posttrain.extensions.page.inspect import FILE_TOKENS, Bin, Piece, elide, pieces_of, summarise, to_console, to_html
 from posttrain.types import Finding, Row
 from posttrain.values import visible
 from tests.wordings import raises

@@ -13,13 +13,13 @@ import pytest
 from posttrain.checks.rules import RULES, check_log, review
 from posttrain.cli.main import main
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.page.build import content, panels_of, render
+from posttrain.extensions.page.run import read_run, read_runs
 from posttrain.report.lock import FolderLock
-from posttrain.report.page import read_run, read_runs, render
-from posttrain.report.page.build import content, panels_of
 from posttrain.report.progress import MAIN
 from posttrain.report.record import RunRecord
+from tests.extensions.page.page_runs import EVIL, break_record, dpo_record, grpo_record
 from tests.forks import PIPE, Forked
-from tests.report.page_runs import EVIL, break_record, dpo_record, grpo_record
 from tests.wordings import raises
 
 

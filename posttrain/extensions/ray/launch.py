@@ -1,0 +1,264 @@
+"""`posttrain grpo --launcher ray`: run rollout servers and trainer as Ray tasks in one placement group.
+
+Ray reserves machines, sets visible GPUs, forwards the output of commands, and ends them with this process. A task runs
+`posttrain` in a child process and returns its exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.cli import ranks
+from posttrain.cli.launch_ray import STARTED, RayArguments
+from posttrain.cli.parser import PosttrainArgumentParser
+from posttrain.errors import ConfigError
+from posttrain.extensions.serve.config import ServeConfig
+from posttrain.integrations import is_available, require
+from posttrain.integrations.network import host_and_port
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE
+from posttrain.rollouts.vllm import vllm_command
+
+# Prefixes of environment variables that are passed to tasks; Ray passes no others.
+PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")
+# 128 plus SIGINT and SIGTERM, as in shells.
+INTERRUPTED, TERMINATED = 130, 143
+# EX_TEMPFAIL of sysexits.h: the same run may be started again.
+LOST = 75
+# Seconds that the trainer has to save after Ctrl-C, and that a server has to end.
+SAVE_SECONDS = 15.0
+# linux/prctl.h: set the signal that a child gets when its parent dies.
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _Trained:
+    """Training options that the launcher also reads."""
+
+    model_name_or_path: str | None = None
+    model_revision: str | None = None
+    trust_remote_code: str | None = None
+    num_processes: int = 1
+    vllm_server_base_url: str | None = None
+    vllm_mode: str | None = None
+    worker_engine: str | None = None
+
+
+class RayRun:
+    """Training command with its servers: their resources and arguments.
+
+    Args:
+        name: Name of the training command.
+        argv: Its arguments, including those of `RayArguments`.
+        served: Whether rollout servers can generate for it.
+
+    Raises:
+        ConfigError: The command or its options cannot be run this way.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str], served: bool) -> None:
+        self.name, self.argv = name, list(argv)
+        parser = PosttrainArgumentParser((RayArguments, _Trained), prog=f"posttrain {name} --launcher ray")
+        self.options, self.trained, _ = parser.parse_args_and_config(self.argv, return_remaining_strings=True)
+        # Use vLLM's own server if vLLM is installed.
+        self.serving = "vllm-serve" if is_available("vllm") else "serve"
+        if not self.options.rollout_servers:
+            return
+        if not served:
+            raise ConfigError(
+                f"posttrain {name} does not generate with rollout servers. Fix: pass --rollout_servers 0 (trainer only)."
+            )
+        for field in ("vllm_server_base_url", "vllm_mode", "worker_engine"):
+            if (value := getattr(self.trained, field)) is not None:
+                raise ConfigError(
+                    f"{field}={value!r} and --launcher ray both define where rollouts are generated. Fix: "
+                    "remove it, or pass --rollout_servers 0 to use your own servers."
+                )
+        if not self.trained.model_name_or_path:
+            raise ConfigError("--model_name_or_path is missing. Fix: name the model to serve and train.")
+        # Reject wrong server arguments before anything is placed.
+        if self.serving == "vllm-serve":
+            vllm_command(self.serve_arguments(), cpu=False)
+        else:
+            parser = PosttrainArgumentParser(ServeConfig, prog="rollout_server_args")
+            parser.parse_args_and_config(self.serve_arguments())
+
+    def serve_arguments(self, host: str = "127.0.0.1", port: int = 8000) -> list[str]:
+        """Return the arguments of the server command for this training."""
+        trained = self.trained
+        options = {"model": trained.model_name_or_path, "host": host, "port": port, "revision": trained.model_revision}
+        words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+        words += ["--trust_remote_code"] if trained.trust_remote_code else []
+        return [*words, *shlex.split(self.options.rollout_server_args)]
+
+    def trainer_arguments(self, urls: Sequence[str]) -> list[str]:
+        """Return the arguments of the training command, with the servers' addresses."""
+        further: list[str] = []
+        if urls and self.name == "async-grpo":
+            further = ["--worker_engine", "server", "--vllm_server_base_url", *urls]
+        elif urls:
+            further = ["--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_base_url", ",".join(urls)]
+        return [self.name, *self.argv, *further]
+
+    def bundles(self, with_gpus: bool) -> list[dict[str, float]]:
+        """Return the resources of the trainer, then of each server, for Ray's placement group."""
+        options = self.options
+        trainer = (options.trainer_cpus, options.trainer_gpus, self.trained.num_processes)
+        server = (options.rollout_server_cpus, options.rollout_server_gpus, 1)
+        return [
+            {"CPU": cpus, "GPU": (default if with_gpus else 0) if gpus is None else gpus}
+            for cpus, gpus, default in [trainer, *[server] * options.rollout_servers]
+        ]
+
+
+def _address() -> tuple[str, int]:
+    """Return the address of this machine and a free port."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return str(require("ray", "--launcher ray").util.get_node_ip_address()), int(probe.getsockname()[1])
+
+
+def _run_command(arguments: Sequence[str], folder: str) -> int:
+    """Run ``posttrain ARGUMENTS`` until it ends. Cancelling the task interrupts it like Ctrl-C."""
+    # Ray blocks SIGINT in its workers, and children would inherit the mask.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = [sys.executable, "-m", "posttrain.cli.main", *arguments]
+    process = subprocess.Popen(command, cwd=folder, preexec_fn=_end_with_parent, start_new_session=True)
+    try:
+        while process.poll() is None:
+            # Ray's cancellation interrupts Python code, but not a blocking system call.
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        process.wait(SAVE_SECONDS)
+    finally:
+        # Also kill the processes that the command started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def run(name: str, argv: list[str], served: bool) -> int:
+    """Place servers and trainer, wait for the trainer, and end all tasks. Arguments are those of `RayRun`.
+
+    Returns:
+        The trainer's exit code, or that of the last server if none is left; 75 if its machine was lost; 130 after Ctrl-C, 143
+        after SIGTERM.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        ConfigError: There is no cluster, it has too few resources, or options cannot work.
+    """
+    job = RayRun(name, argv, served)
+    ray: Any = require("ray", "--launcher ray")
+    address = job.options.ray_address
+    # Do not merge equal log lines of several servers.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    try:
+        ray.init(address=address, **({"include_dashboard": False} if address == "local" else {}))
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster is available at ray_address={address!r}: {str(error).strip().splitlines()[0]} Fix: start one with "
+            "'ray start --head', or pass --ray_address local for a cluster of this run only."
+        ) from error
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    try:
+        return _Placed(ray, job).run()
+    finally:
+        # Ray forwards the last output lines shortly after the commands end.
+        time.sleep(1.0)
+        ray.shutdown()
+
+
+class _Placed:
+    """Tasks of a run in their placement group."""
+
+    def __init__(self, ray: Any, job: RayRun) -> None:
+        self.ray, self.job = ray, job
+        env = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON) and key != ranks.EXIT_CODES}
+        # The token prevents other users of the cluster from replacing the servers' weights.
+        env |= {API_KEY_VARIABLE: os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32), STARTED: "1"}
+        self.options = {"max_retries": 0, "runtime_env": {"env_vars": env}}
+        self.bundles = job.bundles(ray.cluster_resources().get("GPU", 0) > 0)
+        self.group = ray.util.placement_group(self.bundles, strategy=job.options.ray_placement)
+        # Meanwhile, an autoscaling cluster adds machines.
+        if not self.group.wait(job.options.ray_timeout):
+            cpus, gpus = (sum(bundle[kind] for bundle in self.bundles) for kind in ("CPU", "GPU"))
+            free = ray.available_resources()
+            raise ConfigError(
+                f"--launcher ray needs {cpus:g} CPUs and {gpus:g} GPUs for the trainer and {len(self.bundles) - 1} servers "
+                f"(ray_placement={job.options.ray_placement!r}), but the Ray cluster has {free.get('CPU', 0):g} CPUs and "
+                f"{free.get('GPU', 0):g} GPUs free after {job.options.ray_timeout:g} s. Fix: request fewer, or add machines."
+            )
+
+    def start(self, index: int, function: Any, *arguments: Any) -> Any:
+        """Start a task with the resources of one bundle: 0 is the trainer's, the others are the servers'."""
+        place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
+        takes = {"num_cpus": self.bundles[index]["CPU"], "num_gpus": self.bundles[index]["GPU"]}
+        return self.ray.remote(scheduling_strategy=place, **takes, **self.options)(function).remote(*arguments)
+
+    def run(self) -> int:
+        """Start all tasks, wait for the trainer, and end all tasks."""
+        servers: dict[Any, str] = {}
+        trainer: Any = None
+        try:
+            places = self.ray.get([self.start(index, _address) for index in range(len(self.bundles))])
+            urls = []
+            for index, (host, port) in enumerate(places[1:], start=1):
+                # On the trainer's own machine, weights are transferred through shared memory.
+                host = "127.0.0.1" if host == places[0][0] else host
+                urls.append(f"http://{host_and_port(host, port)}")
+                words = [self.job.serving, *self.job.serve_arguments(host, port)]
+                task = self.start(index, _run_command, words, os.getcwd())
+                servers[task] = f"rollout server {index} ({urls[-1]})"
+                print(f"posttrain: {servers[task]}", file=sys.stderr)
+            # The trainer itself waits for the servers, up to vllm_server_timeout.
+            trainer = self.start(0, _run_command, self.job.trainer_arguments(urls), os.getcwd())
+            return self.follow(trainer, servers)
+        except KeyboardInterrupt:
+            print("posttrain: interrupted; the trainer finishes its step and saves", file=sys.stderr)
+            return INTERRUPTED
+        finally:
+            # The trainer first, because saving may still need the servers.
+            self.end([trainer] if trainer is not None else [])
+            self.end(list(servers))
+
+    def end(self, tasks: list[Any]) -> None:
+        """Interrupt tasks that still run, and wait for them."""
+        for task in tasks:
+            self.ray.cancel(task)
+        if tasks:
+            self.ray.wait(tasks, num_returns=len(tasks), timeout=SAVE_SECONDS)
+
+    def follow(self, main: Any, servers: dict[Any, str]) -> int:
+        """Wait for the trainer, or for the last server to end, because the trainer cannot continue without servers."""
+        waiting = [main, *servers]
+        while True:
+            (ended,), waiting = self.ray.wait(waiting)
+            try:
+                code = int(self.ray.get(ended))
+            except self.ray.exceptions.RayError as error:
+                print(f"posttrain: error: a command was lost: {str(error).splitlines()[0]}", file=sys.stderr)
+                code = LOST
+            if ended == main:
+                return code
+            print(f"posttrain: warning: {servers[ended]} ended with code {code}", file=sys.stderr)
+            if waiting == [main]:
+                return code or LOST

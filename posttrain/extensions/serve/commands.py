@@ -1,0 +1,20 @@
+"""`serve`: the command, which imports its modules when it runs."""
+
+from __future__ import annotations
+
+import logging
+
+
+def serve(argv: list[str]) -> int:
+    """Start a rollout server for machines without vLLM; a trainer updates its weights.
+
+    Returns:
+        0 after a requested shutdown.
+    """
+    from posttrain.cli.parser import PosttrainArgumentParser
+    from posttrain.extensions.serve.config import ServeConfig
+    from posttrain.extensions.serve.server import run_server
+
+    (config,) = PosttrainArgumentParser(ServeConfig, prog="posttrain serve").parse_args_and_config(argv)
+    logging.getLogger("posttrain").setLevel(logging.INFO)
+    return run_server(config)
