@@ -234,14 +234,14 @@ from .rewards.judges import (
     BasePairwiseJudge as BasePairwiseJudge,
     BaseRankJudge as BaseRankJudge,
     JudgeReward as JudgeReward,
-    OpenAIPairwiseJudge as OpenAIPairwiseJudge,
 )
 from .rewards.math import (
     accuracy_reward as accuracy_reward,
     answers_match as answers_match,
     reasoning_accuracy_reward as reasoning_accuracy_reward,
 )
-from .rewards.reasoning_gym import reasoning_gym_task as reasoning_gym_task
+from .extensions.rewards.openai_judge import OpenAIPairwiseJudge as OpenAIPairwiseJudge
+from .extensions.rewards.reasoning_gym import reasoning_gym_task as reasoning_gym_task
 from .rollouts.base import (
     Capabilities as Capabilities,
     RolloutEngine as RolloutEngine,

@@ -23,7 +23,7 @@ PARTS = {
     "models": ("Models", ("models",)),
     "losses": ("Losses", ("losses",)),
     "rollouts": ("Rollouts and servers", ("rollouts", "extensions.serve")),
-    "rewards": ("Rewards", ("rewards",)),
+    "rewards": ("Rewards", ("rewards", "extensions.rewards")),
     "checks": ("Checks and reports", ("checks", "report", "cli")),
     "helpers": ("Helpers", ("extensions.trl_helpers", "integrations")),
 }

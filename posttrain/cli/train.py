@@ -99,7 +99,7 @@ def reward_functions(script_args: Any) -> list[Any]:
     functions: list[Any] = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
     for name in script_args.reward_funcs or []:
         if name in REWARDS:
-            functions.append(REWARDS[name])
+            functions.append(REWARDS[name]())
         elif "." in name or ":" in name:
             functions.append(_callable(named_object(name, "reward_funcs"), name, "reward_funcs"))
         else:
@@ -328,9 +328,8 @@ def _parts(script_args: Any, config: Any) -> dict[str, Any]:
     if isinstance(script_args, EpisodeScriptArguments):
         extra |= episode_parts(script_args)
     if isinstance(script_args, JudgedScriptArguments) and script_args.judge_url:
-        from posttrain.rewards.judges import OpenAIPairwiseJudge
-
-        judge = OpenAIPairwiseJudge(script_args.judge_model, base_url=script_args.judge_url, max_requests=None)
+        kind = plugins.extension("rewards.openai_judge").OpenAIPairwiseJudge
+        judge = kind(script_args.judge_model, base_url=script_args.judge_url, max_requests=None)
         extra["judge"] = judge
     return extra
 

@@ -9,10 +9,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from posttrain import plugins
+
 # Module -> its names that users import from here.
 _PUBLIC = {
     "call": ("RewardTable", "parallel"),
-    "code": ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests"),
     "format": (
         "get_cosine_scaled_reward",
         "get_repetition_penalty_reward",
@@ -27,14 +28,17 @@ _PUBLIC = {
     "model": ("ModelReward",),
     "runner": ("RewardRunner",),
 }
+_CODE = ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests")  # Of the extension `rewards`.
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 
-__all__ = sorted(["REWARDS", *_MODULES])
+__all__ = sorted(["REWARDS", *_CODE, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
     if name == "REWARDS":
         value: Any = _rewards()
+    elif name in _CODE:
+        value = getattr(plugins.extension("rewards.code"), name)
     elif name in _MODULES:
         value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     else:
@@ -43,15 +47,15 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def _rewards() -> dict[str, Callable]:
-    """Return the rewards that the command line can name. A ``get_`` name is that factory's reward with the constants below."""
-    from posttrain.rewards import code, format, math
+def _rewards() -> dict[str, Callable[[], Callable]]:
+    """Return makers of the rewards that the command line can name. A ``get_`` name makes that factory's reward."""
+    from posttrain.rewards import format, math
 
     return {
-        "accuracy_reward": math.accuracy_reward,
-        "code_tests_reward": code.get_code_tests_reward(),
-        "get_soft_overlong_punishment": format.get_soft_overlong_punishment(1280, 256),
-        "reasoning_accuracy_reward": math.reasoning_accuracy_reward,
-        "repetition_penalty_reward": format.get_repetition_penalty_reward(),
-        "think_format_reward": format.think_format_reward,
+        "accuracy_reward": lambda: math.accuracy_reward,
+        "code_tests_reward": lambda: plugins.extension("rewards.code").get_code_tests_reward(),
+        "get_soft_overlong_punishment": lambda: format.get_soft_overlong_punishment(1280, 256),
+        "reasoning_accuracy_reward": lambda: math.reasoning_accuracy_reward,
+        "repetition_penalty_reward": format.get_repetition_penalty_reward,
+        "think_format_reward": lambda: format.think_format_reward,
     }

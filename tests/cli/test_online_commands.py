@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.main import main
-from tests.rewards.test_judges import Server
+from tests.extensions.rewards.test_openai_judge import Server
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 SMALL = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "bf16": "false", "logging_steps": 1}

@@ -12,7 +12,7 @@ MODULES = [
     "losses.ppo",
     "models.value_head",
     "rewards.call",
-    "rewards.code",
+    "extensions.rewards.code",
     "rewards.format",
     "rewards.judges",
     "rewards.math",

@@ -9,18 +9,18 @@ import pytest
 
 from posttrain.data import responses
 from posttrain.errors import ConfigError
+from posttrain.extensions.rewards import code
+from posttrain.extensions.rewards.openai_judge import OpenAIPairwiseJudge
+from posttrain.extensions.rewards.reasoning_gym import EXTRACT, extract_answer
 from posttrain.rewards import (
     REWARDS,
     answers_match,
-    code,
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
     math,
     think_format_reward,
 )
-from posttrain.rewards.judges import OpenAIPairwiseJudge
-from posttrain.rewards.reasoning_gym import EXTRACT, extract_answer
 
 
 def test_r24_think_format_table():
@@ -52,6 +52,11 @@ def test_overlong_table():
     assert get_soft_overlong_punishment(10, 0)(completion_ids=[[0] * 10, [0] * 11]) == [0.0, -1.0]
 
 
+def shipped():
+    """The rewards that the command line can name."""
+    return {name: make() for name, make in REWARDS.items()}
+
+
 def test_bad_constants_are_refused_and_factories_pickle():
     with pytest.raises(ConfigError, match="ngram_size=0"):
         get_repetition_penalty_reward(0)
@@ -60,7 +65,7 @@ def test_bad_constants_are_refused_and_factories_pickle():
     with pytest.raises(ConfigError, match="soft_punish_cache=11"):
         get_soft_overlong_punishment(10, 11)
     assert pickle.loads(pickle.dumps(get_repetition_penalty_reward(2)))(completion_ids=[[1]]) == [0.0]
-    assert all(hasattr(function, "__name__") for function in REWARDS.values())
+    assert all(hasattr(function, "__name__") for function in shipped().values())
 
 
 # Parts of texts that made a parser read the rest again from each of them.
@@ -95,7 +100,7 @@ def readers():
         yield f"extract {how}", lambda text, how=how: extract_answer(text, how)
     yield "answers_match", lambda text: answers_match(text, "yes")
     yield "judge", OpenAIPairwiseJudge("judge", base_url="http://localhost")._verdict
-    for name, reward in (REWARDS | {"cosine_scaled_reward": get_cosine_scaled_reward(100)}).items():
+    for name, reward in (shipped() | {"cosine_scaled_reward": get_cosine_scaled_reward(100)}).items():
         for gold in ("yes", "12"):
             columns = {
                 "completion_ids": [[5, 6, 7]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain import ConfigError, RewardError
-from posttrain.rewards.reasoning_gym import extract_answer, reasoning_gym_task
+from posttrain.extensions.rewards.reasoning_gym import extract_answer, reasoning_gym_task
 from tests import forks
 from tests.wordings import raises
 
@@ -139,7 +139,7 @@ def test_mistakes_are_named():
 def test_without_the_package_the_error_says_what_to_install():
     code = (
         "import sys; sys.modules['reasoning_gym'] = None\n"
-        "from posttrain.rewards.reasoning_gym import reasoning_gym_task\n"
+        "from posttrain.extensions.rewards.reasoning_gym import reasoning_gym_task\n"
         "try: reasoning_gym_task('chain_sum')\n"
         "except ImportError as e: print(e)"
     )

@@ -15,8 +15,8 @@ import pytest
 from datasets import Dataset
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError
-from posttrain.rewards import code
-from posttrain.rewards.code import (
+from posttrain.extensions.rewards import code
+from posttrain.extensions.rewards.code import (
     CaseResult,
     CodeTestsReward,
     Limits,

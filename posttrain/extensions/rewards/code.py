@@ -23,8 +23,8 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
+from posttrain.extensions.rewards.remote import post_json
 from posttrain.integrations.machine import usable_processors
-from posttrain.rewards.remote import post_json
 from posttrain.rewards.texts import completion_text
 
 EXAMPLES = (
