@@ -122,6 +122,14 @@ def test_every_extra_that_a_page_or_an_error_names_is_one_and_the_page_about_ins
     assert set(names("install.md", "extra")) == known
 
 
+def test_the_installed_entry_points_are_those_of_pyproject():
+    """After a change of entry points, install again: ``pip install -e . --no-deps``."""
+    written = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for group, points in written.items():
+        installed = {entry.name: entry.value for entry in metadata.entry_points(group=group)}
+        assert points.items() <= installed.items(), group
+
+
 def imports():
     """``(top-level package, file)`` of every import of the package that is neither its own nor the standard library's."""
     for path in (ROOT / "posttrain").rglob("*.py"):
