@@ -250,13 +250,13 @@ from .rollouts.base import (
 from .rollouts.engines import complete as complete
 from .rollouts.episodes.environments import step_environment as step_environment
 from .rollouts.episodes.harness import Harness as Harness, harness_reward as harness_reward, replayed as replayed
-from .rollouts.hubs.openenv import openenv_environment as openenv_environment
-from .rollouts.hubs.sessions import (
+from .extensions.agents.openenv import openenv_environment as openenv_environment
+from .extensions.agents.sessions import (
     HarnessRolloutOutcome as HarnessRolloutOutcome,
     HarnessRolloutWorker as HarnessRolloutWorker,
     has_tool_call as has_tool_call,
 )
-from .rollouts.hubs.verifiers import verifiers_environment as verifiers_environment
+from .extensions.agents.verifiers import verifiers_environment as verifiers_environment
 from .rollouts.episodes.loop import Episode as Episode, roll_out_with_tools as roll_out_with_tools
 from .rollouts.hf import HFEngine as HFEngine
 from .rollouts.native.engine import NativeEngine as NativeEngine

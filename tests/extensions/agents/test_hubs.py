@@ -11,9 +11,9 @@ import pytest
 from posttrain import HarnessRolloutOutcome, HarnessRolloutWorker, has_tool_call
 from posttrain.compat.paths import public_name
 from posttrain.errors import ConfigError, MissingDependencyError, RolloutError
+from posttrain.extensions.agents.openenv import openenv_environment
+from posttrain.extensions.agents.verifiers import verifiers_environment
 from posttrain.loop.rollout import sample
-from posttrain.rollouts.hubs.openenv import openenv_environment
-from posttrain.rollouts.hubs.verifiers import verifiers_environment
 from tests.rollouts.agents import ASK, TOOL_TEMPLATE, say
 from tests.rollouts.test_harness import ROWS, trainer_of
 from tests.rollouts.test_proxy import scripted

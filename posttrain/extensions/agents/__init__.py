@@ -1,0 +1,1 @@
+"""Environments and harnesses of other libraries: OpenEnv, verifiers, and TRL's rollout sessions."""

@@ -1,1 +1,0 @@
-"""Adapters of hubs of environments: each makes a harness, or an environment factory, of what a hub's package has."""
