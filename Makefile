@@ -76,10 +76,10 @@ SERVING_NEEDS := $(if $(filter .venv-vllm/%,$(VLLM_PYTHON)),.venv-vllm/.ready) $
 
 # An environment that stands already: make test-serving VLLM_PYTHON=/path/to/python (with vLLM, this package and pytest).
 test-serving: $(SERVING_NEEDS)  ## a real vLLM, and servers in processes of their own that are killed
-	$(REAL_VLLM) tests/rollouts/test_vllm.py $(ARGS)
-	$(REAL_VLLM) tests/rollouts/test_served_vllm.py $(ARGS)
-	$(REAL_VLLM) tests/rollouts/test_vllm_training.py $(ARGS)
-	$(REAL_VLLM) tests/rollouts/test_vllm_pictures.py $(ARGS)
+	$(REAL_VLLM) tests/extensions/vllm/test_vllm.py $(ARGS)
+	$(REAL_VLLM) tests/extensions/vllm/test_served_vllm.py $(ARGS)
+	$(REAL_VLLM) tests/extensions/vllm/test_vllm_training.py $(ARGS)
+	$(REAL_VLLM) tests/extensions/vllm/test_vllm_pictures.py $(ARGS)
 	$(DEV_PYTHON) -m pytest tests/rollouts/test_real_servers.py tests/methods/test_async_servers.py \
 		tests/extensions/serve/test_process.py -m "not gpu" $(ARGS)
 

@@ -199,11 +199,11 @@ def in_four_bits(model: Any, folder: str) -> tuple[Any, Any]:
 
 def sampled(shape: str, device: str, engine: str) -> dict[str, Any]:
     """Tokens a second of one engine in this process after a first call, and how far its log-probs are from a forward pass."""
+    from posttrain.extensions.vllm.engine import VLLMEngine
     from posttrain.rollouts.base import Request
     from posttrain.rollouts.native.engine import logp_gaps
     from posttrain.rollouts.paged import PagedEngine
     from posttrain.rollouts.sampling import Sampling
-    from posttrain.rollouts.vllm import VLLMEngine
 
     _, count, prompt, longest, group = SIZES[shape]
     rng, model = random.Random(0), model_of(shape, device)

@@ -264,7 +264,7 @@ from .rollouts.workers.shared_weights import save_merged as save_merged
 from .rollouts.paged import PagedEngine as PagedEngine
 from .rollouts.server.client import VLLMClient as VLLMClient
 from .rollouts.server.engine import ServerEngine as ServerEngine
-from .rollouts.vllm import VLLMEngine as VLLMEngine
+from .extensions.vllm.engine import VLLMEngine as VLLMEngine
 from .rollouts.workers.samples import (
     RolloutSample as RolloutSample,
     RolloutWorkerProtocol as RolloutWorkerProtocol,

@@ -23,7 +23,6 @@ OTHERS = {
     "check": "check a training command without training; exit status 78: refused",
     "recipes": "list and copy settings from papers",
     "demo": "teach a small language model to add, on this machine, in a few minutes",
-    "vllm-serve": "start vLLM's own server with the options that training needs",
     "teacher-scores": "compute a teacher's scores of a dataset once, to train without the teacher",
     "completion": 'print Tab completion for bash or zsh: eval "$(posttrain completion bash)"',
     "env": "print what a bug report needs",
@@ -119,21 +118,6 @@ def environment() -> str:
     return "\n".join([*lines, f"- compatibility:{said}"])
 
 
-def _vllm_serve(argv: list[str]) -> int:
-    """Replace this process by vLLM's server, after checking that a trainer can push weights to this vLLM version."""
-    from posttrain.checks.machine import check_versions
-    from posttrain.checks.registry import describe
-    from posttrain.errors import MissingDependencyError
-    from posttrain.rollouts.vllm import run_server
-
-    starts = bool(argv) and not {"-h", "--help"} & set(argv)
-    for finding in check_versions({"vllm-serve": starts}):
-        if finding.severity == "error":
-            raise MissingDependencyError(describe(finding))
-        logging.getLogger("posttrain").warning("%s", describe(finding))
-    return run_server(argv)
-
-
 REGISTERED = plugins.entries("commands")
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     **{name: partial(_registered, entry) for name, entry in REGISTERED.items()},
@@ -143,7 +127,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "completion": lambda argv: _lazy("cli.options:completion", list(COMMANDS))(argv),
     "teacher-scores": _lazy("cli.teacher_scores:run"),
     "check": _lazy("cli.check:run"),
-    "vllm-serve": _vllm_serve,
     "demo": _lazy("cli.demo:run"),
     "env": _env,
 }

@@ -56,6 +56,7 @@ MODULES = frozenset(
 # Modules that earlier versions of the documentation name.
 MOVED = {
     "posttrain.compat.available": "posttrain.extensions.trl_helpers.available",
+    "posttrain.rollouts.vllm_worker": "posttrain.extensions.vllm.worker",
     "posttrain.report.inspect": "posttrain.extensions.page.inspect",
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from posttrain import plugins
 from posttrain.checks.registry import codes_of
 from posttrain.checks.server import (
     Parity,
@@ -115,9 +116,7 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
     """The engine of ``use_vllm=True``: in process, or one that asks servers (a stand-in on ranks other than 0)."""
     check_mergeable(model)
     if args.vllm_mode != "server":
-        from posttrain.rollouts.vllm import VLLMEngine
-
-        return VLLMEngine.for_training(model, args, accelerator)
+        return plugins.extension("vllm.engine").VLLMEngine.for_training(model, args, accelerator)
     from posttrain.rollouts.server.engine import ServerEngine
 
     urls = args.vllm_server_base_url or f"http://{host_and_port(args.vllm_server_host, args.vllm_server_port)}"

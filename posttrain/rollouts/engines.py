@@ -16,7 +16,7 @@ from torch import nn
 
 from posttrain import plugins
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError, MissingDependencyError, check_choice
 from posttrain.models.architecture import generation_config_of
 from posttrain.models.heads import causal_lm
 from posttrain.models.load import resolve_pad_token
@@ -70,9 +70,10 @@ def _paged(model: nn.Module, pad_token_id: int, cache: str | None) -> RolloutEng
 
 
 def _vllm_refusal(model: nn.Module) -> str | None:
-    from posttrain.rollouts.vllm import vllm_refusal
-
-    return vllm_refusal(model)
+    try:
+        return plugins.extension("vllm.engine").vllm_refusal(model)
+    except MissingDependencyError as error:
+        return str(error)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from posttrain import AsyncGRPOConfig, GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig
 from posttrain.errors import ConfigError, MissingDependencyError
+from posttrain.extensions.vllm import engine as vllm
 from posttrain.methods.online_config import resolve_auto
-from posttrain.rollouts import paged, vllm
+from posttrain.rollouts import paged
 from posttrain.rollouts.engines import choose_engine, create_engine
 from posttrain.rollouts.native import engine as native
 from posttrain.rollouts.server.weight_sync import SHARED_FOLDER

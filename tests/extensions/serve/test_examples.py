@@ -11,7 +11,7 @@ import yaml
 
 from posttrain.cli.parser import PosttrainArgumentParser
 from posttrain.extensions.serve.config import ServeConfig
-from posttrain.rollouts.vllm import vllm_command
+from posttrain.extensions.vllm.engine import vllm_command
 
 FOLDER = Path(__file__).parents[3] / "examples" / "serving"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))

@@ -1,6 +1,6 @@
 """Names and parameters of what the library calls of vLLM, read from its sources without importing them.
 
-``python -m tests.rollouts.vllm_signatures VERSION FOLDER`` adds those of an unpacked wheel to the table
+``python -m tests.extensions.vllm.vllm_signatures VERSION FOLDER`` adds those of an unpacked wheel to the table
 (tests/snapshots/vllm_signatures.json); `fake` makes of a table's row a package ``vllm`` that takes these arguments alone.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FILE = Path(__file__).parents[1] / "snapshots" / "vllm_signatures.json"
+FILE = Path(__file__).parents[2] / "snapshots" / "vllm_signatures.json"
 TRANSFER = "vllm/distributed/weight_transfer"
 # File, and what is called of it; a class alone: the fields that it is made with.
 CALLED: dict[str, tuple[str, ...]] = {

@@ -14,8 +14,8 @@ if not is_available("vllm"):
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from posttrain.checks.server import check_parity, probe_sequences
+from posttrain.extensions.vllm.engine import VLLMEngine
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.vllm import VLLMEngine
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Row, Sampling
 from tests.conftest import build_model, build_tokenizer

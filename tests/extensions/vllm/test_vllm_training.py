@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from posttrain.errors import ConfigError
-from tests.rollouts import real_vllm as real
+from tests.extensions.vllm import real_vllm as real
 from tests.rollouts.agents import say
 
 pytestmark = real.needed
@@ -42,7 +42,7 @@ def test_grpo_steps_over_a_server_and_in_process_are_on_policy(mode, tmp_path):
 
 def test_sleep_is_refused_where_the_build_cannot(tmp_path):
     from posttrain.cli.demo import example
-    from posttrain.rollouts.vllm import sleep_available
+    from posttrain.extensions.vllm.engine import sleep_available
 
     if sleep_available():
         pytest.skip("this build sleeps")

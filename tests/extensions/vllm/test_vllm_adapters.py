@@ -8,9 +8,9 @@ from posttrain.rollouts.adapters import AdapterWeights
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model, build_tokenizer
+from tests.extensions.vllm.test_vllm import SHAPE
 from tests.rollouts import test_contract as contract
 from tests.rollouts.test_adapters import gap
-from tests.rollouts.test_vllm import SHAPE
 from tests.rollouts.test_weights import adapted
 
 pytestmark = [
@@ -24,7 +24,7 @@ ASKED = [Request([5, 6, 7, 8], 4), Request([9, 10], 4)]
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    from posttrain.rollouts.vllm import VLLMEngine
+    from posttrain.extensions.vllm.engine import VLLMEngine
 
     folder = tmp_path_factory.mktemp("model")
     build_model(VOCAB, **SHAPE).save_pretrained(folder)

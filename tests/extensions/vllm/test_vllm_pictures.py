@@ -22,14 +22,14 @@ if not (is_available("vllm") and is_available("torchvision")):
 
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.errors import RolloutError
+from posttrain.extensions.vllm.engine import VLLMEngine
 from posttrain.pictures.picture import read_picture
 from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.vllm import VLLMEngine
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
+from tests.extensions.vllm import real_vllm as real
 from tests.methods.test_vision_online import QUICK, prompts, short
-from tests.rollouts import real_vllm as real
 from tests.vision_families import IMAGE_BLOCK, TEMPLATE, byte_tokenizer, noise, without_video
 
 pytestmark = pytest.mark.slow

@@ -16,13 +16,13 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Rollout, Sampling
 from tests.conftest import build_model, build_tokenizer
+from tests.extensions.vllm import real_vllm as real
 from tests.methods.async_helpers import Evidence, assert_exact, steps
 from tests.methods.async_helpers import trainer as async_trainer
 from tests.methods.helpers import grpo, grpo_args, prompts
 from tests.methods.test_distillation import answers
 from tests.methods.test_distillation_scores import FakeServer
 from tests.methods.test_distillation_teachers import NAMES, named
-from tests.rollouts import real_vllm as real
 from tests.rollouts.test_weights import adapted
 
 pytestmark = real.without_model

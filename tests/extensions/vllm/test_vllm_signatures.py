@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import posttrain.rollouts.server as server
+from posttrain.extensions.vllm.engine import EXTENSION, VLLMEngine, vllm_refusal
 from posttrain.rollouts.server.weight_sync import NcclSender
-from posttrain.rollouts.vllm import VLLMEngine, vllm_refusal
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
-from tests.rollouts.vllm_signatures import FILE, TRANSFER, checked, module, read, signature
+from tests.extensions.vllm.vllm_signatures import FILE, TRANSFER, checked, module, read, signature
 
 TABLE = json.loads(FILE.read_text(encoding="utf-8"))
 INSTALLED = importlib.util.find_spec("vllm")
 VERSIONS = [*TABLE, *(["installed"] if INSTALLED else [])]
-LLM_FILE, WORKER = "vllm/entrypoints/llm.py", "posttrain.rollouts.vllm_worker"
+LLM_FILE, WORKER = "vllm/entrypoints/llm.py", "posttrain.extensions.vllm.worker"
 
 
 def fake_llm(row, model):
@@ -128,7 +128,7 @@ def row(request, monkeypatch):
     monkeypatch.delitem(sys.modules, WORKER, raising=False)
     yield row
     sys.modules.pop(WORKER, None)
-    vars(importlib.import_module("posttrain.rollouts")).pop("vllm_worker", None)
+    vars(importlib.import_module("posttrain.extensions.vllm")).pop("worker", None)
 
 
 def colocated(tmp_path, level, encoder=None):
@@ -173,6 +173,11 @@ def test_vllm_in_the_trainers_process_takes_each_call_with_its_arguments(row, tm
     woken = [call for call in engine.llm.calls if call[0] in ("sleep", "wake_up")]
     expected = [("sleep", level), ("wake_up", ["weights"]), ("wake_up", ["kv_cache"]), ("sleep", level)]
     assert woken == (expected if level else [])
+
+
+def test_the_documented_path_of_the_worker_extension_names_its_class(row):
+    module, _, name = EXTENSION.rpartition(".")
+    assert getattr(importlib.import_module(module), name) is importlib.import_module(WORKER).WorkerExtension
 
 
 def test_a_push_lets_vllm_forget_what_the_old_tower_said_of_a_picture(row, tmp_path):

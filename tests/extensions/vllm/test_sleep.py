@@ -6,9 +6,9 @@ import types
 import pytest
 import torch
 
-import posttrain.rollouts.vllm
+import posttrain.extensions.vllm.engine
 from posttrain.errors import ConfigError, RolloutError, WeightSyncError
-from posttrain.rollouts.vllm import Sleeper, VLLMEngine, choose_level
+from posttrain.extensions.vllm.engine import Sleeper, VLLMEngine, choose_level
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.wordings import raises
@@ -82,7 +82,7 @@ def _no_vllm(monkeypatch):
         return sorted({name for name, _ in model.named_parameters()} - model.load_weights(pairs))
 
     fake = types.SimpleNamespace(SamplingParams=lambda **settings: settings, reload=reload)
-    monkeypatch.setattr("posttrain.rollouts.vllm.require", lambda name, purpose: fake)
+    monkeypatch.setattr("posttrain.extensions.vllm.engine.require", lambda name, purpose: fake)
 
 
 def engine(level):
@@ -168,7 +168,7 @@ def test_weights_that_nothing_came_for_are_told_and_not_sampled_from():
 def test_a_build_that_cannot_sleep_is_refused_before_a_model_is_loaded(monkeypatch):
     platform = types.SimpleNamespace(is_sleep_mode_available=lambda: False, device_name="cpu")
     fake = types.SimpleNamespace(__version__="0.32.0", current_platform=platform, LLM=None)
-    monkeypatch.setattr("posttrain.rollouts.vllm.require", lambda name, purpose: fake)
+    monkeypatch.setattr("posttrain.extensions.vllm.engine.require", lambda name, purpose: fake)
     with raises(ConfigError, "vllm_enable_sleep_mode=True", "0.32.0"):
         VLLMEngine.create("folder", sleep_level=1)
 
@@ -183,7 +183,7 @@ def test_on_a_cpu_prompts_are_read_whole_so_that_seeds_hold(monkeypatch, on_cpu)
         raise StopIteration
 
     fake = types.SimpleNamespace(current_platform=types.SimpleNamespace(is_cpu=lambda: on_cpu), LLM=llm)
-    monkeypatch.setattr("posttrain.rollouts.vllm.require", lambda name, purpose: fake)
+    monkeypatch.setattr("posttrain.extensions.vllm.engine.require", lambda name, purpose: fake)
     with pytest.raises(StopIteration):
         VLLMEngine.create("folder", max_model_len=8192)
     assert given.get("enable_chunked_prefill") is (False if on_cpu else None)
@@ -196,7 +196,7 @@ def test_on_a_cpu_prompts_are_read_whole_so_that_seeds_hold(monkeypatch, on_cpu)
 
 
 def test_the_level_follows_how_often_a_push_is_used_and_what_fits():
-    assert doctest.testmod(posttrain.rollouts.vllm).failed == 0
+    assert doctest.testmod(posttrain.extensions.vllm.engine).failed == 0
     roomy = {"model_bytes": 100, "ranks": 2, "free_bytes": 240}
     assert choose_level("auto", generations_per_push=3.0, **roomy) == 1
     assert choose_level("auto", generations_per_push=3.0, **(roomy | {"free_bytes": 239})) == 2
@@ -246,6 +246,6 @@ def test_processes_that_make_no_whole_engines_and_models_without_a_name_are_refu
     model.model.layers[0].mlp.up_proj = type("Linear8bitLt", (torch.nn.Identity,), {})()
     model.config.name_or_path = "here"
     with raises(ConfigError, "8"):
-        from posttrain.rollouts.vllm import _quantisation
+        from posttrain.extensions.vllm.engine import _quantisation
 
         _quantisation(model)

@@ -189,7 +189,7 @@ def model_facts(config: PretrainedConfig) -> dict[str, Any]:
         "checkpoint_names": True,
     }
     lora, replicas = config.lora_config, config.parallel_config.data_parallel_size
-    # Adapters reach the one replica that answers; see `posttrain.rollouts.vllm.ADAPTED` for the layers.
+    # Adapters reach the one replica that answers; see `posttrain.extensions.vllm.engine.ADAPTED` for the layers.
     if lora is not None and ADAPTERS_MAY_COME and replicas == 1 and lora.target_modules:
         facts |= {"adapter_rank": int(lora.max_lora_rank), "adapter_layers": sorted(lora.target_modules)}
     if backend not in (BACKEND, "nccl"):

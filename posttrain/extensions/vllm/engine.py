@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of weights through shared memory.
+# Of weights through shared memory, by its documented path (`posttrain.compat.paths.MOVED`).
 EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
 TRANSFER = '{"backend": "posttrain"}'
 GUARDS = "posttrain.rollouts.server.guard"
@@ -417,7 +417,7 @@ class VLLMEngine(RolloutEngine):
         if first is not None:
             self.sleeper.before_push()
             pairs = ((n, t.to(self.dtype) if t.is_floating_point() else t) for n, t in _chained(first, iterator))
-            worker = require("posttrain.rollouts.vllm_worker", "pushing weights to vLLM")
+            worker = require("posttrain.extensions.vllm.worker", "pushing weights to vLLM")
             (missing,) = self.llm.collective_rpc(worker.reload, args=(pairs,))
             self.sleeper.pushed()
         self.llm.reset_prefix_cache()

@@ -3,11 +3,11 @@
 import pytest
 
 from posttrain.errors import ConfigError, MissingDependencyError
+from posttrain.extensions.vllm import engine as vllm
+from posttrain.extensions.vllm.engine import EXTENSION, vllm_command
 from posttrain.integrations.machine import listen
-from posttrain.rollouts import vllm
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.server.tokens import find_token, write_token
-from posttrain.rollouts.vllm import EXTENSION, vllm_command
 from tests.wordings import raises
 
 BASE = ["--model", "m"]

@@ -16,7 +16,7 @@ from posttrain.integrations import is_available
 from posttrain.models.forward import sequence_logps
 from posttrain.types import Request, Row, Sampling
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMOL = Path.home() / ".cache/posttrain/SmolLM2-135M-Instruct"
 CONTEXT = 512
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")

@@ -1,0 +1,1 @@
+"""vLLM in the trainer's process, and the command `posttrain vllm-serve`."""
