@@ -386,7 +386,9 @@ def _forest_fault(model: Module, layout: Layout) -> str:
         with context, torch.set_grad_enabled(prompt == SHORT):
             values, truth = _fast(model, rows, wide), _truth(model, rows)
             if disagreement(values.detach(), truth.detach(), share):
-                fault = steady_disagreement(model, values.detach(), lambda rows=rows: _truth(model, rows).detach(), share)
+                fault = steady_disagreement(
+                    model, values.detach(), lambda rows=rows: _truth(model, rows).detach(), share
+                )
             else:
                 fault = _gradient_fault(model, values, truth, share)
         if fault:
