@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.conftest import build_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from pathlib import Path
