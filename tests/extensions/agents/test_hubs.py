@@ -19,7 +19,7 @@ from tests.rollouts.test_harness import ROWS, trainer_of
 from tests.rollouts.test_proxy import scripted
 from tests.wordings import raises
 
-EXAMPLES = str(Path(__file__).parents[2] / "examples")
+EXAMPLES = str(Path(__file__).parents[3] / "examples")
 
 
 class Verified:
