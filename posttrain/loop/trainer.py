@@ -45,7 +45,7 @@ from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, mean
 from posttrain.models import load, memory, parallel, token_split, tree_attention
 from posttrain.models.architecture import config_of, get_config_model_id
-from posttrain.models.forward import router_coefficient
+from posttrain.models.forward import forward, router_coefficient
 from posttrain.models.neftune import noisy_embeddings
 from posttrain.models.quantised import check_quantised
 from posttrain.models.vision import load_renamed
@@ -369,7 +369,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         # transformers' own hook would take the width of a row for the length of each document in it.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         try:
-            with noisy_embeddings(self.model, alpha) as self.run.forward:
+            plain = contextlib.nullcontext(forward)
+            with plain if alpha is None else noisy_embeddings(self.model, alpha) as self.run.forward:
                 return super().train(resume, **kwargs)
         finally:
             self.neftune_noise_alpha, self.args.resume_from_checkpoint = alpha, configured

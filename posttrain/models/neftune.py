@@ -49,11 +49,8 @@ class Noise:
 
 
 @contextmanager
-def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[Callable[..., ModelOutputs]]:
-    """Add `Noise` to embeddings in training inside the block; yield the forward pass to call. ``None`` adds no noise."""
-    if alpha is None:
-        yield forward
-        return
+def noisy_embeddings(model: nn.Module, alpha: float) -> Iterator[Callable[..., ModelOutputs]]:
+    """Add `Noise` to embeddings in training inside the block; yield the forward pass to call."""
     noise, inner = Noise(alpha), causal_lm(model)
     handle = inner.get_input_embeddings().register_forward_hook(noise)
     try:
