@@ -24,6 +24,11 @@ STATE_SPACE = {
 }  # fmt: skip
 # transformers' decoding step does not clamp step sizes as its forward does, so `generate` would give other log-probs.
 UNCLAMPED = {"time_step_min": 1e-9}
+KIMI = {
+    "linear_num_heads": 4, "linear_head_dim": 8, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+}  # fmt: skip
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
 # By name: the model type, fields of its config, whether it takes a forest, whether the native engine runs it.
@@ -160,6 +165,8 @@ ARCHITECTURES = {
         True,
         False,
     ),
+    "kimi linear": ("kimi_linear", RECURRENT | KIMI, True, False),
+    "bailing hybrid": ("bailing_hybrid", RECURRENT | KIMI, True, False),
     "minimax": (
         "minimax",
         RECURRENT | {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16},

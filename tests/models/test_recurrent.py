@@ -17,8 +17,7 @@ from posttrain.loop import build
 from posttrain.models.attention import layout_for, padded_layout
 from posttrain.models.forward import forward
 from posttrain.models.probe import _fault
-from posttrain.models.recurrent import functions, table
-from posttrain.models.recurrent.chunks import chunks_of
+from posttrain.models.recurrent import chunks, functions, table
 from posttrain.models.recurrent.scan import scan
 from posttrain.models.token_split import TokenSplit
 from posttrain.models.tree_attention import Forest
@@ -87,8 +86,8 @@ def test_a_scan_equals_the_recurrence_of_each_path(trees, delta):
             truth = truth.index_copy(0, torch.tensor(path[-count:]), values)
     expected = torch.autograd.grad((truth * weights).sum(), inputs)
     for size in (16, 32):
-        chunks = chunks_of(segments, torch.Size((2, WIDTH)), torch.device("cpu"), size)
-        out = scan(*inputs, *([] if delta else [None]), chunks).flatten(0, 1)
+        layout = chunks.chunks_of(segments, torch.Size((2, WIDTH)), torch.device("cpu"), size)
+        out = scan(*inputs, *([] if delta else [None]), layout).flatten(0, 1)
         torch.testing.assert_close(out, truth, rtol=0, atol=1e-13)
         for mine, exact in zip(torch.autograd.grad((out * weights).sum(), inputs), expected, strict=True):
             torch.testing.assert_close(mine, exact, rtol=0, atol=1e-12 * float(exact.abs().max()))
@@ -172,12 +171,12 @@ def test_a_layout_without_parents_is_told_from_a_right_one(name, monkeypatch):
     makers = ["predecessors"] * (functions.convolution in used) + ["chunks_of"] * (used != {functions.convolution})
     for maker in makers:
         with monkeypatch.context() as patch:
-            right = getattr(functions, maker)
+            right = getattr(chunks, maker)
 
             def roots(segments, *rest, right=right):
                 return right([one._replace(parent=-1) for one in segments], *rest)
 
-            patch.setattr(functions, maker, roots)
+            patch.setattr(chunks, maker, roots)
             gaps = [a - b for a, b in zip(gradients(packed(model, examples), model), expected, strict=True)]
             gap, most = largest(gaps), largest(expected)
             assert gap > 0.05 * most, maker

@@ -1,7 +1,7 @@
 """Versions of transformers' functions of recurrent layers for packed prefix trees, with the same arguments.
 
 Short convolution (`convolution`), gated delta rule (`gated_delta_rule`), state space of Mamba-2 (`state_space`,
-`no_fused_kernel`) and lightning attention (`lightning_attention`).
+`no_fused_kernel`), lightning attention (`lightning_attention`) and Kimi delta attention (`kimi_delta_attention`).
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from posttrain.models.recurrent.chunks import Chunks, chunks_of, predecessors
+from posttrain.models.recurrent import chunks
 from posttrain.models.recurrent.convolution import short_convolution
+from posttrain.models.recurrent.kda import SIZE as KDA_SIZE
+from posttrain.models.recurrent.kda import kda
 from posttrain.models.recurrent.scan import scan
 from posttrain.models.tree_attention import Forest
 
 
-def _chunks(forest: Forest, device: torch.device) -> Chunks:
+def _chunks(forest: Forest, device: torch.device, size: int = chunks.SIZE) -> chunks.Chunks:
     batch = forest.batch
-    return forest.kept("chunks", lambda: chunks_of(batch.segments, batch.input_ids.shape, device))
+    return forest.kept(("chunks", size), lambda: chunks.chunks_of(batch.segments, batch.input_ids.shape, device, size))
 
 
 def _before(forest: Forest, device: torch.device, count: int) -> list[Tensor]:
     batch = forest.batch
-    return forest.kept(("before", count), lambda: predecessors(batch.segments, batch.input_ids.shape, device, count))
+    return forest.kept(
+        ("before", count), lambda: chunks.predecessors(batch.segments, batch.input_ids.shape, device, count)
+    )
 
 
 def convolution(
@@ -55,12 +59,32 @@ def gated_delta_rule(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute the gated delta rule of ``(B, T, heads, d)`` queries, keys and values along each path."""
+    q, k = _normalized(query, key, use_qk_l2norm_in_kernel)
+    return scan(q, k, value, g, beta, _chunks(forest, query.device)).to(query.dtype), None
+
+
+def kimi_delta_attention(
+    forest: Forest,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute Kimi delta attention of ``(B, T, heads, d)`` queries, keys and values along each path."""
+    q, k = _normalized(query, key, use_qk_l2norm_in_kernel)
+    return kda(q, k, value, g, beta, _chunks(forest, query.device, KDA_SIZE)).to(query.dtype), None
+
+
+def _normalized(query: Tensor, key: Tensor, normalizes: bool) -> tuple[Tensor, Tensor]:
+    """Return queries, divided by the root of the head size, and keys, in float32 or float64."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     q, k = query.to(wide), key.to(wide)
-    if use_qk_l2norm_in_kernel:
+    if normalizes:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    out = scan(q * q.shape[-1] ** -0.5, k, value, g, beta, _chunks(forest, query.device))
-    return out.to(query.dtype), None
+    return q * q.shape[-1] ** -0.5, k
 
 
 def state_space(

@@ -26,6 +26,7 @@ STATE_SPACE = {
     "mamba2_chunk_scan": functions.state_space,
     "mamba2_split_conv1d_scan_combined": functions.no_fused_kernel,
 }
+KIMI = {**CONVOLUTION, "chunk_kimi_delta_attention": functions.kimi_delta_attention}
 # Folders of transformers' modeling files, and what mixes tokens in them besides attention.
 FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "qwen3_next": DELTA,
@@ -39,6 +40,8 @@ FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "granitemoehybrid": STATE_SPACE,
     "bamba": STATE_SPACE,
     "zamba2": STATE_SPACE,
+    "kimi_linear": KIMI,
+    "bailing_hybrid": KIMI,
     "minimax": {"MiniMaxLightningAttention.forward": functions.lightning_attention},
 }
 KINDS = ("linear_attention", "conv")  # Names of their masks.
