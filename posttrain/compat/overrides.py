@@ -35,6 +35,8 @@ UNCALLED: dict[str, dict[str, str]] = {
         "_prepare_input": "_prepare_inputs(inputs), which gets the whole dict",
         "_prepare_context_parallel_inputs": "_prepare_inputs(inputs); context parallelism is not offered",
         "compute_loss_terms": "objective(outputs, batch), or compute_loss(model, inputs)",
+        "log_metrics_now": "run.log(metrics, mode)",
+        "named_counts": "counts(batches) of a Method",
         "create_optimizer_and_scheduler": "create_optimizer() and create_scheduler(num_training_steps, optimizer)",
     },
     "OnlineTrainer": _rows({PARTS: "generate_and_score", SAMPLE: "generate roll_out tokenize"})
@@ -114,7 +116,7 @@ def refuse(trainer: Any) -> None:
     if (owner := user_override(kind, "_get_num_items_in_batch")) and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
             f"{owner.__name__} overrides _get_num_items_in_batch, and the loss is no sum over label tokens that it could "
-            "divide. Fix: scale what super().compute_loss(...) returns, or override named_counts(batches) (docs/hooks.md)."
+            "divide. Fix: scale what super().compute_loss(...) returns, or override counts(batches) of a Method."
         )
     if any(user_override(kind, name) for name in PADDED_STEPS):
         from posttrain.compat import padded_loss

@@ -74,7 +74,7 @@ class _Tally:
 
     @classmethod
     def named(cls, names: Iterable[str]) -> _Tally:
-        """An empty one, for a trainer with these `named_counts`."""
+        """An empty one, for a trainer with these `Method.counts`."""
         named = [*names, OWN]
         counts = ("token", "sequence", "pass", *named)
         return cls(dict.fromkeys((*sorted(REDUCTIONS), *named), 0.0), dict.fromkeys(counts, 0.0))
@@ -113,7 +113,7 @@ class _Evaluation:
         self.compute_metrics = compute_metrics
         self.wanted = self.compute_metrics is not None or keeps_predictions
         self.by_batch = self.compute_metrics is not None and self.args.batch_eval_metrics
-        self.tally = _Tally.named(run.hooks.named_counts([]))
+        self.tally = _Tally.named(run.method.counts([]))
 
     @torch.no_grad()
     def run(self, dataloader: Any) -> float:
@@ -170,7 +170,7 @@ class _Evaluation:
     def _add(self, batch: Batch, seen: _Seen) -> None:
         """Add up the loss of one pass."""
         counts: dict[str, float] = {"token": batch.num_loss_tokens, "sequence": batch.num_episodes, "pass": 1}
-        counts |= self.hooks.named_counts([batch])
+        counts |= self.context.method.counts([batch])
         sums = self._sums(batch, counts)
         for name, value in counts.items():
             self.tally.counts[name] += value
@@ -263,7 +263,7 @@ def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]
     """The user's loss as a sum, the pass taken as an optimiser step; adds to ``counts`` what that loss is a mean over."""
     before = run.denominators
     run.reduced_by = None
-    run.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, run.hooks.named_counts([batch]))
+    run.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, run.method.counts([batch]))
     try:
         found = run.hooks.loss_of(run, model, batch, run.denominators, run.now())
     finally:

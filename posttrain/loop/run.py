@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,6 @@ class Hooks:
 
     Attributes:
         objective: Outputs and batch to unreduced terms; None: the method's.
-        named_counts: Further counts of an optimiser step.
         comparison: What the output layer does instead of log-probs, see `TokenHead.compare`; None: nothing.
         loss_of: Run, model, batch, counts and state to the loss of one pass.
         observe: Batch, terms and outputs of a pass to further metrics; None: nothing looks at passes.
@@ -49,7 +48,6 @@ class Hooks:
     """
 
     objective: Callable[[ModelOutputs, Batch], LossTerms] | None
-    named_counts: Callable[[Sequence[Batch]], dict[str, float]]
     comparison: Callable[[Batch], Any]
     loss_of: Callable[[Run, nn.Module, Batch, Denominators, State], Loss]
     eval_batches: Callable[[Any], list[Batch]]

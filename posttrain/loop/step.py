@@ -67,7 +67,7 @@ def count(run: Run, batches: Sequence[Batch], overlong: float) -> tuple[Denomina
     Returns:
         What terms are divided by, the tokens of all sequences (trained or not), and the sum of the flags.
     """
-    named = run.hooks.named_counts(batches)
+    named = run.method.counts(batches)
     local = [
         sum(batch.num_loss_tokens for batch in batches),
         sum(batch.num_episodes for batch in batches),

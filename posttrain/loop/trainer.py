@@ -10,7 +10,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -395,7 +395,6 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         run, own = self.run, partial(self._replaced, PostTrainer)
         return Hooks(
             objective=own("objective", None),
-            named_counts=own("named_counts", run.method.counts),
             comparison=own("comparison", step.no_comparison),
             loss_of=self._users_loss if self.own_loss else step.loss_of,
             observe=own("observe_pass", None),
@@ -440,10 +439,6 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
         """What the loader yielded, as batches; online trainers generate here."""
         return inputs
-
-    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Other counts of the optimiser step that the objective divides by; the same names on every rank."""
-        return self.method.counts(batches)
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward over the batches of one micro-batch; returns their summed loss."""
@@ -520,10 +515,6 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return None
 
     # Logging and checkpoints -------------------------------------------------------------------------------------
-
-    def log_metrics_now(self, metrics: dict[str, Metric], mode: str = "train") -> None:
-        """Add metrics to the current window."""
-        self.buffers[mode].add(metrics)
 
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The window's metrics with those that follow from others; training and evaluation both pass here."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Overridden, they may read the reference's log-prob of each token, or give another.
-SEE_REFERENCE = (*PADDED_STEPS, "objective", "named_counts", "comparison", "before_step")
+SEE_REFERENCE = (*PADDED_STEPS, "objective", "comparison", "before_step")
 SEE_REFERENCE += ("eval_batches", "with_reference")
 SUMS = {"sums", "reference_logp"}  # Of a method, the same.
 

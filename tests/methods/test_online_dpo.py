@@ -407,7 +407,7 @@ def test_o8_pairs_without_a_reward_are_left_out(tiny_tokenizer, tmp_path):
     compared = generation.columns["compared"]
     assert compared == [0.0, 0.0, 1.0, 1.0]
     batches = trainer.collate(generation.rows(range(len(compared)), skip_truncated=False))
-    assert trainer.named_counts(batches) == {"compared": sum(compared)}
+    assert trainer.method.counts(batches) == {"compared": sum(compared)}
     trainer.denominators = step.count(trainer.run, batches, 0.0)[0]
     trainer.model.train()
     loss = sum(float(trainer.compute_loss(trainer.model, b).detach()) for b in batches)

@@ -99,12 +99,17 @@ def test_an_evaluation_counts_the_branches_of_an_episode_as_one_sequence_too(bat
     hooks = SimpleNamespace(
         own_loss=False,
         eval_batches=list,
-        named_counts=lambda _: {},
         loss_of=lambda *_: Loss(terms.terms.sum(), terms=terms),
     )
     args = SimpleNamespace(device="cpu", batch_eval_metrics=False)
     run = SimpleNamespace(
-        args=args, accelerator=Accelerator(cpu=True), hooks=hooks, log=print, spare_batch=None, now=State
+        args=args,
+        accelerator=Accelerator(cpu=True),
+        hooks=hooks,
+        log=print,
+        spare_batch=None,
+        now=State,
+        method=SimpleNamespace(counts=lambda _: {}),
     )
     evaluation = _Evaluation(run, None, None, keeps_predictions=False, after_batch=list)
     counts = Denominators(float(laid.num_loss_tokens), laid.num_episodes, 1)
