@@ -49,7 +49,8 @@ def fields_and_readers():
                 elif isinstance(node, ast.FunctionDef):  # getattr(args, "name"), and loops over names.
                     found = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
                 for name in found:
-                    readers.setdefault(name, set()).add((path.stem, getattr(top, "name", "")))
+                    place = "vllm" if path.parent.name == "vllm" else path.stem
+                    readers.setdefault(name, set()).add((place, getattr(top, "name", "")))
     return options, readers
 
 
