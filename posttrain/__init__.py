@@ -39,12 +39,7 @@ def __getattr__(name: str) -> Any:
         if not name.startswith("_"):
             importlib.import_module("posttrain.compat.paths").refuse("posttrain", name)
         raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
-    module = _PUBLIC[name]
-    if module.startswith("extensions."):
-        extension = importlib.import_module("posttrain.plugins").extension
-        value = getattr(extension(module.removeprefix("extensions.")), name)
-    else:
-        value = getattr(importlib.import_module(f"posttrain.{module}"), name)
+    value = getattr(importlib.import_module("posttrain.plugins").module(_PUBLIC[name]), name)
     globals()[name] = value
     return value
 

@@ -1,7 +1,7 @@
-"""`entries`: objects that installed packages register for posttrain. `load`: import one. `extension`: import our own code.
+"""`entries`: objects that installed packages register for posttrain. `load`, `call`: use one. `module`: import our own code.
 
 A package registers an object under an entry point group (see `docs/extend.md`). Our own extensions use the same groups.
-Without a group, `extension` imports a module of `posttrain.extensions` by name. Core imports extensions in no other way.
+Without a group, `module` imports a module of `posttrain.extensions` by name. Core imports extensions in no other way.
 """
 
 from __future__ import annotations
@@ -40,19 +40,23 @@ def load(entry: EntryPoint) -> Any:
         ) from error
 
 
-def extension(path: str) -> ModuleType:
-    """Import the module ``posttrain.extensions.PATH``.
+def call(entry: EntryPoint, *arguments: Any) -> Any:
+    """Import the function of an entry point and call it."""
+    return load(entry)(*arguments)
+
+
+def module(path: str) -> ModuleType:
+    """Import the module ``posttrain.PATH``.
 
     Raises:
-        MissingDependencyError: The extension is not part of this installation.
+        MissingDependencyError: The module belongs to an extension that is not part of this installation.
     """
-    module = f"posttrain.extensions.{path}"
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(f"posttrain.{path}")
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("posttrain.extensions"):
             raise
         raise MissingDependencyError(
-            f"the extension {path.partition('.')[0]!r} is not installed: there is no module {module!r}. Fix: install posttrain "
-            "with its folder posttrain/extensions."
+            f"the extension {path.split('.')[1]!r} is not installed: there is no module 'posttrain.{path}'. Fix: install "
+            "posttrain with its folder posttrain/extensions."
         ) from error

@@ -9,7 +9,6 @@ import resource
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import EntryPoint
 from typing import Any, TextIO
 
 from posttrain import plugins
@@ -81,11 +80,6 @@ def _train(name: str, argv: list[str]) -> int:
     return _lazy("cli.train:run", name)(argv[:-1] if everything else argv)
 
 
-def _registered(entry: EntryPoint, argv: list[str]) -> int:
-    """Run a command that a package registers under ``posttrain.commands``."""
-    return plugins.load(entry)(argv)
-
-
 def _env(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write("usage: posttrain env\n\nShow versions, hardware and settings, ready to paste.\n")
@@ -120,7 +114,7 @@ def environment() -> str:
 
 REGISTERED = plugins.entries("commands")
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    **{name: partial(_registered, entry) for name, entry in REGISTERED.items()},
+    **{name: partial(plugins.call, entry) for name, entry in REGISTERED.items()},
     **{name: partial(_train, name) for name in TRAINING},
     "init": _lazy("cli.options:init"),
     "recipes": _lazy("cli.options:recipes"),

@@ -227,7 +227,7 @@ def run(name: str, argv: list[str]) -> int:
     ``--launcher ray`` starts servers and trainer on a cluster.
     """
     if launch_ray.is_wanted(argv):
-        return plugins.extension("ray.launch").run(name, argv, TRAINING[name].asks_servers)
+        return plugins.module("extensions.ray.launch").run(name, argv, TRAINING[name].asks_servers)
     parsed, launch = parse(name, argv)
     if launch and "LOCAL_RANK" not in os.environ and ranks.EXIT_CODES not in os.environ:
         return _launch(name, argv, launch)
@@ -328,7 +328,7 @@ def _parts(script_args: Any, config: Any) -> dict[str, Any]:
     if isinstance(script_args, EpisodeScriptArguments):
         extra |= episode_parts(script_args)
     if isinstance(script_args, JudgedScriptArguments) and script_args.judge_url:
-        kind = plugins.extension("rewards.openai_judge").OpenAIPairwiseJudge
+        kind = plugins.module("extensions.rewards.openai_judge").OpenAIPairwiseJudge
         judge = kind(script_args.judge_model, base_url=script_args.judge_url, max_requests=None)
         extra["judge"] = judge
     return extra

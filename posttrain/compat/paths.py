@@ -65,7 +65,7 @@ BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "Data
 
 
 def public_name(module: str, name: str) -> Any:
-    """The public object ``name``, asked for through one of TRL's module paths.
+    """The object ``name``, asked for through one of TRL's module paths or a moved module.
 
     Raises:
         AttributeError: ``name`` is a dunder that Python looks for in any module.
@@ -73,6 +73,8 @@ def public_name(module: str, name: str) -> Any:
     """
     import posttrain
 
+    if module in MOVED:
+        return getattr(importlib.import_module(MOVED[module]), name)
     name = BY_MODULE.get(f"{module}.{name}", name)
     if name in posttrain.__all__:
         return getattr(posttrain, name)
@@ -96,16 +98,14 @@ def refuse(module: str, name: str) -> None:
 
 def spec_of(fullname: str) -> importlib.machinery.ModuleSpec | None:
     """Return the spec of one of TRL's module paths or of a moved module. Return None for every other name."""
-    known = fullname in MODULES or fullname in MOVED
-    return importlib.machinery.ModuleSpec(fullname, Loader(), is_package=True) if known else None
+    return (
+        importlib.machinery.ModuleSpec(fullname, Loader(), is_package=True) if fullname in {*MODULES, *MOVED} else None
+    )
 
 
 class Loader(importlib.abc.Loader):
-    """Load a module of `MODULES` or `MOVED` as an empty package whose ``__getattr__`` looks elsewhere."""
+    """Load a module of `MODULES` or `MOVED` as an empty package whose ``__getattr__`` is `public_name`."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the empty module a ``__getattr__``."""
-        if new := MOVED.get(module.__name__):
-            module.__getattr__ = lambda name: getattr(importlib.import_module(new), name)  # pyright: ignore[reportAttributeAccessIssue]
-            return
         module.__getattr__ = lambda name: public_name(module.__name__, name)  # pyright: ignore[reportAttributeAccessIssue]

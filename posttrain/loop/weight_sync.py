@@ -116,7 +116,7 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
     """The engine of ``use_vllm=True``: in process, or one that asks servers (a stand-in on ranks other than 0)."""
     check_mergeable(model)
     if args.vllm_mode != "server":
-        return plugins.extension("vllm.engine").VLLMEngine.for_training(model, args, accelerator)
+        return plugins.module("extensions.vllm.engine").VLLMEngine.for_training(model, args, accelerator)
     from posttrain.rollouts.server.engine import ServerEngine
 
     urls = args.vllm_server_base_url or f"http://{host_and_port(args.vllm_server_host, args.vllm_server_port)}"

@@ -5,7 +5,6 @@ Names are imported lazily, on first access.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,34 +12,32 @@ from posttrain import plugins
 
 # Module -> its names that users import from here.
 _PUBLIC = {
-    "call": ("RewardTable", "parallel"),
-    "format": (
+    "extensions.rewards.code": ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests"),
+    "rewards.call": ("RewardTable", "parallel"),
+    "rewards.format": (
         "get_cosine_scaled_reward",
         "get_repetition_penalty_reward",
         "get_soft_overlong_punishment",
         "think_format_reward",
     ),
-    "math": (
+    "rewards.math": (
         "accuracy_reward",
         "answers_match",
         "reasoning_accuracy_reward",
     ),
-    "model": ("ModelReward",),
-    "runner": ("RewardRunner",),
+    "rewards.model": ("ModelReward",),
+    "rewards.runner": ("RewardRunner",),
 }
-_CODE = ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests")  # Of the extension `rewards`.
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 
-__all__ = sorted(["REWARDS", *_CODE, *_MODULES])
+__all__ = sorted(["REWARDS", *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
     if name == "REWARDS":
         value: Any = _rewards()
-    elif name in _CODE:
-        value = getattr(plugins.extension("rewards.code"), name)
     elif name in _MODULES:
-        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        value = getattr(plugins.module(_MODULES[name]), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
@@ -53,7 +50,7 @@ def _rewards() -> dict[str, Callable[[], Callable]]:
 
     return {
         "accuracy_reward": lambda: math.accuracy_reward,
-        "code_tests_reward": lambda: plugins.extension("rewards.code").get_code_tests_reward(),
+        "code_tests_reward": lambda: plugins.module("extensions.rewards.code").get_code_tests_reward(),
         "get_soft_overlong_punishment": lambda: format.get_soft_overlong_punishment(1280, 256),
         "reasoning_accuracy_reward": lambda: math.reasoning_accuracy_reward,
         "repetition_penalty_reward": format.get_repetition_penalty_reward,

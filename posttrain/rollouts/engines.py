@@ -25,8 +25,6 @@ from posttrain.rollouts.server.weight_sync import remove_orphans
 from posttrain.types import Request, Sampling
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from posttrain.rollouts.native.layers import Products
     from posttrain.types import Tokenizer
 
@@ -71,7 +69,7 @@ def _paged(model: nn.Module, pad_token_id: int, cache: str | None) -> RolloutEng
 
 def _vllm_refusal(model: nn.Module) -> str | None:
     try:
-        return plugins.extension("vllm.engine").vllm_refusal(model)
+        return plugins.module("extensions.vllm.engine").vllm_refusal(model)
     except MissingDependencyError as error:
         return str(error)
 
@@ -96,12 +94,8 @@ class EngineSpec:
     in_workers: bool = False
 
 
-def _registered(entry: EntryPoint, model: nn.Module, pad_token_id: int, cache: str | None) -> RolloutEngine:
-    return plugins.load(entry)(model, pad_token_id, cache)
-
-
 ENGINES = {
-    **{name: EngineSpec(functools.partial(_registered, entry)) for name, entry in plugins.entries("engines").items()},
+    **{name: EngineSpec(functools.partial(plugins.call, entry)) for name, entry in plugins.entries("engines").items()},
     "native": EngineSpec(_native, _native_refusal, in_workers=True),
     "hf": EngineSpec(_hf, in_workers=True),
     "paged": EngineSpec(_paged, _paged_refusal),

@@ -55,6 +55,6 @@ def test_core_imports_and_trains_without_the_extensions(tmp_path, tiny_tokenizer
     build_model(len(tiny_tokenizer)).save_pretrained(tmp_path / "model")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert "trained" in done.stdout, done.stderr[-4000:]
