@@ -249,7 +249,7 @@ from .rollouts.base import (
 )
 from .rollouts.engines import complete as complete
 from .rollouts.episodes.environments import step_environment as step_environment
-from .rollouts.episodes.harness import Harness as Harness, harness_reward as harness_reward, replayed as replayed
+from .extensions.agents.harness import Harness as Harness, harness_reward as harness_reward, replayed as replayed
 from .extensions.agents.openenv import openenv_environment as openenv_environment
 from .extensions.agents.sessions import (
     HarnessRolloutOutcome as HarnessRolloutOutcome,

@@ -11,7 +11,7 @@ import posttrain
 from posttrain.methods.async_grpo.config import MEANINGLESS
 from posttrain.methods.online_config import VllmFields, VllmSyncFields
 from posttrain.methods.preference import UNREAD
-from posttrain.rollouts.episodes.harness import HarnessFields
+from posttrain.rollouts.episodes.options import HarnessFields
 from tests.surface import FILE, names
 
 

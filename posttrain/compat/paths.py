@@ -56,6 +56,8 @@ MODULES = frozenset(
 # Modules that earlier versions of the documentation name.
 MOVED = {
     "posttrain.compat.available": "posttrain.extensions.trl_helpers.available",
+    "posttrain.rollouts.episodes.calls": "posttrain.extensions.agents.calls",
+    "posttrain.rollouts.episodes.proxy": "posttrain.extensions.agents.proxy",
     "posttrain.rollouts.vllm_worker": "posttrain.extensions.vllm.worker",
     "posttrain.report.inspect": "posttrain.extensions.page.inspect",
 }

@@ -45,8 +45,7 @@ from posttrain.rollouts.batch import (
     RolloutBatch,
     RolloutWindow,
 )
-from posttrain.rollouts.episodes.driver import for_trainer
-from posttrain.rollouts.episodes.harness import take_harness
+from posttrain.rollouts.episodes.driver import for_trainer, take_harness
 from posttrain.rollouts.native.requests import check_top_k
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from posttrain import plugins
 from posttrain.data.formats import is_conversational
 from posttrain.errors import ConfigError
 from posttrain.loop.prompts import PromptSource
@@ -92,10 +93,9 @@ def make_driver(
     if not any(given.values()):
         return None
     from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
-    from posttrain.rollouts.episodes.harness import check_harness
 
     if "harness" in given:
-        check_harness(args, name)
+        plugins.module("extensions.agents.harness").check_harness(args, name)
     return EpisodeDriver(EpisodeSetup.of(args, **given))
 
 

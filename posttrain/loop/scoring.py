@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from posttrain import plugins
 from posttrain.data.formats import shown_prompt
 from posttrain.losses.advantages import MOST_ADVANTAGE
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
-from posttrain.report.episodes import episode_tree
 from posttrain.rewards.runner import RewardRunner, RewardTable, correlation
 from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
 from posttrain.rollouts.episodes.environments import EnvironmentPool
@@ -157,7 +157,9 @@ def completion_rows(
         rows[i]["tokens"] = [tokenizer.decode([token]) for token in rollout.token_ids]
         rows[i]["logps"] = list(rollout.logp)
         if "session" in batch.extra:
-            rows[i]["episode"] = json.dumps(episode_tree(batch.extra["session"][i]))
+            rows[i]["episode"] = json.dumps(
+                plugins.module("extensions.agents.tree").episode_tree(batch.extra["session"][i])
+            )
     for group in batch.groups()[:THUMBNAILED] if images and table.start == 0 else []:
         shown = [image.picture.thumbnail() for image in batch.rollouts[group[0]].pictures]
         for i in group if shown else ():

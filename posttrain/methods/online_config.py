@@ -26,7 +26,7 @@ from posttrain.fields import (
 )
 from posttrain.methods.config import PostTrainingConfig, check_gathering
 from posttrain.rollouts.engines import ENGINES, choose_engine
-from posttrain.rollouts.episodes.harness import HarnessFields
+from posttrain.rollouts.episodes.options import HarnessFields
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 from posttrain.types import Truncation
 

@@ -1,1 +1,1 @@
-"""Environments and harnesses of other libraries: OpenEnv, verifiers, and TRL's rollout sessions."""
+"""Harnesses: a user's agent runs episodes against an endpoint of the policy. OpenEnv, verifiers and TRL's rollout sessions."""

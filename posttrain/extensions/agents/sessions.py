@@ -12,10 +12,10 @@ from typing import Any
 import httpx2
 
 from posttrain.errors import ConfigError, RolloutError
+from posttrain.extensions.agents.harness import Harness
+from posttrain.extensions.agents.session import CapturedCall
 from posttrain.integrations import require
 from posttrain.rollouts.episodes.environments import accepted_arguments
-from posttrain.rollouts.episodes.harness import Harness
-from posttrain.rollouts.episodes.session import CapturedCall
 
 # Turns of a white box where nothing bounds them.
 MOST_TURNS = 8

@@ -12,8 +12,8 @@ from urllib.parse import quote
 import datasets
 
 from posttrain.errors import DataError, RolloutError
+from posttrain.extensions.agents.harness import Harness
 from posttrain.integrations import require
-from posttrain.rollouts.episodes.harness import Harness
 
 # Of an environment without end.
 MOST_TASKS = 10_000

@@ -89,7 +89,7 @@ def _sessions(argv: list[str]) -> int:
     if options.rows < 1:
         raise ConfigError(f"--rows {options.rows}: give at least 1.")
 
-    from posttrain.report.episodes import to_console
+    from posttrain.extensions.agents.tree import to_console
 
     to_console(options.file, show=options.rows)
     return 0

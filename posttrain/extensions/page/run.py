@@ -71,7 +71,7 @@ class Sample:
         scores: Other columns of the table: rewards by function, and values that functions logged.
         tokens, logps: Text and log-probability (nats) of each token; empty if they were not recorded.
         pictures: Recorded images of the prompt: a ``data:`` URL of the thumbnail; size and digest.
-        episode: Tree of a harness episode, see `posttrain.report.episodes.episode_tree`; empty if there is none.
+        episode: Tree of a harness episode, see `posttrain.extensions.agents.tree.episode_tree`; empty if there is none.
     """
 
     prompt: str

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from posttrain import plugins
 from posttrain.data.formats import is_conversational
 from posttrain.errors import ArgumentTypeError, ConfigError, ModelError, RolloutError
 from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import decoded
 from posttrain.rollouts.episodes.environments import EnvironmentPool
-from posttrain.rollouts.episodes.harness import Harness, HarnessOptions, HarnessRollouts, HarnessRunner, as_rollouts
 from posttrain.rollouts.episodes.loop import MAX_ITERATIONS, Episode, Generate, ToolLoop
 from posttrain.rollouts.episodes.tokens import prepare_tokenizer, tokenize_observed
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner
@@ -42,8 +42,8 @@ class EpisodeSetup:
         tool_workers: Rollouts whose tools run at once; None: all, at most 32; 0: in turn, on the calling thread.
         tool_timeout: Seconds a call, a reset or a get_reward may take; None: no limit.
         environment_retries: Further attempts of a reset or get_reward.
-        harness: Runs whole episodes against an address of the policy; see `Harness`.
-        harness_options: How it is run.
+        harness: Runs whole episodes against an address of the policy; see `posttrain.Harness`.
+        harness_options: How it is run (`HarnessOptions`). None: the defaults.
     """
 
     tools: Sequence[Callable] | None = None
@@ -56,14 +56,16 @@ class EpisodeSetup:
     tool_timeout: float | None = 60.0
     environment_retries: int = 0
     harness: Any = None
-    harness_options: HarnessOptions = field(default_factory=HarnessOptions)
+    harness_options: Any = None
 
     @classmethod
     def of(cls, args: PostTrainingConfig, **given: Any) -> EpisodeSetup:
         """What was given, with the options of a config that has `EpisodeFields`; None: their defaults."""
         if args is None:
             return cls(**given)
-        rounds = args.max_tool_calling_iterations
+        rounds, options = args.max_tool_calling_iterations, None
+        if given.get("harness") is not None:
+            options = plugins.module("extensions.agents.harness").HarnessOptions.of(args)
         return cls(
             **given,
             template_kwargs=dict(args.chat_template_kwargs or {}),
@@ -72,8 +74,21 @@ class EpisodeSetup:
             tool_workers=args.tool_workers,
             tool_timeout=args.tool_timeout,
             environment_retries=args.environment_retries,
-            harness_options=HarnessOptions.of(args),
+            harness_options=options,
         )
+
+
+def take_harness(worker: object, harness: object, reward_funcs: object) -> tuple[Any, Any, Any]:
+    """Return the worker, the harness and the reward functions of a trainer's arguments.
+
+    A worker that is a harness is returned as the harness. Without ``reward_funcs``, the harness's own result is the reward.
+
+    Raises:
+        ConfigError: Two harnesses.
+    """
+    if worker is None and harness is None:
+        return None, None, reward_funcs
+    return plugins.module("extensions.agents.harness").take_harness(worker, harness, reward_funcs)
 
 
 class EpisodeDriver:
@@ -109,8 +124,11 @@ class EpisodeDriver:
             raise ArgumentTypeError(f"rollout_func must be callable, and it is {type(function).__name__}.")
         self.setup, self.tokenizer = setup, None
         self.reader: PictureProcessor | None = None
-        harness = None if setup.harness is None else Harness.of(setup.harness)
-        self.harness = None if harness is None else HarnessRunner(harness, setup.harness_options)
+        self.harness: Any = None
+        if setup.harness is not None:
+            self.harness = plugins.module("extensions.agents.harness").HarnessRunner(
+                setup.harness, setup.harness_options
+            )
         self.toolbox = ToolBox.of(setup.tools)
         self.runner = ToolRunner(setup.tool_workers, setup.tool_timeout)
         self.pool: EnvironmentPool | None = None
@@ -228,7 +246,7 @@ class EpisodeDriver:
         any_process: Callable[[bool], bool] = bool,
         everyone: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
         place: int = 0,
-    ) -> HarnessRollouts:
+    ) -> Any:
         """One episode of the user's own code a row; see `HarnessRunner.run`.
 
         Args:
@@ -244,11 +262,9 @@ class EpisodeDriver:
             everyone: See `HarnessRunner.run`.
             place: See `HarnessRunner.run`.
         """
-        from posttrain.rollouts.episodes.calls import Policy
-
         assert self.harness is not None
         options, can = self.harness.options, engine.capabilities
-        policy = Policy(
+        policy = plugins.module("extensions.agents.calls").Policy(
             self.tokenizer,
             sampling,
             context=context,
@@ -272,6 +288,7 @@ class EpisodeDriver:
             place=place,
         )
         leave_out = options.failure is None
+        as_rollouts = plugins.module("extensions.agents.harness").as_rollouts
         return as_rollouts(episodes, self.harness.harness, placeholder=placeholder, leave_out=leave_out)
 
     def run_function(

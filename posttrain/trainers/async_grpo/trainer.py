@@ -12,7 +12,7 @@ from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.async_grpo.objective import AsyncGRPO
 from posttrain.methods.online_config import reject_reshaped_sampling
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.episodes.harness import take_harness
+from posttrain.rollouts.episodes.driver import take_harness
 from posttrain.trainers.arguments import (
     Adapter,
     Callbacks,

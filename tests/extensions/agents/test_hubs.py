@@ -14,9 +14,9 @@ from posttrain.errors import ConfigError, MissingDependencyError, RolloutError
 from posttrain.extensions.agents.openenv import openenv_environment
 from posttrain.extensions.agents.verifiers import verifiers_environment
 from posttrain.loop.rollout import sample
-from tests.rollouts.agents import ASK, TOOL_TEMPLATE, say
-from tests.rollouts.test_harness import ROWS, trainer_of
-from tests.rollouts.test_proxy import scripted
+from tests.extensions.agents.agents import ASK, TOOL_TEMPLATE, say
+from tests.extensions.agents.test_harness import ROWS, trainer_of
+from tests.extensions.agents.test_proxy import scripted
 from tests.wordings import raises
 
 EXAMPLES = str(Path(__file__).parents[3] / "examples")

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from posttrain.errors import ConfigError
+from tests.extensions.agents.agents import say
 from tests.extensions.vllm import real_vllm as real
-from tests.rollouts.agents import say
 
 pytestmark = real.needed
 

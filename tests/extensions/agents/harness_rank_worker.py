@@ -6,8 +6,8 @@ from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer, replayed
 from tests.conftest import build_model, build_tokenizer
+from tests.extensions.agents.agents import ASK, forking
 from tests.ranks import leave, part, step_taken, weights
-from tests.rollouts.agents import ASK, forking
 
 ROWS = [{"prompt": ASK, "n": n} for n in range(4)]
 

@@ -22,9 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from posttrain.errors import RolloutError
-from posttrain.integrations.machine import listen, raise_file_limit
-from posttrain.integrations.network import host_and_port
-from posttrain.rollouts.episodes.calls import (
+from posttrain.extensions.agents.calls import (
     Answer,
     CallError,
     ChatBody,
@@ -32,7 +30,9 @@ from posttrain.rollouts.episodes.calls import (
     Policy,
     read_body,
 )
-from posttrain.rollouts.episodes.session import CapturedCall, Session
+from posttrain.extensions.agents.session import CapturedCall, Session
+from posttrain.integrations.machine import listen, raise_file_limit
+from posttrain.integrations.network import host_and_port
 from posttrain.rollouts.server.guard import bounded
 from posttrain.rollouts.server.listening import server_config
 from posttrain.types import Request as Prompt

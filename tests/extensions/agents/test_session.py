@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from posttrain.errors import DataError
-from posttrain.rollouts.episodes.session import CapturedCall, Recorded, Session, read_sessions, record_session
+from posttrain.extensions.agents.session import CapturedCall, Recorded, Session, read_sessions, record_session
 from posttrain.types import Rollout
 from tests.wordings import raises
 

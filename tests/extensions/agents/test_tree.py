@@ -7,11 +7,11 @@ from rich.console import Console
 
 from posttrain.cli.main import main
 from posttrain.errors import DataError
+from posttrain.extensions.agents.session import CapturedCall, Recorded, Session, record_session
+from posttrain.extensions.agents.tree import LONGEST, episode_tree, to_console
 from posttrain.extensions.page.build import render
 from posttrain.extensions.page.run import read_runs
-from posttrain.report.episodes import LONGEST, episode_tree, to_console
 from posttrain.report.files import write_rows
-from posttrain.rollouts.episodes.session import CapturedCall, Recorded, Session, record_session
 from posttrain.types import Rollout
 from tests.extensions.page.page_runs import grpo_record
 from tests.wordings import raises

@@ -18,20 +18,19 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, RewardError, RolloutError
-from posttrain.fields import Port, PositiveFloat, PositiveInt, option
+from posttrain.extensions.agents.session import CapturedCall, Recorded, Session, read_sessions, record_session
 from posttrain.integrations import require
 from posttrain.metrics import Metric, mean
-from posttrain.rollouts.episodes.session import CapturedCall, Recorded, Session, read_sessions, record_session
 from posttrain.rollouts.episodes.toolbox import ToolRunner, TooSlow
 from posttrain.types import Rollout
 
 if TYPE_CHECKING:
+    from posttrain.extensions.agents.calls import Policy
+    from posttrain.extensions.agents.proxy import CaptureProxy, Sample
     from posttrain.methods.config import PostTrainingConfig
-    from posttrain.rollouts.episodes.calls import Policy
-    from posttrain.rollouts.episodes.proxy import CaptureProxy, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -52,34 +51,6 @@ VARIABLES = (
 )  # fmt: skip
 # Characters of a row that an environment variable may have: Linux takes 128 KiB.
 LONGEST_VARIABLE = 100_000
-
-
-@dataclass
-class HarnessFields:
-    """How the harness of a trainer is run; without one they do nothing."""
-
-    harness_limit: PositiveInt = option(16, "Episodes of a harness that run at once.")
-    harness_timeout: PositiveFloat | None = option(600.0, "Seconds an episode may take; None: for ever.")
-    harness_failure: float | None = option(
-        None, "The reward of an episode that failed, which is trained; None: it is left out."
-    )
-    harness_sampling: Literal["refuse", "override"] = option(
-        "refuse", "A call with other sampling settings than the run's: refuse it, or sample it with the run's."
-    )
-    harness_model: str = option("policy", "The name of the model that calls must give.")
-    harness_host: str = option("127.0.0.1", "Address that the policy is served on to harnesses.")
-    harness_port: Port = option(0, "Its port; 0: a free one.")
-    harness_call_timeout: PositiveFloat = option(600.0, "Seconds a call may wait for its completion.")
-    harness_max_calls: PositiveInt | None = option(
-        None, "Calls of an episode; further ones are refused. None: no limit."
-    )
-    harness_max_tokens: PositiveInt | None = option(None, "Tokens sampled for an episode. None: no limit.")
-    harness_env: list[str] | None = option(
-        None,
-        "Further environment variables that a harness command gets, by name or pattern (['AWS_*']; ['*'] passes all). None: "
-        "those for paths, locale, proxies and certificates.",
-    )
-    harness_record: str | None = option(None, "File that every episode is appended to, for posttrain.replayed.")
 
 
 @dataclass
@@ -272,19 +243,19 @@ class HarnessRunner:
     """Runs the harness on many tasks at once, and answers its calls on the thread that owns the engine.
 
     Args:
-        harness: What to run.
-        options: How.
+        harness: What to run, as a user gives it.
+        options: How. None: the defaults.
 
     Attributes:
         proxy: The address; None before the first episode.
     """
 
-    def __init__(self, harness: Harness, options: HarnessOptions) -> None:
+    def __init__(self, harness: object, options: HarnessOptions | None = None) -> None:
         for package in ("fastapi", "uvicorn", "pydantic"):
             require(package, "harness")
-        self.harness, self.options = harness, options
+        self.harness, self.options = Harness.of(harness), options or HarnessOptions()
         self.proxy: CaptureProxy | None = None
-        self._runner = ToolRunner(timeout=options.timeout)
+        self._runner = ToolRunner(timeout=self.options.timeout)
         # Commands that run, with the keys of their episodes.
         self._commands: dict[subprocess.Popen, str] = {}
         self._lock = threading.Lock()
@@ -358,7 +329,7 @@ class HarnessRunner:
             self.harness.close()
 
     def _listening(self, policy: Policy) -> CaptureProxy:
-        from posttrain.rollouts.episodes.proxy import CaptureProxy
+        from posttrain.extensions.agents.proxy import CaptureProxy
 
         with self._lock:
             if self.proxy is None:

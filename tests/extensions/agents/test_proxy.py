@@ -13,12 +13,12 @@ import torch
 
 from posttrain.data.chat import tokenize_prompts
 from posttrain.errors import RolloutError
+from posttrain.extensions.agents.calls import Policy
+from posttrain.extensions.agents.proxy import CaptureProxy, engine_sample
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.base import ScriptedEngine
-from posttrain.rollouts.episodes.calls import Policy
-from posttrain.rollouts.episodes.proxy import CaptureProxy, engine_sample
 from posttrain.types import Row, Sampling
-from tests.rollouts.agents import ASK, TOOL_TEMPLATE, post, serving
+from tests.extensions.agents.agents import ASK, TOOL_TEMPLATE, post, serving
 from tests.wordings import raises
 
 TOOL = {

@@ -13,7 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from posttrain.errors import DataError
-from posttrain.rollouts.episodes.session import Branch, CapturedCall, Recorded, Session, read_sessions
+from posttrain.extensions.agents.session import Branch, CapturedCall, Recorded, Session, read_sessions
 from posttrain.values import visible
 
 # Maximum number of characters of a message.

@@ -19,6 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer, GRPOConfig, GRPOTrainer, Harness, harness_reward, replayed
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, RewardError, RolloutError
+from posttrain.extensions.agents import harness
+from posttrain.extensions.agents.calls import Policy
+from posttrain.extensions.agents.harness import HarnessOptions, HarnessRunner
+from posttrain.extensions.agents.proxy import engine_sample
 from posttrain.loop.evaluation import _Evaluation
 from posttrain.loop.rollout import rollout_step, sample
 from posttrain.loop.scoring import completion_metrics
@@ -27,12 +31,8 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models.forward import forward
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.engines import create_engine
-from posttrain.rollouts.episodes import harness
-from posttrain.rollouts.episodes.calls import Policy
-from posttrain.rollouts.episodes.harness import HarnessOptions, HarnessRunner
-from posttrain.rollouts.episodes.proxy import engine_sample
 from posttrain.types import LossTerms, Rollout, Sampling, State
-from tests.rollouts.agents import ASK, asynchronous, forking, single, sometimes
+from tests.extensions.agents.agents import ASK, asynchronous, forking, single, sometimes
 from tests.wordings import raises
 
 ROWS = [{"prompt": ASK, "n": n} for n in range(4)]
@@ -350,9 +350,9 @@ def test_an_engine_that_fails_ends_the_run_and_not_the_wait_for_harnesses(
 
 STUCK = """
 import contextlib, time
-from posttrain.rollouts.episodes import harness
-from posttrain.rollouts.episodes.calls import Policy
-from posttrain.rollouts.episodes.harness import Harness, HarnessOptions, HarnessRunner
+from posttrain.extensions.agents import harness
+from posttrain.extensions.agents.calls import Policy
+from posttrain.extensions.agents.harness import Harness, HarnessOptions, HarnessRunner
 from posttrain.types import Sampling
 from tests.conftest import build_tokenizer
 

@@ -19,7 +19,7 @@ from posttrain.data.chat import encode, one_bos, open_end, render, render_prompt
 from posttrain.data.responses import add_response_schema, parse_response
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import BadRequest, DataError, ModelError, RolloutError
-from posttrain.rollouts.episodes.session import CapturedCall, Session
+from posttrain.extensions.agents.session import CapturedCall, Session
 from posttrain.rollouts.episodes.tokens import PlainText
 from posttrain.rollouts.native.requests import check_requests
 from posttrain.rollouts.server.bodies import read_json

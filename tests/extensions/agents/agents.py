@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import httpx2
 
 from posttrain.data.chat import terminal_token_ids
+from posttrain.extensions.agents.calls import Policy
+from posttrain.extensions.agents.proxy import CaptureProxy, engine_sample, sampled_by
 from posttrain.rollouts.engines import create_engine
-from posttrain.rollouts.episodes.calls import Policy
-from posttrain.rollouts.episodes.proxy import CaptureProxy, engine_sample, sampled_by
 from posttrain.types import Sampling
 from tests.conftest import CHAT_TEMPLATE
 

@@ -11,12 +11,12 @@ from dataclasses import asdict
 import httpx2
 import pytest
 
+from posttrain.extensions.agents.calls import Policy
+from posttrain.extensions.agents.harness import Harness, HarnessOptions, HarnessRunner, as_rollouts
+from posttrain.extensions.agents.proxy import engine_sample
 from posttrain.rollouts.engines import create_engine
-from posttrain.rollouts.episodes.calls import Policy
-from posttrain.rollouts.episodes.harness import Harness, HarnessOptions, HarnessRunner, as_rollouts
-from posttrain.rollouts.episodes.proxy import engine_sample
 from posttrain.types import Sampling
-from tests.rollouts.agents import ASK
+from tests.extensions.agents.agents import ASK
 
 # A command that makes a few calls, and kills itself in the middle of one of them where it is told to.
 COMMAND = """
