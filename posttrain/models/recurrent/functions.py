@@ -22,13 +22,15 @@ from posttrain.models.tree_attention import Forest
 
 def _chunks(forest: Forest, device: torch.device, size: int = chunks.SIZE) -> chunks.Chunks:
     batch = forest.batch
-    return forest.kept(("chunks", size), lambda: chunks.chunks_of(batch.segments, batch.input_ids.shape, device, size))
+    return forest.kept(
+        ("chunks", size, device), lambda: chunks.chunks_of(batch.segments, batch.input_ids.shape, device, size)
+    )
 
 
 def _before(forest: Forest, device: torch.device, count: int) -> list[Tensor]:
     batch = forest.batch
     return forest.kept(
-        ("before", count), lambda: chunks.predecessors(batch.segments, batch.input_ids.shape, device, count)
+        ("before", count, device), lambda: chunks.predecessors(batch.segments, batch.input_ids.shape, device, count)
     )
 
 

@@ -50,16 +50,20 @@ PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
 
 def replaced(model: nn.Module) -> str:
-    """Return the name of the modeling file whose recurrent functions have a version here, or "" for other models."""
+    """Return the name of the modeling file whose recurrent functions all have a version here, or "" for other models."""
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model
-    library, _, rest = type(decoder).__module__.partition(".models.")
-    return type(decoder).__module__ if library == "transformers" and rest.split(".")[0] in FAMILIES else ""
+    file = type(decoder).__module__
+    library, _, rest = file.partition(".models.")
+    if library != "transformers" or rest.split(".")[0] not in FAMILIES:
+        return ""
+    # Other versions of transformers may lack a function.
+    return file if all(callable(getattr(holder, last, None)) for holder, last in _places(file).values()) else ""
 
 
 def install(model: nn.Module) -> bool:
     """Replace the recurrent functions of a model's modeling file. Return whether the model has such functions."""
     file = replaced(model)
-    places = _places(file) if file else {}
+    places = _places(file)
     if new := [name for name, (holder, last) in places.items() if not hasattr(getattr(holder, last), "without_forest")]:
         for name in new:
             holder, last = places[name]
@@ -83,9 +87,9 @@ def uninstall(model: nn.Module) -> None:
 def _places(file: str) -> dict[str, tuple[Any, str]]:
     """Return the module or class that holds each function of a modeling file, and its name there."""
     found = {}
-    for name in FAMILIES[file.split(".")[2]]:
+    for name in FAMILIES[file.split(".")[2]] if file else ():
         holder, _, last = name.rpartition(".")
-        found[name] = (getattr(sys.modules[file], holder) if holder else sys.modules[file], last)
+        found[name] = (getattr(sys.modules[file], holder, None) if holder else sys.modules[file], last)
     return found
 
 
