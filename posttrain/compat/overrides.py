@@ -43,6 +43,7 @@ UNCALLED: dict[str, dict[str, str]] = {
     | {
         "measured_logps": "advantages(rollouts, rewards, logps)",
         "needs_old_logp": "needs_old_logp(outlived) of a Method",
+        "completion_rows": "log_extra, which reward functions get (docs/rewards.md)",
     },
     "GRPOTrainer": OF_PROMPTS,
     "RLOOTrainer": OF_PROMPTS,

@@ -49,13 +49,12 @@ from posttrain.rollouts.episodes.driver import for_trainer, take_harness
 from posttrain.rollouts.native.requests import check_top_k
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import (
-    WHOLE,
     Advantages,
     Batch,
     Rollout,
     Row,
     SampleSettings,
-    Truncation,
+    Sampling,
 )
 
 if TYPE_CHECKING:
@@ -194,16 +193,17 @@ class OnlineTrainer(PostTrainer):
     def make_online(self) -> Online:
         """The parts of `posttrain.loop.rollout`, with what a subclass, or a user on this very trainer, puts in their place."""
         run, args, own = self.run, self.args, partial(self._replaced, OnlineTrainer)
-        settings = configured_sampling(args, stop_token_ids=self.stop_ids, seed=0)
+        samples_policy = self.rollout_func is None and self.engine.capabilities.shares_weights
         return Online(
             sync=self.weight_sync,
             window=self.window,
             record=self.record,
-            sampling=self.vision.sampling(settings, self.model),
+            sampling=self._sampling,
             group_size=self.prompt_source.group_size,
             ids_without_token=self.ids_without_token,
-            samples_policy=self.rollout_func is None and self.engine.capabilities.shares_weights,
+            samples_policy=samples_policy,
             rollout_func=self.rollout_func is not None,
+            follows_truncation=self.method.traits.follows_truncation and not samples_policy,
             spare=lambda mode: [dict(self.spare_example)],
             sample=own("sample", self.sampler.sample),
             score=own("score", partial(scoring.score, run, self.rewards)),
@@ -213,6 +213,11 @@ class OnlineTrainer(PostTrainer):
             slices=partial(rollout.shuffled_slices, run),
         )
 
+    def _sampling(self) -> Sampling:
+        # Anew for each rollout batch: users may set `trainer.temperature` and the like while training.
+        settings = configured_sampling(self.args, stop_token_ids=self.stop_ids, seed=0)
+        return self.vision.sampling(settings, self.model)
+
     def _hooks(self) -> Hooks:
         hooks = super()._hooks()
         return hooks if hooks.observe else dataclasses.replace(hooks, observe=partial(rollout.gap_of_pass, self.run))
@@ -221,7 +226,7 @@ class OnlineTrainer(PostTrainer):
         """As every trainer's, with the parts of `posttrain.loop.rollout`."""
         super().resolve()
         self.run.online = self.make_online()
-        self.run.truncation = self.truncation
+        self.run.truncation = rollout.truncation_of(self.run.online, self.run.online.sampling())
 
     @functools.cached_property
     def dynamic_sampler(self) -> DynamicSampler:
@@ -408,13 +413,6 @@ class OnlineTrainer(PostTrainer):
     def prompt_limit(self) -> int | None:
         """Most tokens of a prompt; a longer one loses its beginning. None: no prompt is cut."""
         return None
-
-    @property
-    def truncation(self) -> Truncation:
-        """What another engine leaves out as it samples, for methods that compare its log-probs with their own."""
-        online = self.run.online
-        follows = self.method.traits.follows_truncation and not online.samples_policy
-        return online.sampling.left_out if follows else WHOLE
 
     # Logs and checks ---------------------------------------------------------------------------------------------
 

@@ -38,12 +38,13 @@ class Online:
         sync: Pushes weights, and asks the engine.
         window: Slices that wait to be trained, and the number of rollout batches so far.
         record: Keeps the table of completions.
-        sampling: Settings of each call to the engine, without its seed.
+        sampling: Returns the present settings of each call to the engine, without its seed.
         group_size: Completions per prompt, by mode.
         ids_without_token: Ids that the model can sample and the tokenizer has no token for.
         samples_policy: Whether completions are sampled with the weights that are trained, so that nothing is corrected. A
             rollout function may sample from anything: the log-probs that it returns are corrected for.
         rollout_func: Whether a rollout function samples.
+        follows_truncation: Whether log-probs are compared with those of a sampler that leaves tokens out, see `Run.truncation`.
         spare: Rows that a rank without examples samples from, because to sample is a collective; by mode. None: it need not.
         sample: Dataset rows to completions, see `Sampler.sample`.
         score: Completions of this rank and the mode to the rewards of all ranks.
@@ -56,11 +57,12 @@ class Online:
     sync: WeightSync
     window: RolloutWindow
     record: RunRecordCallback
-    sampling: Sampling
+    sampling: Callable[[], Sampling]
     group_size: Callable[[str], int]
     ids_without_token: frozenset[int]
     samples_policy: bool
     rollout_func: bool
+    follows_truncation: bool
     spare: Callable[[str], list[dict[str, Any]]]
     sample: Callable[[list[dict[str, Any]], SampleSettings], RolloutBatch]
     score: Callable[[RolloutBatch, str], RewardTable]
@@ -112,7 +114,7 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
             sample(run, spare, mode)
             run.buffers[mode] = metrics
         return RolloutBatch([], [], [], born=run.state.global_step, mode=mode, group_size=settings.group_size)
-    begin = time.perf_counter()
+    begin, run.truncation = time.perf_counter(), truncation_of(online, settings.sampling)
     batch = online.sample(examples, settings)
     if not isinstance(batch, RolloutBatch) or len(batch.rollouts) != len(examples):
         found = f"{len(batch.rollouts)} completions" if isinstance(batch, RolloutBatch) else type(batch).__name__
@@ -141,12 +143,17 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
     return batch
 
 
+def truncation_of(online: Online, sampling: Sampling) -> Truncation:
+    """Return what the sampler leaves out of the vocabulary, where the objective wants the mass that is left."""
+    return sampling.left_out if online.follows_truncation else WHOLE
+
+
 def settings_of(run: Run, mode: str) -> SampleSettings:
     """Return the settings of the next rollout batch. The seed depends on the run's seed, the rank and the batch's number."""
     online, number = run.online, batch_number(run, mode)
     world, rank = run.accelerator.num_processes, run.accelerator.process_index
     seed = (run.args.seed * 1_000_003 + number * world + rank) % 2**63
-    return SampleSettings(replace(online.sampling, seed=seed), mode, number, online.group_size(mode))
+    return SampleSettings(replace(online.sampling(), seed=seed), mode, number, online.group_size(mode))
 
 
 def batch_number(run: Run, mode: str) -> int:
@@ -300,8 +307,3 @@ def shuffled_slices(run: Run, rollouts: RolloutBatch) -> list[list[Row]]:
     for of_slice in metrics:
         run.log(of_slice)
     return slices
-
-
-def followed_truncation(run: Run, sampling: Sampling, *, samples_policy: bool) -> Truncation:
-    """Return what another engine leaves out as it samples, for methods that compare its log-probs with their own."""
-    return sampling.left_out if run.method.traits.follows_truncation and not samples_policy else WHOLE

@@ -66,7 +66,7 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Advantages, Batch, Row, SampleSettings
+from posttrain.types import Advantages, Batch, Row, SampleSettings, Sampling
 
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset, LogProbs
@@ -338,9 +338,11 @@ class PPOTrainer(OnlineTrainer):
 
     def make_online(self) -> Online:
         """As every online trainer's; sampling at the temperature of the log-probs, until a stop token where one is set."""
-        online = super().make_online()
-        sampling = replace(online.sampling, temperature=self.method.temperature, stop_token_ids=self.stops)
-        return replace(online, sampling=sampling, logps=self._measured, slices=self._training_rows)
+        own = {"sampling": self._sampling_until_stop, "logps": self._measured, "slices": self._training_rows}
+        return replace(super().make_online(), **own)
+
+    def _sampling_until_stop(self) -> Sampling:
+        return replace(super()._sampling(), temperature=self.method.temperature, stop_token_ids=self.stops)
 
     def _training_rows(self, rollouts: RolloutBatch) -> list[list[Row]]:
         """A rollout batch, ready to be dealt to mini-batches."""

@@ -17,8 +17,7 @@ from posttrain.methods.async_grpo import AsyncGRPOConfig
 from tests.conftest import build_model
 from tests.methods import async_helpers
 from tests.methods.every_trainer import EVERY, data, every
-from tests.methods.helpers import count_a, grpo_args, prompts
-from tests.wordings import raises
+from tests.methods.helpers import prompts
 
 ROOT = Path(__file__).parents[2]
 TRL = json.loads((ROOT / "tests" / "snapshots" / "trl_surface.json").read_text(encoding="utf-8"))["trainers"]
@@ -144,8 +143,9 @@ UNCALLED_ROWS = [(cls, name, hook) for cls, rows in UNCALLED.items() for name, h
 
 @pytest.mark.parametrize(("name", "method", "hook"), UNCALLED_ROWS)
 def test_a_hook_that_a_trainer_goes_around_is_refused(name, method, hook, tokenizer, tmp_path):
-    mine = recording(pt.SFTTrainer if name == "PostTrainer" else getattr(pt, name), [method], [])
-    kind = {"PPOTrainer": "ppo", "AsyncGRPOTrainer": None, "PostTrainer": "sft"}.get(
+    name = {"PostTrainer": "SFTTrainer", "OnlineTrainer": "GRPOTrainer"}.get(name, name)
+    mine = recording(getattr(pt, name), [method], [])
+    kind = {"PPOTrainer": "ppo", "AsyncGRPOTrainer": None, "SFTTrainer": "sft"}.get(
         name, KINDS.get(name.removesuffix("Trainer"))
     )
     with pytest.raises(ConfigError) as refusal:
@@ -157,20 +157,6 @@ def test_a_hook_that_a_trainer_goes_around_is_refused(name, method, hook, tokeni
         else:
             every(kind, tmp_path, tokenizer, cls=mine)
     assert all(word in str(refusal.value) for word in (method, "Mine", hook))
-
-
-@pytest.mark.parametrize("method", ["sample", "tokenize"])
-def test_hooks_that_a_rollout_function_goes_around_are_refused(method, tokenizer, tmp_path):
-    mine = recording(pt.GRPOTrainer, [method], [])
-    with raises(ConfigError, method, "Mine"):
-        mine(
-            build_model(len(tokenizer)),
-            count_a,
-            grpo_args(tmp_path),
-            train_dataset=prompts(),
-            processing_class=tokenizer,
-            rollout_func=lambda prompts, trainer: {},
-        )
 
 
 # What the issue on subclasses names, and what a generation of scripts overrides.

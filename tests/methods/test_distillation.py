@@ -8,6 +8,7 @@ import torch
 
 from posttrain import DistillationConfig, DistillationTrainer
 from posttrain.errors import ConfigError
+from posttrain.loop.rollout import sample, settings_of
 from posttrain.methods.distillation.data import with_prompt_column, with_template_arguments
 from posttrain.values import strip_none
 from tests.conftest import build_masked_model, build_model
@@ -142,8 +143,9 @@ def test_the_draw_is_the_same_for_all_completions_of_a_prompt_and_on_every_rank(
         tmp_path, tiny_tokenizer, lmbda=0.5, num_generations=2, per_device_train_batch_size=8, rollout_engine=scripted()
     )
     rows = [{"prompt": str(i // 2)} for i in range(64)]
-    found = trainer.samples(rows, "train")
-    assert found[::2] == found[1::2] and 0 < sum(found) < 64 and found == trainer.samples(rows, "train")
+    settings = settings_of(trainer.run, "train")
+    found = trainer.samples(rows, settings)
+    assert found[::2] == found[1::2] and 0 < sum(found) < 64 and found == trainer.samples(rows, settings)
 
 
 def test_the_teacher_samples_where_the_student_does_not(tmp_path, tiny_tokenizer):
@@ -186,7 +188,7 @@ def test_evaluation_scores_the_answers_or_samples_and_does_not_depend_on_the_bat
     student, teacher = build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer), seed=1)
     rows = [(row["prompt_ids"], row["completion_ids"]) for row in trainer.eval_dataset]
     truth = dense_loss(student, teacher, rows, 0.5).item()
-    empty = trainer.generated([], "eval")  # Of a rank without rows.
+    empty = sample(trainer.run, [], "eval")  # Of a rank without rows.
     assert (empty.mode, empty.group_size, empty.rollouts) == ("eval", trainer.group_size("eval"), [])
     assert first == pytest.approx(truth, abs=1e-5) and trainer.evaluate()["eval_loss"] == pytest.approx(truth, abs=1e-5)
     sampled = make(tmp_path / "b", tiny_tokenizer, eval_dataset=prompts(3), data=prompts(4)).evaluate()

@@ -39,17 +39,17 @@ class Numbered:
 
     def __init__(self, trainer):
         self.sampled, self.trained = [], []
-        generate, slices = trainer.generate, trainer._slices
+        sample, advantages = trainer.sample, trainer.advantages
 
-        def spy_generate(examples, mode):
+        def spy_sample(examples, settings):
             self.sampled.append([example["answer"] for example in examples])
-            return generate(examples, mode)
+            return sample(examples, settings)
 
-        def spy_slices(generation, count):
-            self.trained.append([example["answer"] for example in generation.examples])
-            return slices(generation, count)
+        def spy_advantages(rollouts, rewards, logps):
+            self.trained.append([example["answer"] for example in rollouts.examples])
+            return advantages(rollouts, rewards, logps)
 
-        trainer.generate, trainer._slices = spy_generate, spy_slices
+        trainer.sample, trainer.advantages = spy_sample, spy_advantages
 
 
 def test_r15_groups_without_variance_are_replaced_by_fresh_prompts(tiny_tokenizer, tmp_path):
@@ -134,19 +134,19 @@ def test_completions_that_carry_no_loss_go_with_their_groups(tiny_tokenizer, tmp
     """Those in which an engine drew what stands for an image, say."""
     options = {"dynamic_sampling": 5, "per_device_train_batch_size": 16, "max_steps": 1, "num_train_epochs": 9}
     trainer, found = grpo(tmp_path, tiny_tokenizer, rewards=by_answer, **options), []
-    generate, slices = trainer.generate, trainer._slices
+    sample, advantages = trainer.sample, trainer.advantages
 
     def odd(examples):
         return {i for i, example in enumerate(examples) if i % 4 == example["answer"] % 4}
 
-    def marked(examples, mode):
-        return replace(generate(examples, mode), left_out=odd(examples))
+    def marked(examples, settings):
+        return replace(sample(examples, settings), left_out=odd(examples))
 
-    def spied(generation, count):
-        found.append((set(generation.left_out), odd(generation.examples)))
-        return slices(generation, count)
+    def spied(rollouts, rewards, logps):
+        found.append((set(rollouts.left_out), odd(rollouts.examples)))
+        return advantages(rollouts, rewards, logps)
 
-    trainer.generate, trainer._slices = marked, spied
+    trainer.sample, trainer.advantages = marked, spied
     trainer.train()
     assert found and all(kept == wanted for kept, wanted in found)
     assert logs(trainer)[0]["dynamic_sampling/accepted"] > 0

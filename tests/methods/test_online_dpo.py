@@ -435,7 +435,8 @@ def test_o9_sums_are_over_completion_tokens_alone(tiny_tokenizer, tmp_path):
         engine="scripted",
     )
     generations = []
-    trainer.run.watchers["rollout"].append(lambda rollouts, *_: generations.append(rollouts) or True)
+    spy = lambda rollouts, rewards, found: generations.append(rollouts.worth(found)) or True  # noqa: E731
+    trainer.run.watchers["rollout"].append(spy)
     model = build_model(len(tiny_tokenizer))  # As the policy begins.
     trainer.train()
     (generation,) = generations

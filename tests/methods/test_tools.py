@@ -118,7 +118,7 @@ def test_r45_a_tool_s_tokens_are_read_but_neither_trained_nor_counted(tokenizer,
     trainer = trainer_of(
         tmp_path, tokenizer, with_answer(tokenizer), rewards=seen, keys={"tools": [double]}, max_steps=1
     )
-    generations, batches = spied(trainer, "generate"), spied(trainer, "collate")
+    generations, batches = spied(trainer, "sample"), spied(trainer, "collate")
     before = weights(trainer)
     trainer.train()
     assert not torch.equal(before, weights(trainer))
@@ -217,7 +217,7 @@ def test_an_environment_is_reset_for_each_rollout_and_rewards_itself(tokenizer, 
     engine = speaker(tokenizer, lambda i: MOVE % (i + 1), "done")
     keys = {"environment_factory": Walk}
     trainer = trainer_of(tmp_path, tokenizer, engine, rewards=far, data=data, keys=keys, shuffle_dataset=False)
-    generations = spied(trainer, "generate")
+    generations = spied(trainer, "sample")
     trainer.train()
     assert trainer.rewards.names == ["far", "Walk"]
     assert trainer.rewards.weights.tolist() == [1, 1]
@@ -296,7 +296,7 @@ def test_an_environment_that_never_ends_is_stopped_by_the_budget(tokenizer, tmp_
     trainer = trainer_of(
         tmp_path, tokenizer, engine, data=False, keys=keys, max_steps=1, max_tool_calling_iterations=-1
     )
-    generations = spied(trainer, "generate")
+    generations = spied(trainer, "sample")
     trainer.train()
     for rollout, completion in zip(generations[0].rollouts, generations[0].completions, strict=True):
         assert len(rollout.token_ids) <= 320
@@ -325,7 +325,7 @@ def test_the_end_an_environment_declares_ends_the_rollout(tokenizer, tmp_path):
 
     engine = speaker(tokenizer, lambda i: MOVE % (i + 1))
     trainer = trainer_of(tmp_path, tokenizer, engine, data=False, keys={"environment_factory": Short}, max_steps=1)
-    generations = spied(trainer, "generate")
+    generations = spied(trainer, "sample")
     trainer.train()
     assert all([m["role"] for m in c] == ["assistant", "tool"] for c in generations[0].completions)
     assert all(r.tool_mask is None and r.finish_reason == "stop" for r in generations[0].rollouts)

@@ -28,7 +28,6 @@ from posttrain.trainers.arguments import (
 )
 from posttrain.trainers.async_grpo.loop import AsyncTrainer
 from posttrain.trainers.async_grpo.rollouts import warn_of_reward_models
-from posttrain.types import Truncation
 
 
 class AsyncGRPOTrainer(AsyncTrainer):
@@ -129,16 +128,13 @@ class AsyncGRPOTrainer(AsyncTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        if self.truncation.never:  # The workers' log-probs are those after every rule then.
+        if self.run.truncation.never:  # The workers' log-probs are those after every rule then.
             reject_reshaped_sampling(self.args)
         self.begins()
-
-    @property
-    def truncation(self) -> Truncation:
-        """Of the workers, and of the engine that evaluates: all log-probs are of what was drawn from."""
-        return self.run.online.sampling.left_out
 
     def make_online(self) -> Online:
         """As every online trainer's; log-probs are those of the engine, which is the policy itself in evaluation."""
         run = self.run
-        return replace(super().make_online(), logps=lambda batch: {"rollout_logp": logps_of_sampler(run, batch)})
+        logps = lambda batch: {"rollout_logp": logps_of_sampler(run, batch)}  # noqa: E731
+        # Log-probs of workers, and of the engine that evaluates, are of what was drawn from.
+        return replace(super().make_online(), logps=logps, follows_truncation=True)
