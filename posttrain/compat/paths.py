@@ -75,7 +75,7 @@ def public_name(module: str, name: str) -> Any:
     """
     import posttrain
 
-    if module in MOVED:
+    if module in MOVED and not name.startswith("__"):
         return getattr(importlib.import_module(MOVED[module]), name)
     name = BY_MODULE.get(f"{module}.{name}", name)
     if name in posttrain.__all__:

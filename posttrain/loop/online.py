@@ -47,14 +47,13 @@ from posttrain.rollouts.batch import (
 )
 from posttrain.rollouts.episodes.driver import for_trainer, take_harness
 from posttrain.rollouts.native.requests import check_top_k
-from posttrain.rollouts.sampling import configured_sampling, generation_fields
+from posttrain.rollouts.sampling import generation_fields
 from posttrain.types import (
     Advantages,
     Batch,
     Rollout,
     Row,
     SampleSettings,
-    Sampling,
 )
 
 if TYPE_CHECKING:
@@ -198,7 +197,7 @@ class OnlineTrainer(PostTrainer):
             sync=self.weight_sync,
             window=self.window,
             record=self.record,
-            sampling=self._sampling,
+            sampling=partial(rollout.present_sampling, run, self.stop_ids),
             group_size=self.prompt_source.group_size,
             ids_without_token=self.ids_without_token,
             samples_policy=samples_policy,
@@ -212,11 +211,6 @@ class OnlineTrainer(PostTrainer):
             advantages=own("advantages", partial(self.method.advantages, ranks=run.ranks)),
             slices=partial(rollout.shuffled_slices, run),
         )
-
-    def _sampling(self) -> Sampling:
-        # Anew for each rollout batch: users may set `trainer.temperature` and the like while training.
-        settings = configured_sampling(self.args, stop_token_ids=self.stop_ids, seed=0)
-        return self.vision.sampling(settings, self.model)
 
     def _hooks(self) -> Hooks:
         hooks = super()._hooks()

@@ -18,6 +18,7 @@ from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.forward import batch_logps
 from posttrain.rollouts.batch import RolloutBatch, balance_rows, sampled_logps
+from posttrain.rollouts.sampling import configured_sampling
 from posttrain.types import WHOLE, Advantages, Batch, LossTerms, ModelOutputs, Row, SampleSettings, Truncation
 
 if TYPE_CHECKING:
@@ -146,6 +147,11 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
 def truncation_of(online: Online, sampling: Sampling) -> Truncation:
     """Return what the sampler leaves out of the vocabulary, where the objective wants the mass that is left."""
     return sampling.left_out if online.follows_truncation else WHOLE
+
+
+def present_sampling(run: Run, stop_ids: tuple[int, ...]) -> Sampling:
+    """Return the settings of each call to the engine as the config is now: users may change it while training."""
+    return run.vision.sampling(configured_sampling(run.args, stop_token_ids=stop_ids, seed=0), run.model)
 
 
 def settings_of(run: Run, mode: str) -> SampleSettings:

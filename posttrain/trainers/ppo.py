@@ -338,11 +338,12 @@ class PPOTrainer(OnlineTrainer):
 
     def make_online(self) -> Online:
         """As every online trainer's; sampling at the temperature of the log-probs, until a stop token where one is set."""
-        own = {"sampling": self._sampling_until_stop, "logps": self._measured, "slices": self._training_rows}
-        return replace(super().make_online(), **own)
+        online = super().make_online()
 
-    def _sampling_until_stop(self) -> Sampling:
-        return replace(super()._sampling(), temperature=self.method.temperature, stop_token_ids=self.stops)
+        def sampling() -> Sampling:
+            return replace(online.sampling(), temperature=self.method.temperature, stop_token_ids=self.stops)
+
+        return replace(online, sampling=sampling, logps=self._measured, slices=self._training_rows)
 
     def _training_rows(self, rollouts: RolloutBatch) -> list[list[Row]]:
         """A rollout batch, ready to be dealt to mini-batches."""

@@ -224,6 +224,12 @@ def test_gspo_with_token_ratios_is_grpo():
     assert importlib.import_module("posttrain.experimental.gspo_token").GRPOTrainer is posttrain.GRPOTrainer
 
 
+@pytest.mark.parametrize("path", sorted(MOVED))
+def test_whoever_looks_through_all_modules_does_not_import_the_moved_one(path):
+    module = importlib.import_module(path)
+    assert getattr(module, "__file__", None) is None  # As inspect, pytest and hypothesis ask of every module.
+
+
 @pytest.mark.parametrize("path", sorted(set(MOVED) - {"posttrain.rollouts.vllm_worker"}))  # That one needs vLLM.
 def test_a_documented_path_of_a_moved_module_still_imports_its_names(path):
     old, new = importlib.import_module(path), importlib.import_module(MOVED[path])
