@@ -391,7 +391,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self.run.hooks = self._hooks()
 
     def _hooks(self) -> Hooks:
-        """What a subclass, or a user on this very trainer, has put in the place of the loop's and the algorithm's own."""
+        """Return the functions of the loop and the method that a subclass, or the user on this object, has replaced."""
         run, own = self.run, partial(self._replaced, PostTrainer)
         return Hooks(
             objective=own("objective", None),

@@ -69,7 +69,7 @@ def attention_inputs(
     parts = implementation in tree_attention.BACKENDS and span is None and not batch.dense_mask
     if parts or split is not None:
         tree_attention.install(model)
-    stateful = recurrent.install(model)
+    stateful = has_recurrent_layers(model) and recurrent.install(model)
 
     def build(window: int | None, chunk: int | None = None) -> Any:
         if parts and chunk is None:
@@ -98,6 +98,12 @@ def attention_inputs(
     families = ("gemma", "qwen", "cohere2", "olmo3", "smollm3", "exaone4", "llama4")
     indexed = len(masks) > 1 or text.model_type.startswith(families)
     return {"attention_mask": masks if indexed else next(iter(masks.values())), **forest}
+
+
+def has_recurrent_layers(model: Module) -> bool:
+    """Return whether layers mix tokens by other means than attention, according to the model's class and config."""
+    inner = causal_lm(model)
+    return getattr(inner, "_is_stateful", False) or bool(set(layer_kinds(text_of(config_of(inner)))) - KINDS)
 
 
 def rope_limits(model: Module) -> tuple[int | None, int | None]:

@@ -42,6 +42,7 @@ from posttrain.models.attention import (
     PROBED,
     SHRINKABLE,
     coarsest_dtype,
+    has_recurrent_layers,
     layout_for,
     padded_layout,
     rounds_to_tf32,
@@ -159,7 +160,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
     inner: Any = causal_lm(model)
     text = inner.config.get_text_config()
     kinds = layer_kinds(text)
-    if (inner._is_stateful or set(kinds) - KINDS) and not recurrent.replaced(inner):
+    if has_recurrent_layers(model) and not recurrent.replaced(inner):
         raise ModelError(f"it has layers that mix tokens by other means than attention ({sorted(set(kinds) - KINDS)})")
     sizes = {name: getattr(text, name, None) for name in (*SHRINKABLE, *FIXED)}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}

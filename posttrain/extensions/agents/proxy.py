@@ -249,7 +249,7 @@ class CaptureProxy:
         return session
 
     def close(self, session: Session) -> None:
-        """Refuse further calls of a session, and let go of those under way; what was answered stays recorded."""
+        """Refuse further calls of a session and cancel those under way. Recorded replies are kept."""
         session.closed = True
         self.queue.drop(session)
         for (key, _), future in list(self._sampling.items()):

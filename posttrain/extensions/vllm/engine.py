@@ -391,7 +391,7 @@ class VLLMEngine(RolloutEngine):
             )  # fmt: skip
 
     def _take_adapter(self, adapter: AdapterWeights, version: int) -> None:
-        """Sample with an adapter from now on; the one before is let go."""
+        """Sample with this adapter from now on, and remove the previous one."""
         vllm = require("vllm.lora.request", "an adapter of its own for vLLM")
         self._folder = self._folder or SharedFolder()
         folder, earlier = self._folder.path / f"adapter-{version}", self._adapter

@@ -13,7 +13,7 @@ class HarnessFields:
     """How the harness of a trainer is run; without one they do nothing."""
 
     harness_limit: PositiveInt = option(16, "Episodes of a harness that run at once.")
-    harness_timeout: PositiveFloat | None = option(600.0, "Seconds an episode may take; None: for ever.")
+    harness_timeout: PositiveFloat | None = option(600.0, "Time limit of an episode in seconds. None: no limit.")
     harness_failure: float | None = option(
         None, "The reward of an episode that failed, which is trained; None: it is left out."
     )
