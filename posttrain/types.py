@@ -186,6 +186,7 @@ class Batch:
         old_logp: ``(B, T)`` float32, None while the policy has not moved since the rollout.
         ref_logp: ``(B, T)`` float32.
         rollout_logp: ``(B, T)`` float32.
+        expected_grad: ``(B, T)`` gradient of the loss with respect to the log-probs, if it is known before the pass.
         columns: Other per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name (labels, margins, weights).
         model_kwargs: Passed to the model's forward untouched.
         pictures: Row, column of the first placeholder, and the picture, in the order of the canvas.
@@ -206,6 +207,7 @@ class Batch:
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     rollout_logp: Tensor | None = None
+    expected_grad: Tensor | None = None
     columns: dict[str, Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     pictures: list[tuple[int, int, Any]] = field(default_factory=list)

@@ -121,7 +121,6 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, stat
         temperature=method.temperature,
         truncation=run.truncation,
         chunk_size=run.args.logits_chunk_size,
-        expected_grad=expected_gradient(run, batch, counts, state) if model.training else None,
         compare=hooks.comparison(batch),
     )
     own = hooks.objective
@@ -135,21 +134,22 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, stat
     return Loss(reduce(terms, counts), (metrics,), sums, terms, outputs)
 
 
-def expected_gradient(run: Run, batch: Batch, counts: Denominators, state: State) -> Tensor | None:
-    """Return the gradient of the loss with respect to the log-probs ``(B, T)``, where the method knows it before the pass.
+def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: State) -> Batch:
+    """Return the batch with `Batch.expected_grad` if the method knows it before the pass.
 
-    It is that of the objective itself, at the reference's log-probs or 0. A subclass's objective may have side effects, so it is
-    called once only. For the output layer's use on a CPU, see `posttrain.models.logprob.token_logprobs`.
+    It is the gradient of the objective itself, at the reference's log-probs or 0. A subclass's objective may have side effects,
+    so it is called once only. For the output layer's use on a CPU, see `posttrain.models.logprob.token_logprobs`.
     """
-    own = run.hooks.objective
-    if own is not None or batch.input_ids.device.type != "cpu" or not run.method.knows_gradient(batch):
-        return None
+    users = run.hooks.objective is not None or run.loss_function is not None
+    if users or batch.input_ids.device.type != "cpu" or not run.method.knows_gradient(batch):
+        return batch
     with torch.enable_grad():
         grid = torch.zeros(batch.input_ids.shape)
         logp = (grid if batch.ref_logp is None else batch.ref_logp).clone().requires_grad_()
         numbers = dict.fromkeys(run.method.traits.needs - {"logp"}, grid)
         terms = run.method.objective(ModelOutputs(logp=logp, **numbers), batch, state)
-        return torch.autograd.grad(reduce(replace(terms, share=batch.shares), counts), logp)[0]
+        loss = reduce(replace(terms, share=batch.shares), counts)
+        return replace(batch, expected_grad=torch.autograd.grad(loss, logp)[0])
 
 
 def no_comparison(batch: Batch) -> None:
@@ -190,7 +190,8 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
                     if helped is not None:  # Columns of a pass of another process of the group.
                         parallel.backward(accelerator, help_with(model, helped, device))
                         continue
-                    found = run.hooks.loss_of(run, model, batch.to(device), counts, state)
+                    batch = with_expected_gradient(run, batch.to(device), counts, state)
+                    found = run.hooks.loss_of(run, model, batch, counts, state)
                     loss = found.value * weight
                     parallel.backward(accelerator, loss)
                     value = value + loss.detach()

@@ -34,6 +34,7 @@ __all__ = [
     "rollout_correction",
     "sapo",
     "sequence_weight",
+    "surrogate",
     "vespo",
     "vespo_weight",
 ]
@@ -241,6 +242,37 @@ def sapo(log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float, tempe
     """
     tau = _by_sign(advantages > 0, temperature_pos, temperature_neg, advantages)
     return -advantages * (4.0 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
+
+
+def surrogate(
+    name: str,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    logp: Tensor,
+    *,
+    epsilon: float,
+    epsilon_high: float,
+    delta: float | None,
+    sapo_temperatures: tuple[float, float],
+) -> Tensor:
+    """Compute the surrogate that is named ``clipped``, ``cispo`` or ``sapo``, ``(B, T)``.
+
+    Args:
+        name: See `LossType`.
+        log_ratio: ``(B, T)`` log importance ratio.
+        advantages: ``(B, T)``.
+        logp: ``(B, T)`` log-probs under the current policy.
+        epsilon: Lower clip.
+        epsilon_high: Upper clip.
+        delta: See `clipped`.
+        sapo_temperatures: Temperatures of positive and of other advantages, see `sapo`.
+    """
+    if name == "cispo":
+        return cispo(log_ratio, advantages, logp, epsilon_high=epsilon_high)
+    if name == "sapo":
+        positive, negative = sapo_temperatures
+        return sapo(log_ratio, advantages, temperature_pos=positive, temperature_neg=negative)
+    return clipped(log_ratio, advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta)
 
 
 def geometric_ratio(

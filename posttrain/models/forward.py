@@ -45,7 +45,6 @@ def forward(
     temperature: float = 1.0,
     truncation: Truncation = WHOLE,
     chunk_size: int | None = None,
-    expected_grad: Tensor | None = None,
     compare: Callable[..., dict[str, Any]] | None = None,
 ) -> ModelOutputs:
     """Run the model on a forest and put what was asked for on its ``(B, T)`` grid.
@@ -58,7 +57,6 @@ def forward(
         temperature: Divides the logits, so that log-probs are those of the distribution that was sampled from.
         truncation: What sampling left out of it: ``log_mass`` says how much it left.
         chunk_size: Positions whose logits exist at once; None: as many as `token_logprobs` picks.
-        expected_grad: ``(B, T)`` gradient of the log-probs, see `token_logprobs`; None: not known before the pass.
         compare: See `TokenHead.compare`; what it returns is ``compared``.
 
     Returns:
@@ -66,7 +64,7 @@ def forward(
         ``values`` (asked for by that name) of the state before each completion token.
     """
     install_token_head(model)
-    asked = Pass(batch, needs, temperature, truncation, chunk_size, expected_grad, compare is not None)
+    asked = Pass(batch, needs, temperature, truncation, chunk_size, compare is not None)
     split = token_split.active()
     # Backward calls checkpointed layers again, so a pass with gradients leaves its name of attention in the config.
     named = nullcontext() if torch.is_grad_enabled() else attention_renamed(model, lambda name: name)
@@ -123,14 +121,12 @@ class Pass:
     temperature: float
     truncation: Truncation
     chunk_size: int | None
-    expected_grad: Tensor | None = None
     compares: bool = False
 
     def bare(self) -> Pass:
         """On the host, without what the objective alone reads."""
-        empty = dict.fromkeys(("advantages", "old_logp", "ref_logp", "rollout_logp"))
-        batch = replace(self.batch, **empty, columns={}).to("cpu")
-        return replace(self, batch=batch, expected_grad=None)
+        empty = dict.fromkeys(("advantages", "old_logp", "ref_logp", "rollout_logp", "expected_grad"))
+        return replace(self, batch=replace(self.batch, **empty, columns={}).to("cpu"))
 
 
 def _run(
@@ -272,7 +268,7 @@ def _token_head(asked: Pass, virtual: int) -> TokenHead:
         temperature=asked.temperature,
         truncation=asked.truncation,
         chunk_size=asked.chunk_size,
-        expected_grad=None if asked.expected_grad is None else asked.expected_grad[rows, columns],
+        expected_grad=None if batch.expected_grad is None else batch.expected_grad[rows, columns],
         needs=asked.needs,
         # Virtual tokens are routed too; the model's own term counts them.
         balance_over=nn.functional.pad(batch.real.long(), (virtual, 0), value=1) if "aux" in asked.needs else None,

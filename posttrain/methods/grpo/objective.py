@@ -16,9 +16,7 @@ from torch import Tensor
 from posttrain.losses.advantages import flat_groups, group_advantages, within_groups
 from posttrain.losses.policy import (
     LOSS_TYPES,
-    cispo,
     clip_metrics,
-    clipped,
     engine_gap,
     entropy_mask,
     geometric_ratio,
@@ -26,8 +24,8 @@ from posttrain.losses.policy import (
     k3,
     off_policy_mask,
     rollout_correction,
-    sapo,
     sequence_weight,
+    surrogate,
     vespo,
     vespo_weight,
 )
@@ -83,11 +81,17 @@ def grpo_objective(
     uncertain = batch.loss_mask
     if cfg.top_entropy_quantile < 1.0:
         uncertain = entropy_mask(out.entropy, batch.loss_mask, quantile=cfg.top_entropy_quantile, gather=gather)
+    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+    clip = {"epsilon": cfg.epsilon, "epsilon_high": high, "delta": cfg.delta}
     if kind.surrogate == "geometric":
         terms, clipping = _geometric(log_ratio, advantages, batch, cfg, uncertain)
-    else:
-        terms, clipping = _surrogate(kind.surrogate, log_ratio, advantages, out.logp, batch, cfg, weight, level)
+    elif kind.surrogate == "vespo":
+        terms, clipping = _vespo(log_ratio, advantages, out.logp, batch, cfg, weight)
         terms = terms * uncertain
+    else:
+        soft = (cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
+        clipping = clip_metrics(log_ratio, advantages, *forest, **clip, surrogate=kind.surrogate, level=level)
+        terms = surrogate(kind.surrogate, log_ratio, advantages, out.logp, **clip, sapo_temperatures=soft) * uncertain
     if weight is not None and kind.surrogate != "vespo":
         terms = terms * weight
     terms = terms * _kept(out.logp, sampled, batch, cfg)
@@ -118,40 +122,21 @@ def grpo_objective(
     return loss
 
 
-def _surrogate(
-    name: str,
-    log_ratio: Tensor,
-    advantages: Tensor,
-    logp: Tensor,
-    batch: Batch,
-    cfg: GRPOConfig,
-    weight: Tensor | None,
-    level: str,
+def _vespo(
+    log_ratio: Tensor, advantages: Tensor, logp: Tensor, batch: Batch, cfg: GRPOConfig, weight: Tensor | None
 ) -> tuple[Tensor, dict[str, Metric]]:
-    forest = batch.by_sequence
-    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
-    clip = {"epsilon": cfg.epsilon, "epsilon_high": high, "delta": cfg.delta}
-    metrics = clip_metrics(log_ratio, advantages, *forest, **clip, surrogate=name, level=level)
-    if name == "clipped":
-        return clipped(log_ratio, advantages, **clip), metrics
-    if name == "cispo":
-        return cispo(log_ratio, advantages, logp, epsilon_high=high), metrics
-    if name == "sapo":
-        pos, neg = cfg.sapo_temperature_pos, cfg.sapo_temperature_neg
-        return sapo(log_ratio, advantages, temperature_pos=pos, temperature_neg=neg), metrics
     if weight is not None and batch.rollout_logp is not None:
-        # No log-prob says nothing of the sequence, where a weight of 0 that a bound made silences it.
+        # A missing log-prob is no evidence about its sequence. A weight that a bound set to 0 suppresses the sequence.
         weight = weight.masked_fill(batch.rollout_logp.isnan(), 1.0)
     phi = vespo_weight(
         log_ratio,
         batch.advantages,
-        *forest,
+        *batch.by_sequence,
         pos=(cfg.vespo_k_pos, cfg.vespo_lambda_pos),
         neg=(cfg.vespo_k_neg, cfg.vespo_lambda_neg),
         rollout_weight=weight,
     )
-    metrics["vespo/phi_seq_mean"] = mean(phi)
-    return vespo(spread(phi, batch.sequence), advantages, logp), metrics
+    return vespo(spread(phi, batch.sequence), advantages, logp), {"vespo/phi_seq_mean": mean(phi)}
 
 
 def _geometric(
