@@ -66,6 +66,14 @@ def of_run(name: str) -> Any:
     )
 
 
+def of_progress(name: str) -> Any:
+    """Return a property of trainers that is read and set in `posttrain.loop.run.Progress`."""
+    return property(
+        lambda trainer: getattr(trainer.run.progress, name),
+        lambda trainer, value: setattr(trainer.run.progress, name, value),
+    )
+
+
 def paths_of(trainer: object, name: str) -> tuple[str, ...]:
     """Where an attribute by TRL's name stands for this trainer; empty: it has none of that name."""
     config = vars(trainer).get("args")
@@ -129,19 +137,19 @@ class PartsOfRun:
 
     run: Run
     accelerator: Accelerator = of_run("accelerator")
-    buffers: dict[str, MetricBuffer] = of_run("buffers")
-    _metrics: dict[str, MetricBuffer] = of_run("buffers")
+    buffers: dict[str, MetricBuffer] = of_progress("buffers")
+    _metrics: dict[str, MetricBuffer] = of_progress("buffers")
     checks: Checks = of_run("checks")
-    counters: dict[str, float] = of_run("counters")
-    denominators: Denominators = of_run("denominators")
+    counters: dict[str, float] = of_progress("counters")
+    denominators: Denominators = of_progress("denominators")
     fresh_adapter: bool = of_run("fresh_adapter")
     layout: Layout = of_run("layout")
     method: Method[Any] = of_run("method")
     model: Any = of_run("model")
     model_wrapped: Any = of_run("wrapped")
     pad_token_id: int = of_run("pad_token_id")
-    reduced_by: str | None = of_run("reduced_by")
+    reduced_by: str | None = of_progress("reduced_by")
     reference: Reference | None = of_run("reference")
     router_coefficient: float = of_run("router_coefficient")
-    state: TrainerState = of_run("state")
+    state: TrainerState = of_progress("state")
     vision: Vision = of_run("vision")

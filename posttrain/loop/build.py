@@ -248,7 +248,7 @@ def make_checks(run: Run, rewards: RewardRunner | None = None, environments: Any
 
 
 def watchers(checks: Checks, accelerator: Accelerator) -> dict[str, list[Callable[..., bool | None]]]:
-    """Return `Run.watchers`."""
+    """Return `Progress.watchers`."""
     sharded = parallel.is_prepared_late(accelerator)  # A parameter's gradient is spread over ranks.
     on_step = [checks.first_batch, checks.empty_steps, checks.economy]
     on_log = [checks.log_line] if checks.reads_log else []

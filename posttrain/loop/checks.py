@@ -191,7 +191,7 @@ class Checks:
         with self.preflight.record_check("log_step", self.step_codes):  # They are looked for in every step from now on.
             pass
         self.write()
-        if self.record is not None and run.state.global_step == 0:
+        if self.record is not None and run.progress.state.global_step == 0:
             self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
 
     def empty_steps(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> bool:
@@ -208,10 +208,10 @@ class Checks:
     def economy(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> bool:
         """Look once, after a few steps, at the padding that was computed."""
         self._steps += 1
-        if self._steps < min(ECONOMY_STEPS + 1, max(int(run.state.max_steps or 1), 1)):
+        if self._steps < min(ECONOMY_STEPS + 1, max(int(run.progress.state.max_steps or 1), 1)):
             return True
         with self.preflight.record_check("log_step", ("PT-T002",)):
-            self.report([check_padding(*run.tokens_seen)])
+            self.report([check_padding(*run.progress.tokens_seen)])
         self.finish()
         return False
 

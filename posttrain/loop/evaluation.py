@@ -251,7 +251,7 @@ def evaluate(
         model = accelerator.prepare_model(model, evaluation_mode=True)
     evaluation = _Evaluation(run, model, compute_metrics, keeps_predictions=predicts, after_batch=after_batch)
     metrics = {"loss": evaluation.run(dataloader)} | run.reduced_metrics("eval")
-    metrics["num_tokens"] = run.counters["num_tokens"]  # Trained so far: evaluation adds none.
+    metrics["num_tokens"] = run.progress.counters["num_tokens"]  # Trained so far: evaluation adds none.
     metrics = {f"{prefix}_{name}": value for name, value in metrics.items()}
     predictions, labels, own = evaluation.results()
     metrics |= {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in own.items()}
@@ -261,16 +261,16 @@ def evaluate(
 
 def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
     """The user's loss as a sum, the pass taken as an optimiser step; adds to ``counts`` what that loss is a mean over."""
-    before = run.denominators
-    run.reduced_by = None
-    run.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, run.method.counts([batch]))
+    before = run.progress.denominators
+    run.progress.reduced_by = None
+    run.progress.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, run.method.counts([batch]))
     try:
-        found = run.hooks.loss_of(run, model, batch, run.denominators, run.now())
+        found = run.hooks.loss_of(run, model, batch, run.progress.denominators, run.now())
     finally:
-        run.denominators = before
+        run.progress.denominators = before
     for metrics in found.metrics:
         run.log(metrics, "eval")
-    counts[OWN] = counts[_divisor(run.reduced_by or "sequence", counts)]
+    counts[OWN] = counts[_divisor(run.progress.reduced_by or "sequence", counts)]
     return {OWN: float(found.value) * counts[OWN]}
 
 

@@ -71,7 +71,7 @@ class MemoryProfile(transformers.TrainerCallback):
         **_: Any,
     ) -> None:
         """Look, where it is time."""
-        tokens = self.run.tokens_seen
+        tokens = self.run.progress.tokens_seen
         if self._begun is None:
             self._begun = (time.perf_counter(), *tokens)
             return

@@ -141,7 +141,7 @@ class OnlineTrainer(PostTrainer):
         if self.args.log_completions:
             self.add_callback(rollout_table(self.args, self.record, self.rewards.names))
         if self.scores_rewards:
-            self.run.watchers["rollout"] = [self.reward_watch.log]
+            self.run.progress.watchers["rollout"] = [self.reward_watch.log]
         self.sampler = self.make_sampler()
         self.resolve()
 
@@ -220,7 +220,7 @@ class OnlineTrainer(PostTrainer):
         """As every trainer's, with the parts of `posttrain.loop.rollout`."""
         super().resolve()
         self.run.online = self.make_online()
-        self.run.truncation = rollout.truncation_of(self.run.online, self.run.online.sampling())
+        self.run.progress.truncation = rollout.truncation_of(self.run.online, self.run.online.sampling())
 
     @functools.cached_property
     def dynamic_sampler(self) -> DynamicSampler:

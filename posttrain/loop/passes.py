@@ -45,7 +45,7 @@ def run_again(
     """Compute the gradient of an optimizer step again, in smaller passes, after its last micro-batch ran out of memory.
 
     The loss is a sum over completions divided by counts of the whole step, so the gradients of the parts add up to that of the
-    step. `Run.most_tokens` keeps the size of passes that fit.
+    step. `Progress.max_tokens` keeps the size of passes that fit.
 
     Args:
         run: Of the trainer.
@@ -62,15 +62,15 @@ def run_again(
     """
     for _ in range(MOST_HALVINGS):
         last = micro_batches[-1]
-        before = last if run.most_tokens is None else divided(run, last, run.most_tokens)
+        before = last if run.progress.max_tokens is None else divided(run, last, run.progress.max_tokens)
         size = max(batch.input_ids.numel() for batch in before)
         if len(divided(run, before, max(1, size // 2))) == len(before):
             raise problem
-        run.most_tokens = max(1, size // 2)
+        run.progress.max_tokens = max(1, size // 2)
         logger.warning(
             "out of memory in a pass of %d tokens (step %d): it is divided, and later passes hold at most %d. The gradient does "
             "not change. Fix: lower max_row_tokens, per_device_train_batch_size or max_completion_length.",
-            size, run.state.global_step + 1, run.most_tokens,
+            size, run.progress.state.global_step + 1, run.progress.max_tokens,
         )  # fmt: skip
         run.log({"memory/halvings": total(1.0)})
         if torch.cuda.is_available():
@@ -79,7 +79,7 @@ def run_again(
             parameter.grad = None
         try:
             results = [
-                step.forward_backward(run, model, divided(run, micro, run.most_tokens), counts, run.now())
+                step.forward_backward(run, model, divided(run, micro, run.progress.max_tokens), counts, run.now())
                 for micro in micro_batches
             ]
             return results[-1]

@@ -45,7 +45,7 @@ class Online:
         samples_policy: Whether completions are sampled with the weights that are trained, so that nothing is corrected. A
             rollout function may sample from anything: the log-probs that it returns are corrected for.
         rollout_func: Whether a rollout function samples.
-        follows_truncation: Whether log-probs are compared with those of a sampler that leaves tokens out, see `Run.truncation`.
+        follows_truncation: Whether log-probs are compared with those of a sampler that leaves tokens out, see `Progress.truncation`.
         spare: Rows that a rank without examples samples from, because to sample is a collective; by mode. None: it need not.
         sample: Dataset rows to completions, see `Sampler.sample`.
         score: Completions of this rank and the mode to the rewards of all ranks.
@@ -111,11 +111,11 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
     if not examples:
         spare = online.spare(mode)
         if spare:
-            metrics, run.buffers[mode] = run.buffers[mode], MetricBuffer()
+            metrics, run.progress.buffers[mode] = run.progress.buffers[mode], MetricBuffer()
             sample(run, spare, mode)
-            run.buffers[mode] = metrics
-        return RolloutBatch([], [], [], born=run.state.global_step, mode=mode, group_size=settings.group_size)
-    begin, run.truncation = time.perf_counter(), truncation_of(online, settings.sampling)
+            run.progress.buffers[mode] = metrics
+        return RolloutBatch([], [], [], born=run.progress.state.global_step, mode=mode, group_size=settings.group_size)
+    begin, run.progress.truncation = time.perf_counter(), truncation_of(online, settings.sampling)
     batch = online.sample(examples, settings)
     if not isinstance(batch, RolloutBatch) or len(batch.rollouts) != len(examples):
         found = f"{len(batch.rollouts)} completions" if isinstance(batch, RolloutBatch) else type(batch).__name__
@@ -130,7 +130,7 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         examples=run.vision.opened(batch.examples),
         rollouts=rollouts,
         left_out=batch.left_out | masked,
-        born=run.state.global_step,
+        born=run.progress.state.global_step,
         mode=mode,
         group_size=settings.group_size,
     )
@@ -140,7 +140,7 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
     run.log(metrics | speed | pictured, mode)
     if mode == "train":
         tokens = written + sum(len(r.prompt_ids) for r in rollouts)
-        run.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], run.accelerator)[0]
+        run.progress.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], run.accelerator)[0]
     return batch
 
 
@@ -169,14 +169,16 @@ def batch_number(run: Run, mode: str) -> int:
     """
     if mode == "train":
         return run.online.window.generations
-    return 10_000_019 + run.state.global_step + EVAL_STRIDE * run.eval_rounds
+    return 10_000_019 + run.progress.state.global_step + EVAL_STRIDE * run.progress.eval_rounds
 
 
 def add_to_record(run: Run, rollouts: RolloutBatch, rewards: RewardTable) -> None:
     """Add the completions of all ranks to the table of completions."""
     images = run.vision.images and run.args.log_multimodal
-    run.shown = completion_rows(rollouts, rewards, run.tokenizer, run.state.global_step, images=images)
-    shares = parallel.gather_objects(run.shown, run.accelerator)
+    run.progress.shown = completion_rows(
+        rollouts, rewards, run.tokenizer, run.progress.state.global_step, images=images
+    )
+    shares = parallel.gather_objects(run.progress.shown, run.accelerator)
     run.online.record.add_completions([row for share in shares for row in share], evaluation=rollouts.mode == "eval")
 
 
@@ -202,7 +204,7 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
         else:
             with run.inference() as policy:
                 columns["old_logp"], mass = logps_and_mass(run, policy, rollouts.every_row())
-            if run.truncation:
+            if run.progress.truncation:
                 columns["log_mass"] = mass
     if run.reference is not None:
         with run.inference() as policy, run.reference.active(policy) as reference:
@@ -236,7 +238,7 @@ def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
         RolloutError: They are to be corrected for, and are of the distribution before truncation.
     """
     # A rollout function says what it drew from, and nothing else.
-    cut = WHOLE if run.online.rollout_func else run.truncation
+    cut = WHOLE if run.online.rollout_func else run.progress.truncation
     rollouts = list(batch.sequences())
     sampled = sampled_logps(rollouts, cut)
     if sampled is None and run.args.vllm_importance_sampling_correction:
@@ -261,7 +263,7 @@ def logps_and_mass(
     passes = parallel.in_step(batches, run.accelerator, run.spare_batch)
     placed = ((batch.to(run.args.device), counts) for batch, counts in passes)
     temperature = run.method.temperature if temperature is None else temperature
-    settings = {"temperature": temperature, "truncation": run.truncation}
+    settings = {"temperature": temperature, "truncation": run.progress.truncation}
     return batch_logps(model, placed, **settings, chunk_size=run.args.logits_chunk_size)
 
 
@@ -271,7 +273,7 @@ def gap_of_pass(run: Run, batch: Batch, terms: LossTerms, outputs: ModelOutputs)
     if sampled is None:
         return {}
     if trained is None or old_is_sampled(run):
-        moved = run.model.training and run.online.window.born != run.state.global_step
+        moved = run.model.training and run.online.window.born != run.progress.state.global_step
         trained = None if moved and batch.old_logp is not None else outputs.logp
     return {} if trained is None else engine_gap(trained, sampled, batch.loss_mask)
 
@@ -296,9 +298,9 @@ def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]
         except RolloutServerError:  # A checkpoint is saved because of it.
             window.rewind()
             raise
-        window.fill(run.online.slices(rollouts), run.state.global_step)
+        window.fill(run.online.slices(rollouts), run.progress.state.global_step)
     rows = window.take()
-    run.log({"staleness/mean_updates": mean(float(run.state.global_step - window.born))})
+    run.log({"staleness/mean_updates": mean(float(run.progress.state.global_step - window.born))})
     return rows
 
 

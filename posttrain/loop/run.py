@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from posttrain.data.forest import Layout, collate
@@ -26,8 +26,6 @@ from posttrain.models.reference import Reference
 from posttrain.types import ALONE, WHOLE, Batch, LossTerms, ModelOutputs, Ranks, Row, State, Truncation
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from posttrain.loop.rollout import Online
     from posttrain.loop.step import Loss
 
@@ -58,25 +56,60 @@ class Hooks:
 
 
 @dataclass
+class Progress:
+    """What changes while a run trains. Checkpoints keep the state, the counters and what the method keeps.
+
+    Attributes:
+        state: Steps, epochs and log lines so far.
+        own: What the method keeps from step to step, see `State.own`.
+        counters: Totals that are logged.
+        buffers: Metrics of the log window, ``train`` and ``eval``.
+        denominators: Counts of the present optimizer step.
+        sums: Statistics of the method over the passes of the present optimizer step.
+        truncation: What the sampler of the present rollout batch excludes. The objective needs the mass that remains.
+        reduced_by: Reduction of the loss that was computed last.
+        max_tokens: Maximum number of tokens per pass, including padding; None until memory has run out.
+        tokens_seen: Trained tokens of this rank's sequences, and computed tokens including padding.
+        bad_steps: Number of consecutive steps whose gradient was not finite.
+        shown: One row per completion of this rank's last generation, as in the completions table.
+        watchers: Functions that observe a moment. ``step`` gets the run, batches and counts; ``gradient`` the model and its
+            micro-batches; ``rollout`` the completions of this rank, the rewards of all ranks, and advantages; ``log`` the log
+            history. A watcher that returns False is removed.
+        eval_rounds: Number of batches of the present evaluation so far.
+    """
+
+    state: TrainerState = field(default_factory=TrainerState)
+    own: Any = None
+    counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0})
+    buffers: dict[str, MetricBuffer] = field(default_factory=lambda: {"train": MetricBuffer(), "eval": MetricBuffer()})
+    denominators: Denominators = field(default_factory=lambda: Denominators(1, 1, 1))
+    sums: Tensor | None = None
+    truncation: Truncation = WHOLE
+    reduced_by: str | None = None
+    max_tokens: int | None = None
+    tokens_seen: tuple[int, int] = (0, 0)
+    bad_steps: int = 0
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    watchers: dict[str, list[Callable[..., bool | None]]] = field(default_factory=dict)
+    eval_rounds: int = 0
+
+
+@dataclass
 class Run:
-    """What one run is made of. `posttrain.loop.build` fills it from top to bottom, in the order of its fields.
+    """Components of one run. `posttrain.loop.build` fills it from top to bottom, in the order of its fields.
 
     Attributes:
         args: Its config.
         method: The algorithm.
         name: Of the trainer's class.
+        progress: What changes while the run trains.
         vision: What becomes of pictures; a run of text has none.
         tokenizer: Of the policy.
         checks: What is looked for, and what was found.
-        buffers: Metrics of the log window, ``train`` and ``eval``.
-        counters: Totals that are logged and kept in checkpoints.
-        denominators: Counts of the present optimiser step.
         model: The policy; FSDP and DeepSpeed may put another object in its place.
         wrapped: The same as the run wraps it.
         accelerator: Of the run.
-        state: Steps, epochs and log lines so far.
         ranks: All processes of the run, for methods.
-        own: What the method keeps from step to step, see `State.own`.
         pad_token_id: Fills rows of different lengths.
         fresh_adapter: Whether the adapter was made for this run, so that the model without it is where it began.
         router_coefficient: Weight of the load-balancing term of a mixture of experts; 0: it is not trained.
@@ -85,34 +118,20 @@ class Run:
         hooks: What a subclass replaces.
         forward: Forward pass of training and evaluation; NEFTune's while a run with noise trains.
         loss_function: The user's ``compute_loss_func``.
-        reduced_by: The reduction of the loss that was computed last.
-        truncation: What the sampler leaves out, of which the objective wants the mass that is left.
-        sums: Statistics of the method over the passes of the present optimizer step.
-        most_tokens: Tokens of a pass, padding included, once memory has run out.
-        tokens_seen: Tokens of this rank's sequences that were trained, and tokens computed, padding included.
-        bad_steps: Steps in a row whose gradient was not finite.
-        shown: One row for each completion of this rank's last generation, as in the completions table.
-        watchers: What looks at a moment: ``step`` gets the run, batches and counts; ``gradient`` the model and its micro-batches;
-            ``rollout`` the completions of this rank, the rewards of all ranks, and advantages.
-        eval_rounds: Batches of the present evaluation so far.
         online: What a run that samples consists of besides.
     """
 
     args: PostTrainingConfig
     method: Method[Any]
     name: str
+    progress: Progress = field(default_factory=Progress)
     vision: Vision = field(init=False)
     tokenizer: PreTrainedTokenizerBase = field(init=False)
     checks: Checks = field(init=False)
-    buffers: dict[str, MetricBuffer] = field(default_factory=lambda: {"train": MetricBuffer(), "eval": MetricBuffer()})
-    counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0})
-    denominators: Denominators = field(default_factory=lambda: Denominators(1, 1, 1))
     model: nn.Module = field(init=False)
     wrapped: nn.Module = field(init=False)
     accelerator: Accelerator = field(init=False)
-    state: TrainerState = field(init=False)
     ranks: Ranks = ALONE
-    own: Any = None
     pad_token_id: int = field(init=False)
     fresh_adapter: bool = False
     router_coefficient: float = 0.0
@@ -121,33 +140,26 @@ class Run:
     hooks: Hooks = field(init=False)
     forward: Callable[..., ModelOutputs] = field(default_factory=lambda: forward)
     loss_function: Callable[..., Any] | None = None
-    reduced_by: str | None = None
-    truncation: Truncation = WHOLE
-    sums: Tensor | None = None
-    most_tokens: int | None = None
-    tokens_seen: tuple[int, int] = (0, 0)
-    bad_steps: int = 0
-    shown: list[dict[str, Any]] = field(default_factory=list)
-    watchers: dict[str, list[Callable[..., bool | None]]] = field(default_factory=dict)
-    eval_rounds: int = 0
     online: Online = field(init=False)
 
     def now(self) -> State:
         """Return where the run stands, for the method."""
-        return State(self.state.global_step, float(self.state.epoch or 0.0), self.ranks, self.own)
+        progress = self.progress
+        return State(progress.state.global_step, float(progress.state.epoch or 0.0), self.ranks, progress.own)
 
     def watch(self, moment: str, *values: Any) -> None:
         """Show values to the watchers of a moment, which change nothing. A watcher that returns False is not called again."""
-        self.watchers[moment] = [watcher for watcher in self.watchers.get(moment, ()) if watcher(*values)]
+        watchers = self.progress.watchers
+        watchers[moment] = [watcher for watcher in watchers.get(moment, ()) if watcher(*values)]
 
     def log(self, metrics: Mapping[str, Metric], mode: str = "train") -> None:
         """Add metrics to the window of the log."""
-        self.buffers[mode].add(metrics)
+        self.progress.buffers[mode].add(metrics)
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
         """The metrics of the window since the last call, over all ranks."""
         gather = partial(parallel.all_gather_objects, accelerator=self.accelerator)
-        return self.hooks.postprocess_metrics(self.buffers[mode].compute(gather))
+        return self.hooks.postprocess_metrics(self.progress.buffers[mode].compute(gather))
 
     def collate(self, rows: list[Row]) -> list[Batch]:
         """Rows as forward passes."""

@@ -278,7 +278,7 @@ def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, trainin
         training: Whether the rewards are trained on.
     """
     with parallel.failing_together(run.accelerator):
-        table = score_rollouts(rewards, batch, run.tokenizer, run.state)
+        table = score_rollouts(rewards, batch, run.tokenizer, run.progress.state)
     counts = parallel.all_gather_objects([len(batch.rollouts)], run.accelerator)
     rows = parallel.all_gather_objects(table.values.tolist(), run.accelerator)
     values = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)  # (n, K)

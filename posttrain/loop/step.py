@@ -53,7 +53,7 @@ def commit(run: Run, found: Loss, mode: str = "train") -> None:
     """Log the metrics of passes that succeeded, and add up the sums of the optimizer step."""
     for metrics in found.metrics:
         run.log(metrics, mode)
-    run.sums = add_sums(run.sums, found.sums)
+    run.progress.sums = add_sums(run.progress.sums, found.sums)
 
 
 def count(run: Run, batches: Sequence[Batch], overlong: float) -> tuple[Denominators, float, float]:
@@ -91,7 +91,7 @@ def count_tokens(run: Run, batches: Sequence[Batch], counts: Denominators) -> No
     """
     real = sum(batch.num_tokens for batch in batches)
     computed = sum(batch.input_ids.numel() for batch in batches)
-    run.tokens_seen = run.tokens_seen[0] + real, run.tokens_seen[1] + computed
+    run.progress.tokens_seen = run.progress.tokens_seen[0] + real, run.progress.tokens_seen[1] + computed
     run.log(
         {
             "documents": mean(counts.sequences),
@@ -119,7 +119,7 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, stat
         batch,
         method.traits.needs | ({"aux"} if run.router_coefficient else set()),
         temperature=method.temperature,
-        truncation=run.truncation,
+        truncation=run.progress.truncation,
         chunk_size=run.args.logits_chunk_size,
         compare=hooks.comparison(batch),
     )
@@ -237,7 +237,7 @@ def is_finite(run: Run, model: nn.Module, norm: Any) -> bool:
         PosttrainError: The third gradient in a row is not finite.
     """
     if norm is None or bool(torch.isfinite(torch.as_tensor(norm))):
-        run.bad_steps = 0
+        run.progress.bad_steps = 0
         return True
     if run.accelerator.mixed_precision != "fp16":  # A scaler finds its scale by overflows, and skips such steps itself.
         skip(run, model, norm)
@@ -246,12 +246,12 @@ def is_finite(run: Run, model: nn.Module, norm: Any) -> bool:
 
 def skip(run: Run, model: nn.Module, norm: Any) -> None:
     """Remove the gradient of a step, and end the run after the third such step in a row."""
-    run.bad_steps += 1
+    run.progress.bad_steps += 1
     logger.warning(
         "step %d: the gradient norm is %s, so this step is skipped (%d in a row).",
-        run.state.global_step + 1, norm, run.bad_steps,
+        run.progress.state.global_step + 1, norm, run.progress.bad_steps,
     )  # fmt: skip
-    if run.bad_steps == BAD_STEPS:
+    if run.progress.bad_steps == BAD_STEPS:
         raise PosttrainError(
             f"{BAD_STEPS} steps in a row had a gradient norm of {norm}. Fix: lower learning_rate or max_grad_norm, try "
             "bf16=False, and look at the rows of these steps; the last checkpoint is intact."

@@ -161,7 +161,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self.router_coefficient = router_coefficient(model, args)
         trainer_kwargs |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         super().__init__(model, args, self.collator(), processing_class=self.processing_class, **trainer_kwargs)
-        self.run.ranks, self.run.own = build.ranks_of(self.accelerator), self.method.start()
+        self.run.ranks, self.run.progress.own = build.ranks_of(self.accelerator), self.method.start()
         self._begin()
 
     def _begin(self) -> None:
@@ -177,7 +177,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self.checks.knows(model=self.model)
         self.check_start()
         args, self.run.hooks = self.args, self._hooks()
-        self.run.watchers = build.watchers(self.checks, self.accelerator)
+        self.run.progress.watchers = build.watchers(self.checks, self.accelerator)
         self.record, self.interrupt = RunRecordCallback(args, self.processing_class), checkpoint.GracefulInterrupt()
         size = lambda: checkpoint.checkpoint_bytes(self.model, args)  # noqa: E731
         self.checkpoints = checkpoint.Checkpointer(args, self.accelerator, self.record.lock, size)
@@ -428,7 +428,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         # Methods that sample count tokens when they are sampled, each prompt once per completion.
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
-        self._passes, self.run.sums = [], None
+        self._passes, self.run.progress.sums = [], None
         self.before_step(micro_batches)
         # A step of fewer micro-batches ends with the last one all the same, and leaves no gradient to the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
@@ -445,16 +445,16 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         model.train()
         run, problem = self.run, None
         self._passes.append(inputs)
-        passes = inputs if run.most_tokens is None else divided(run, inputs, run.most_tokens)
+        passes = inputs if run.progress.max_tokens is None else divided(run, inputs, run.progress.max_tokens)
         if len(passes) > len(inputs):
             self.before_divided()
         try:
-            found = step.forward_backward(run, model, passes, run.denominators, run.now())
+            found = step.forward_backward(run, model, passes, run.progress.denominators, run.now())
         except torch.OutOfMemoryError as error:
             problem = error.with_traceback(None)  # The frames of the traceback hold the activations.
         if problem is not None:
             self.before_divided()
-            found = run_again(run, model, self._passes, run.denominators, problem)
+            found = run_again(run, model, self._passes, run.progress.denominators, problem)
         step.commit(run, found)
         return found.value
 
@@ -484,11 +484,11 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """
         run = self.run
         allowed = run.loss_function is not None or run.method.traits.takes_loss_func
-        counts = run.denominators.over(num_items_in_batch, allowed=allowed)
+        counts = run.progress.denominators.over(num_items_in_batch, allowed=allowed)
         found = (step.loss_of if run.loss_function is None else step.function_loss)(
             run, model, self.as_batch(inputs), counts, run.now()
         )
-        run.reduced_by = "token" if found.terms is None else found.terms.count or found.terms.reduction
+        run.progress.reduced_by = "token" if found.terms is None else found.terms.count or found.terms.reduction
         if self._losses is None:
             step.commit(run, found, "train" if model.training else "eval")
         else:
@@ -529,7 +529,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         run = self.run
         if self._passes:  # Not again at the end of an epoch.
             self._passes = []
-            run.own, metrics = self.method.end_step(run.now(), run.sums)
+            run.progress.own, metrics = self.method.end_step(run.now(), run.progress.sums)
             run.log(metrics)
         if self._window_start is not None:
             self.run.log({"step_time": mean(time.perf_counter() - self._window_start)})
@@ -720,24 +720,23 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         rows = self.get_total_train_batch_size(self.args)
         seen = checkpoint.rows_fingerprint(self._raw)
         settings = checkpoint.settings(self.args, self.state.max_steps)
-        return {
-            "counters": self.counters, "step_rows": rows, "rows": seen, "settings": settings, **self.method.saved(self.run.own),
-        }  # fmt: skip
+        saved = {"counters": self.counters, "step_rows": rows, "rows": seen, "settings": settings}
+        return saved | self.method.saved(self.run.progress.own)
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
         skips = not self.args.ignore_data_skip
         checkpoint.refuse_other_rows(state, checkpoint.rows_fingerprint(self._raw), skips=skips)
         self.counters = state["counters"]
-        self.run.own = self.method.restored(state)
+        self.run.progress.own = self.method.restored(state)
         if self.accelerator.is_main_process:
             checkpoint.warn_of_other_settings(state, checkpoint.settings(self.args, self.state.max_steps))
             checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""
-        if self.run.eval_rounds:
-            count_rounds(logs, self.run.eval_rounds)
+        if self.run.progress.eval_rounds:
+            count_rounds(logs, self.run.progress.eval_rounds)
         if not any(key.startswith("eval_") for key in logs):
             logs.update(self.reduced_metrics("train"))
             logs["num_tokens"] = self.counters["num_tokens"]
@@ -760,7 +759,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             output = super().predict(self.prepare_evaluation(plain_rows(test_dataset)), *args, **kwargs)
         finally:
             self.layout = layout
-        count_rounds(output.metrics, self.run.eval_rounds)
+        count_rounds(output.metrics, self.run.progress.eval_rounds)
         return output
 
     def _get_dataloader(  # The signature is transformers'.
@@ -802,15 +801,15 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     ) -> EvalLoopOutput:  # fmt: skip
         """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
         self.resolve()
-        self.callback_handler.eval_dataloader, self.run.eval_rounds = dataloader, 0
+        self.callback_handler.eval_dataloader, self.run.progress.eval_rounds = dataloader, 0
 
         def after_batch() -> None:
-            self.run.eval_rounds += 1
+            self.run.progress.eval_rounds += 1
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             self.interrupt.leave_evaluation()
 
         options = {"answers": self.answers_per_row, "predicts": description == "Prediction", "after_batch": after_batch}
-        output, self.run.eval_rounds = evaluate(
+        output, self.run.progress.eval_rounds = evaluate(
             self.run, dataloader, metric_key_prefix, self.compute_metrics, **options
         )
         return output

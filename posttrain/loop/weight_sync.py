@@ -252,11 +252,11 @@ class WeightSync:
 
     def push_if_due(self) -> None:
         """Send the weights where they have moved since the last time, or where a server lacks them."""
-        here = (self.run.state.global_step, self._moved())
+        here = (self.run.progress.state.global_step, self._moved())
         due = here != self._pushed_at or self.engine.needs_weights()
         if parallel.all_reduce_sum([float(due)], self.accelerator)[0] == 0:
             return
-        if self._pushes == 0 and self.run.state.global_step > 0:
+        if self._pushes == 0 and self.run.progress.state.global_step > 0:
             self._negative_control()
         again = parallel.all_reduce_sum([float(here != self._pushed_at)], self.accelerator)[0] == 0
         self._pushes += 0 if again else 1

@@ -119,20 +119,22 @@ class BCOTrainer(PreferenceTrainer):
         """Rewards of the whole step move delta before its first loss."""
         super().before_step(micro_batches)
         self._batches = [batch for micro in micro_batches for batch in micro]
-        own, passes = self.run.own, self.denominators.passes
-        self.run.own = replace(own, moves_in_pass=passes == self.accelerator.num_processes and len(micro_batches) == 1)
-        if not self.run.own.moves_in_pass:
+        own, passes = self.run.progress.own, self.denominators.passes
+        self.run.progress.own = replace(
+            own, moves_in_pass=passes == self.accelerator.num_processes and len(micro_batches) == 1
+        )
+        if not self.run.progress.own.moves_in_pass:
             self._move()
 
     def _move(self) -> None:
         ran = parallel.in_step(self._batches, self.accelerator, self.run.spare_batch)
         rewards = [(self._rewards(batch), counts) for batch, counts in ran]
         known = torch.cat([torch.zeros(0), *(values.cpu() for values, counts in rewards if counts)])
-        self.run.own = self.run.own.moved(reward_sums(known), self.run.ranks)
+        self.run.progress.own = self.run.progress.own.moved(reward_sums(known), self.run.ranks)
 
     def before_divided(self) -> None:
         """Move delta by passes of its own: the pass that should have moved it had no room in memory."""
-        if self.run.own.moves_in_pass:
+        if self.run.progress.own.moves_in_pass:
             self._move()
 
     def _rewards(self, batch: Batch) -> Tensor:

@@ -147,23 +147,23 @@ class GRPOTrainer(OnlineTrainer):
     @property
     def entropy_coef(self) -> float:
         """The coefficient of the entropy term, steered or not."""
-        return self.run.own.coefficient
+        return self.run.progress.own.coefficient
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.args.should_save and self.args.use_adaptive_entropy:
-            self.run.own.save(output_dir)
+            self.run.progress.own.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.args.use_adaptive_entropy:
-            self.run.own = self.run.own.loaded(checkpoint)
+            self.run.progress.own = self.run.progress.own.loaded(checkpoint)
 
     # Attributes that callbacks and reward functions read, by TRL's names ---------------------------------------------
 
     @property
     def _logs(self) -> dict[str, Any]:
-        return by_column(self.run.shown, self.rewards.names)
+        return by_column(self.run.progress.shown, self.rewards.names)
 
     @property
     def _buffered_inputs(self) -> Any:

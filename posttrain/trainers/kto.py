@@ -153,11 +153,11 @@ class KTOTrainer(PreferenceTrainer):
         """The baseline of the step."""
         super().before_step(micro_batches)
         # Another epoch pairs prompts with other answers: nothing is kept of them.
-        self.run.own = self._baseline(self._referenced(self._mismatched, None))
+        self.run.progress.own = self._baseline(self._referenced(self._mismatched, None))
         self._log_baseline(self._mismatched, self._judged, "train")
 
     def _log_baseline(self, mismatched: list[Batch], judged: int, mode: str) -> None:
-        metrics = {"kl": mean(self.run.own, weight=judged)}  # The same on every rank.
+        metrics = {"kl": mean(self.run.progress.own, weight=judged)}  # The same on every rank.
         if self.args.loss_type == "kto":
             metrics["kl/valid_fraction"] = mean(
                 sum(b.num_sequences for b in mismatched) / max(judged, 1), weight=judged
@@ -174,7 +174,7 @@ class KTOTrainer(PreferenceTrainer):
     def eval_batches(self, inputs: Any) -> list[Batch]:
         """As in training, the baseline of each evaluation batch by itself."""
         judged, mismatched = inputs
-        self.run.own = self._baseline(super().eval_batches(mismatched))
+        self.run.progress.own = self._baseline(super().eval_batches(mismatched))
         self._log_baseline(mismatched, sum(batch.num_sequences for batch in judged), "eval")
         return super().eval_batches(judged)
 

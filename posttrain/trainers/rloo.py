@@ -63,7 +63,7 @@ class RLOOTrainer(OnlineTrainer):
 
     @property
     def _logs(self) -> dict[str, list]:
-        return by_column(self.run.shown, self.rewards.names)
+        return by_column(self.run.progress.shown, self.rewards.names)
 
     def __init__(
         self,

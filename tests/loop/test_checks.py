@@ -162,12 +162,14 @@ def test_a_scaler_that_still_looks_for_its_scale_ends_no_run(tmp_path):
     """The first steps of float16 overflow; the scaler skips them and halves its scale."""
     model = torch.nn.Linear(2, 1)
     model.weight.grad = torch.full_like(model.weight, torch.inf)
-    run = types.SimpleNamespace(accelerator=types.SimpleNamespace(mixed_precision="fp16"), bad_steps=0)
+    run = types.SimpleNamespace(
+        accelerator=types.SimpleNamespace(mixed_precision="fp16"), progress=types.SimpleNamespace(bad_steps=0)
+    )
     assert not is_finite(run, model, torch.tensor(torch.inf))
-    assert run.bad_steps == 0 and model.weight.grad is not None
+    assert run.progress.bad_steps == 0 and model.weight.grad is not None
     model.weight.grad = torch.full_like(model.weight, 1.0)
     assert is_finite(run, model, torch.tensor(1.0))
-    assert run.bad_steps == 0
+    assert run.progress.bad_steps == 0
 
 
 @pytest.mark.parametrize("asked", [1, 2])

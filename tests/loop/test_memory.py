@@ -66,7 +66,7 @@ def test_a_divided_pass_counts_once_for_the_entropy_that_steers(tiny_tokenizer, 
     broken.train()
     one, other = ([row["policy_loss"] for row in logs(trainer)] for trainer in (broken, whole))
     assert one == pytest.approx(other, abs=1e-6)
-    assert broken.run.own.last == pytest.approx(whole.run.own.last, rel=1e-6)
+    assert broken.run.progress.own.last == pytest.approx(whole.run.progress.own.last, rel=1e-6)
 
 
 def test_a_pass_that_only_keeps_ranks_in_step_says_nothing(tiny_tokenizer, tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_bco_moves_delta_by_all_rewards_of_a_step_that_is_divided(tiny_tokenizer
     broken = make("bco", tmp_path / "broken", tiny_tokenizer, optim="sgd", max_steps=3)
     runs_out(broken, lambda calls: len(calls) == 2, inside=inside)  # In the only pass of the second step.
     broken.train()
-    assert broken.run.own.moments.count == whole.run.own.moments.count == 24
+    assert broken.run.progress.own.moments.count == whole.run.progress.own.moments.count == 24
     one, other = ([(row["loss"], row["delta"]) for row in logs(trainer)] for trainer in (broken, whole))
     assert one == [pytest.approx(pair, abs=1e-5) for pair in other]
 

@@ -49,7 +49,7 @@ def preset(name, folder, tokenizer, **settings):
     trainer = make(folder, tokenizer, cls=cls, config=config, **(own | settings))
     trainer.seen = []
     spy = lambda rollouts, rewards, found: trainer.seen.append(rollouts.worth(found)) or True  # noqa: E731
-    trainer.run.watchers.setdefault("rollout", []).append(spy)
+    trainer.run.progress.watchers.setdefault("rollout", []).append(spy)
     return trainer
 
 

@@ -313,9 +313,9 @@ def test_a_controller_that_saw_nothing_is_saved_without_infinity(tiny_tokenizer,
     trainer._save_rng_state(str(tmp_path))
     text = (tmp_path / "entropy_ctrl_state.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail)["last_world_entropy"] is None
-    trainer.run.own = replace(trainer.run.own, last=3.0)
+    trainer.run.progress.own = replace(trainer.run.progress.own, last=3.0)
     trainer._load_optimizer_and_scheduler(str(tmp_path))
-    assert trainer.run.own.last == math.inf
+    assert trainer.run.progress.own.last == math.inf
 
 
 def test_evaluation_does_not_steer(tiny_tokenizer, tmp_path):
@@ -328,7 +328,7 @@ def test_evaluation_does_not_steer(tiny_tokenizer, tmp_path):
         per_device_eval_batch_size=4,
     )
     trainer.evaluate()
-    assert trainer.run.own.last == math.inf
+    assert trainer.run.progress.own.last == math.inf
     assert trainer.entropy_coef == 0.1
 
 

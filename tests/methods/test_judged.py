@@ -137,8 +137,8 @@ def test_bco_moves_its_threshold_before_the_loss_and_keeps_it_on_resume(tiny_tok
     whole, part = (make("bco", tmp_path / name, tiny_tokenizer, ref=False, **settings) for name in "ab")
     whole.train()
     part.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    assert part.run.own.moments == whole.run.own.moments
-    assert part.run.own.moments.count == 16
+    assert part.run.progress.own.moments == whole.run.progress.own.moments
+    assert part.run.progress.own.moments.count == 16
 
 
 def test_precomputed_references_give_the_same_loss(tiny_tokenizer, tmp_path):
@@ -224,7 +224,7 @@ def test_bco_computes_the_policy_once_where_a_step_is_one_pass(tiny_tokenizer, t
         trainer.train()
         found.append([(e["delta"], e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e])
         assert len(calls) == (0 if steps == 1 else 3 * 4)
-        assert trainer.run.own.moments.count == 24
+        assert trainer.run.progress.own.moments.count == 24
     for one, many in zip(*found, strict=True):
         assert one == pytest.approx(many, rel=1e-4, abs=1e-6)
 

@@ -436,7 +436,7 @@ def test_o9_sums_are_over_completion_tokens_alone(tiny_tokenizer, tmp_path):
     )
     generations = []
     spy = lambda rollouts, rewards, found: generations.append(rollouts.worth(found)) or True  # noqa: E731
-    trainer.run.watchers["rollout"].append(spy)
+    trainer.run.progress.watchers["rollout"].append(spy)
     model = build_model(len(tiny_tokenizer))  # As the policy begins.
     trainer.train()
     (generation,) = generations

@@ -170,7 +170,7 @@ def test_rewards_read_images_of_tools_and_tables_count_them(always_calls, tmp_pa
     generation = rollout_step(trainer.run, [dict(trainer.train_dataset[i]) for i in range(4)], "train")
     (block,) = [b for m in read[0] if m["role"] == "tool" for b in m["content"] if b["type"] == "image"][:1]
     assert block["image"].size == (84, 56)
-    rows = trainer.run.shown
+    rows = trainer.run.progress.shown
     assert [len(row["image_digests"]) for row in rows] == [len(r.pictures) + len(r.shown) for r in generation.rollouts]
 
 

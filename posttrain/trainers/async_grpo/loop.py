@@ -159,7 +159,7 @@ class AsyncTrainer(OnlineTrainer):
 
     def before_update(self) -> None:
         """Leave the update out when policy and sampler have been too far apart for too long."""
-        local = [0.0, 0.0] if self.run.sums is None else self.run.sums.tolist()
+        local = [0.0, 0.0] if self.run.progress.sums is None else self.run.progress.sums.tolist()
         kl, tokens = parallel.all_reduce_sum(local, self.accelerator)
         self._skipping = self.mismatch.add(kl / max(tokens, 1.0))
         if self._skipping:

@@ -205,7 +205,7 @@ class RolloutService:
         tries = self.args.vllm_sync_retries + 1 if self._engine_kind == "server" else 1
         whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
         self.version += not again
-        self._sent_at = self.sync.run.state.global_step
+        self._sent_at = self.sync.run.progress.state.global_step
         engine = self.told.engine
         if self._engine_kind == "server" and self.told.capabilities.scores_sequences and self.sync.parity_due(again):
             with self.sync.parity.timed():
@@ -256,7 +256,7 @@ class RolloutService:
 
     def serve_again(self) -> None:
         """Give servers that lack the weights what the others have; every rank must call it."""
-        self.push_weights(again=self._sent_at == self.sync.run.state.global_step)
+        self.push_weights(again=self._sent_at == self.sync.run.progress.state.global_step)
 
     def make_transfer(self) -> Any:
         """Shared memory for engines that hold a copy, the servers' own way for servers."""
@@ -577,7 +577,7 @@ class AsyncRollouts:
         metrics["perf/rollout_wait_s"] = mean(waited)
         self.sync.run.log(metrics | self._reward_metrics(batch, table, first))
         shown = replace(batch, rollouts=decoded(self.tokenizer, batch.rollouts, conversational=False)[0])
-        self.add_completions(completion_rows(shown, table, self.tokenizer, self.sync.run.state.global_step))
+        self.add_completions(completion_rows(shown, table, self.tokenizer, self.sync.run.progress.state.global_step))
         if self.watch is not None:
             self._watch_rewards(self.watch, first, table)
 

@@ -128,7 +128,7 @@ class AsyncGRPOTrainer(AsyncTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        if self.run.truncation.never:  # The workers' log-probs are those after every rule then.
+        if self.run.progress.truncation.never:  # The workers' log-probs are those after every rule then.
             reject_reshaped_sampling(self.args)
         self.begins()
 
