@@ -183,7 +183,6 @@ class Subject:
         from posttrain.checks.rows import diverged_prompts
         from posttrain.data.chat import terminal_token_ids
         from posttrain.data.formats import ROW, PreparationReport, listed
-        from posttrain.loop.run import Run
         from posttrain.methods.preference import AnswerMethod
 
         config = copy.copy(self.config)
@@ -194,9 +193,8 @@ class Subject:
             examples = examples.remove_columns(ROW)
         vars(config).update(packing=packs, eval_packing=None, shuffle_dataset=False)
         trainer = self.kind.__new__(self.kind)
-        run = Run(config, self.kind.METHOD(config), self.kind.__name__)
-        run.vision = vision
-        attributes = {"args": config, "run": run, "processing_class": self.tokenizer, "reports": {}}
+        attributes = {"args": config, "method": self.kind.METHOD(config), "vision": vision}
+        attributes |= {"processing_class": self.tokenizer, "reports": {}}
         vars(trainer).update(attributes, user_collator=None, formatting_func=None, embedding=None)
         prepared = trainer.prepare(examples, "train")
         rows, report = trainer._rows_of(list(prepared)), trainer.reports.get("train", PreparationReport("train"))

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
-from posttrain.loop.build import PADDED_STEPS, user_override, with_attributes
+from posttrain.loop.build import PADDED_STEPS, user_override
 from posttrain.loop.online import OnlineTrainer
+from posttrain.loop.run import with_attributes
 from posttrain.losses.reduce import Denominators
 from posttrain.types import Batch, ModelOutputs
 
@@ -255,8 +256,8 @@ class BeforeUser(Trainer):
         """Evaluation goes through the subclass too."""
         return True
 
-    def _choose_layout(self) -> Any:
-        return replace(super()._choose_layout(), kind="padded")
+    def _choose_layout(self, model: nn.Module) -> Any:
+        return replace(super()._choose_layout(model), kind="padded")
 
     # What a subclass's `training_step` passed on.
     _given: PaddedInputs | None = None

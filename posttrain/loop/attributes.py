@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import transformers
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from transformers import TrainerState
 
     from posttrain.data.forest import Layout
     from posttrain.loop.checks import Checks
     from posttrain.loop.pictures import Vision
-    from posttrain.loop.run import Run
+    from posttrain.loop.run import Progress, Run
     from posttrain.losses.reduce import Denominators
     from posttrain.methods.base import Method
     from posttrain.metrics import MetricBuffer
@@ -62,15 +62,16 @@ OF_TRANSFORMERS = frozenset(transformers.TrainingArguments.__dataclass_fields__)
 def of_run(name: str) -> Any:
     """Return a property of trainers that is read and set in `posttrain.loop.run.Run`."""
     return property(
-        lambda trainer: getattr(trainer.run, name), lambda trainer, value: setattr(trainer.run, name, value)
+        lambda trainer: getattr(trainer.run, name),
+        lambda trainer, value: setattr(trainer, "run", replace(trainer.run, **{name: value})),
     )
 
 
 def of_progress(name: str) -> Any:
     """Return a property of trainers that is read and set in `posttrain.loop.run.Progress`."""
     return property(
-        lambda trainer: getattr(trainer.run.progress, name),
-        lambda trainer, value: setattr(trainer.run.progress, name, value),
+        lambda trainer: getattr(trainer.progress, name),
+        lambda trainer, value: setattr(trainer.progress, name, value),
     )
 
 
@@ -82,7 +83,7 @@ def paths_of(trainer: object, name: str) -> tuple[str, ...]:
         return (f"args.{name}",)
     paths = PATHS.get(name, ())
     first = paths[0].split(".") if paths else [""]
-    exists = first[0] in vars(trainer) or (first[0] == "reference" and vars(trainer)["run"].method.traits.samples)
+    exists = first[0] in vars(trainer) or (first[0] == "reference" and vars(trainer)["method"].traits.samples)
     known = hasattr(config, first[1]) if first[0] == "args" else exists
     return paths if known else ()
 
@@ -136,20 +137,20 @@ class PartsOfRun:
     """Parts of a trainer's run, by the names that transformers and subclasses know."""
 
     run: Run
-    accelerator: Accelerator = of_run("accelerator")
+    progress: Progress
+    checks: Checks
+    method: Method[Any]
+    vision: Vision
     buffers: dict[str, MetricBuffer] = of_progress("buffers")
     _metrics: dict[str, MetricBuffer] = of_progress("buffers")
-    checks: Checks = of_run("checks")
     counters: dict[str, float] = of_progress("counters")
     denominators: Denominators = of_progress("denominators")
     fresh_adapter: bool = of_run("fresh_adapter")
     layout: Layout = of_run("layout")
-    method: Method[Any] = of_run("method")
-    model: Any = of_run("model")
-    model_wrapped: Any = of_run("wrapped")
+    model: Any = of_progress("model")
+    model_wrapped: Any = of_progress("wrapped")
     pad_token_id: int = of_run("pad_token_id")
     reduced_by: str | None = of_progress("reduced_by")
     reference: Reference | None = of_run("reference")
     router_coefficient: float = of_run("router_coefficient")
     state: TrainerState = of_progress("state")
-    vision: Vision = of_run("vision")

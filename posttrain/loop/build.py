@@ -1,12 +1,11 @@
-"""What a trainer is made of before it trains: arguments that were checked, a prepared model, a layout, checks."""
+"""From arguments to a run: `Spec`, `plan` (no weights), `load_model` and `build`, and the checks of arguments and overrides."""
 
 from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,20 +13,36 @@ import datasets
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.trainer_utils import set_seed
 
 from posttrain.data.forest import Layout
+from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
+from posttrain.loop import step
 from posttrain.loop.checks import Checks, log_codes
-from posttrain.methods.base import Traits
+from posttrain.loop.data_report import warnings_are_errors
+from posttrain.loop.evaluation import predicted_rows
+from posttrain.loop.pictures import Vision
+from posttrain.loop.run import Hooks, Progress, Run
+from posttrain.loop.token_split import begin_split
+from posttrain.methods.base import Method, Traits
 from posttrain.methods.config import PostTrainingConfig
-from posttrain.models import parallel
+from posttrain.models import load, parallel
+from posttrain.models.architecture import config_of
 from posttrain.models.attention import padded_layout
-from posttrain.models.forward import learns_prompts
-from posttrain.models.heads import causal_lm, install_token_head, train_new_tokens, train_score_head
+from posttrain.models.forward import learns_prompts, router_coefficient
+from posttrain.models.heads import (
+    cast_head_to_fp32,
+    causal_lm,
+    install_token_head,
+    train_new_tokens,
+    train_score_head,
+)
 from posttrain.models.load import check_model_source, wrap_with_peft
 from posttrain.models.memory import check_offloading, recomputes
 from posttrain.models.probe import probe_head, probe_layout
+from posttrain.models.quantised import check_quantised
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.models.token_split import alone
 from posttrain.report.lock import check_writable
@@ -37,13 +52,25 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from peft import PeftConfig
 
-    from posttrain.loop.run import Run
     from posttrain.rewards.runner import RewardRunner
-    from posttrain.types import AnyDataset
+    from posttrain.rollouts.episodes.environments import EnvironmentPool
+    from posttrain.types import AnyDataset, EvalSets, Tokenizer
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = None) -> Hooks:
+    """Return the functions of the loop where no subclass replaces one."""
+    return Hooks(
+        objective=None,
+        comparison=None,
+        loss_of=step.loss_of if loss_function is None else step.function_loss,
+        eval_batches=list,
+        postprocess_metrics=method.derived_metrics,
+        predictions=partial(predicted_rows, preprocess=None),
+    )
 
 
 def as_config(config: type, args: PostTrainingConfig | str | None) -> Any:
@@ -61,6 +88,181 @@ def as_config(config: type, args: PostTrainingConfig | str | None) -> Any:
     fields = args.to_dict()
     fields.pop("push_to_hub_token", None)
     return config(**fields | {"hub_token": args.hub_token})  # to_dict() hides the token.
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Arguments of a run.
+
+    Attributes:
+        method: The algorithm, with the config.
+        model: Hub id, folder or loaded model.
+        train_dataset: Training set.
+        eval_dataset: Evaluation set, or several by name.
+        processing_class: Tokenizer or processor. None loads that of the model.
+        peft_config: Config of a new adapter.
+        quantization_config: Quantization of a model that is loaded here.
+        data_collator: The user's collator.
+        compute_loss_func: The user's loss function.
+        name: Name of the trainer's class, for messages and for names of files.
+        images: Whether rows may hold images, and whether tools or environments may return images.
+        rewards: Reward functions, for methods that sample.
+        environments: Environments that write prompts.
+        load_model: Loads a model from a string.
+        prepare: Tokenizes and checks the training and evaluation sets of a plan. None: they are ready.
+    """
+
+    method: Method[Any]
+    model: str | nn.Module
+    train_dataset: AnyDataset
+    eval_dataset: EvalSets | None = None
+    processing_class: Tokenizer | None = None
+    peft_config: PeftConfig | None = None
+    quantization_config: Any = None
+    data_collator: Any = None
+    compute_loss_func: Callable[..., Any] | None = None
+    name: str = "Trainer"
+    images: tuple[bool, bool] = (False, False)
+    rewards: RewardRunner | None = None
+    environments: EnvironmentPool | None = None
+    load_model: Callable[..., Any] = load.create_model_from_path
+    prepare: Callable[[Plan], tuple[Any, Any]] | None = None
+
+    @property
+    def args(self) -> Any:
+        """Config of the run."""
+        return self.method.cfg
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before its model is loaded. Everything that can be refused without weights has been refused.
+
+    Attributes:
+        spec: Arguments of the run.
+        vision: Handles images.
+        tokenizer: Tokenizer of the policy, with the chat template of the config and a pad token.
+        checks: Checks of the run and their findings.
+        train_dataset: Prepared training set.
+        eval_dataset: Prepared evaluation set, or several by name.
+        model: Hub id or folder, or a loaded model.
+        raw: Training set as it was given, before rows were dropped.
+        added_tokens: Token ids that a chat template added to the vocabulary.
+    """
+
+    spec: Spec
+    vision: Vision
+    tokenizer: Any
+    checks: Checks
+    train_dataset: Any
+    eval_dataset: Any
+    model: str | nn.Module
+    raw: Any
+    added_tokens: Sequence[int] = ()
+
+
+def plan(spec: Spec) -> Plan:
+    """Check the arguments of a run, load its tokenizer and prepare its data. No weights are loaded.
+
+    A chat template that changes the vocabulary is the exception: it needs the model's embeddings.
+
+    Raises:
+        PosttrainError: Arguments, config or data cannot be trained.
+    """
+    args, model = spec.args, spec.model
+    check_arguments(spec.method.traits, spec.name, model, args, spec.train_dataset, spec.data_collator)
+    check_quantised(model, args, spec.peft_config, spec.quantization_config)
+    set_seed(args.seed)
+    train, evaluation = map(plain_rows, (spec.train_dataset, spec.eval_dataset))
+    model_id, (reads, returned) = load.model_id_of(model, spec.name), spec.images
+    vision = Vision(args, spec.processing_class, model_id, (train, evaluation), takes=reads, returned=returned)
+    tokenizer, added_tokens = vision.tokenizer, []
+    if tokenizer is None:
+        revision = dict(args.model_init_kwargs or {}).get("revision")
+        tokenizer = load.load_tokenizer(model_id, trust_remote_code=args.trust_remote_code, revision=revision)
+    if load.changes_vocabulary(args):
+        whole = loaded(spec, model)
+        model, tokenizer, added_tokens = load.clone_chat_template(whole, tokenizer, args.chat_template_path)
+    load.prepare_tokenizer(tokenizer, args)
+    checks = make_checks(spec, vision, tokenizer)
+    kept = checks.config(model, train, evaluation, spec.peft_config)
+    planned = Plan(spec, vision, tokenizer, checks, kept, evaluation, model, train, added_tokens)
+    if spec.prepare is None:
+        return planned
+    with parallel.main_process_first(), warnings_are_errors(args.strict_data):
+        train, evaluation = spec.prepare(planned)
+    return replace(planned, train_dataset=train, eval_dataset=evaluation)
+
+
+def loaded(spec: Spec, model: Any) -> Any:
+    """Return the model, loaded if it is a string. A loaded model makes options for loading useless, with a warning."""
+    if isinstance(model, str):
+        return spec.load_model(model, **loading_options(spec.args, spec.quantization_config))
+    if model is spec.model:
+        unused = {"model_init_kwargs": spec.args.model_init_kwargs, "quantization_config": spec.quantization_config}
+        warn_of_unused(unused)
+    return model
+
+
+def load_model(planned: Plan) -> Any:
+    """Return the model of a plan, ready to train: with its adapter, pad and end tokens, and a head for chosen tokens."""
+    spec, traits = planned.spec, planned.spec.method.traits
+    model = loaded(spec, planned.model)
+    load.check_distributed(getattr(config_of(model), "distributed_config", None))
+    load.mirror_eos(planned.tokenizer, model, spec.args)
+    load.resolve_pad_token(planned.tokenizer, model)
+    peft_config = planned.vision.prepare(model, spec.peft_config)
+    added, generative = planned.added_tokens, traits.generative
+    model = prepared_model(model, spec.args, peft_config, added_tokens=added, generative=generative)
+    if traits.float32_head:
+        cast_head_to_fp32(causal_lm(model))
+    return model
+
+
+def build(
+    planned: Plan,
+    model: nn.Module,
+    accelerator: Accelerator,
+    *,
+    progress: Progress | None = None,
+    layout: Callable[[nn.Module], Layout] | None = None,
+) -> Run:
+    """Return the components of a run.
+
+    Args:
+        planned: Of `plan`.
+        model: Of `load_model`, on its device.
+        accelerator: Accelerator of the run.
+        progress: Where the run keeps what changes. None: a run that has not begun.
+        layout: Chooses how rows lie in a pass. None: `choose_layout`.
+    """
+    spec, method, args = planned.spec, planned.spec.method, planned.spec.args
+    parallel.refuse_lost_sharding(accelerator, args)
+    parallel.shard_present_layers(accelerator, model)
+    planned.vision.check_shards(model, accelerator)
+    chosen = choose_layout(model, args) if layout is None else layout(model)
+    chosen = begin_split(args, accelerator, model, chosen, supported=method.traits.splits_tokens, name=spec.name)
+    planned.checks.knows(model=model)
+    progress = Progress() if progress is None else progress
+    progress.model = model
+    progress.own, progress.watchers = method.start(), watchers(planned.checks, accelerator)
+    return Run(
+        args=args,
+        method=method,
+        name=spec.name,
+        tokenizer=planned.tokenizer,
+        vision=planned.vision,
+        checks=planned.checks,
+        accelerator=accelerator,
+        ranks=ranks_of(accelerator),
+        pad_token_id=int(planned.tokenizer.pad_token_id),
+        layout=chosen,
+        hooks=plain_hooks(method, spec.compute_loss_func),
+        progress=progress,
+        fresh_adapter=spec.peft_config is not None,
+        router_coefficient=router_coefficient(model, args),
+        loss_function=spec.compute_loss_func,
+    )
 
 
 def check_arguments(
@@ -123,12 +325,13 @@ def warn_of_unused(options: Mapping[str, Any]) -> None:
         logger.warning("%s is ignored: the model was given as an object, already loaded.", name)
 
 
-def loading_options(args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> dict[str, Any]:
-    """Keywords for ``from_pretrained``.
+def loading_options(args: PostTrainingConfig, quantization_config: Any) -> dict[str, Any]:
+    """Return keywords for ``from_pretrained``.
 
     Raises:
         ConfigError: ``quantization_config`` is given twice.
     """
+    init = dict(args.model_init_kwargs or {})
     if quantization_config is not None and init.get("quantization_config") is not None:
         raise ConfigError("quantization_config is given both as an argument and in model_init_kwargs. Give it once.")
     if quantization_config is not None:
@@ -183,7 +386,7 @@ def refuse_float16(model: nn.Module, args: PostTrainingConfig) -> None:
     logger.warning("%s", text)
 
 
-def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool) -> Layout:
+def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool = False) -> Layout:
     """How rows are laid out for this model: trees where a probe shows that they are exact, else one sequence a row.
 
     Args:
@@ -192,7 +395,8 @@ def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool) -
         padded: Whether something wants one sequence a row; virtual tokens do in any case.
     """
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    with alone():
+    # ZeRO-3 may have sharded the parameters as they were loaded.
+    with alone(), parallel.gathered(model.parameters()):
         probe_head(model)
         layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast, args.device)
     if args.max_row_tokens is not None and layout.row_tokens > 1:
@@ -211,7 +415,7 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
     Raises:
         ModelError: Rotary frequencies of the two change at different lengths.
     """
-    theirs = choose_layout(other, args, padded=False)
+    theirs = choose_layout(other, args)
     switches, ends = {layout.rope_switch, theirs.rope_switch} - {None}, {layout.rope_end, theirs.rope_end} - {None}
     if len(switches) > 1:
         raise ModelError(
@@ -223,27 +427,21 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
     return replace(careful, joins_rows=joins, rope_switch=switch, rope_end=min(ends, default=None))
 
 
-def make_checks(run: Run, rewards: RewardRunner | None = None, environments: Any = None) -> Checks:
-    """The checks of a run, before its model is there.
-
-    Args:
-        run: With its method, pictures and tokenizer.
-        rewards: Of methods that have them.
-        environments: That write prompts; None: the dataset does.
-    """
-    traits, vision = run.method.traits, run.vision
+def make_checks(spec: Spec, vision: Vision, tokenizer: Tokenizer) -> Checks:
+    """Return the checks of a run, before its model is loaded."""
+    traits = spec.method.traits
     checks = Checks(
-        run.args,
-        command=run.name.removesuffix("Trainer").lower(),
+        spec.args,
+        command=spec.name.removesuffix("Trainer").lower(),
         ignored_codes=traits.ignored_codes,
         log_area=traits.log_area,
         log_codes=log_codes(traits.log_area, traits.other_moments),
         zero_gradient_is_normal=traits.still_steps,
-        fills_prompts=environments is not None,
+        fills_prompts=spec.environments is not None,
     )
     processor = vision.processor if vision.images else None
-    parts = {"run": run, "method": run.method, "vision": vision, "rewards": rewards, "processor": processor}
-    checks.knows(tokenizer=run.tokenizer, parts=parts)
+    parts = {"run": spec, "method": spec.method, "vision": vision, "rewards": spec.rewards, "processor": processor}
+    checks.knows(tokenizer=tokenizer, parts=parts)
     return checks
 
 
@@ -277,19 +475,6 @@ def user_override(kind: type, name: str) -> type | None:
     classes = [cls for cls in kind.__mro__ if not cls.__module__.startswith("posttrain.compat.")]
     owner = next((cls for cls in classes if name in vars(cls)), None)
     return None if owner is None or is_ours(owner) else owner
-
-
-@contextmanager
-def with_attributes(holder: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, a trainer or a config has other attributes."""
-    before = {name: getattr(holder, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(holder, name, value)
 
 
 def adapted(kind: type) -> type:

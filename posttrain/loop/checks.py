@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from posttrain.loop.run import Run
     from posttrain.losses.reduce import Denominators
     from posttrain.methods.config import PostTrainingConfig
+    from posttrain.models.reference import Reference
     from posttrain.types import AnyDataset, EvalSets, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,8 @@ class Checks:
         self.run_probes("first_batch", batches=batches)
         ids = [int(batch.input_ids.max()) for batch in batches if batch.input_ids.numel()]
         with self.preflight.record_check("first_batch", ("PT-K004",)):
-            self.report_from_main(lambda: [f for f in check_tokens(self.context, ids) if f.code == "PT-K004"])
+            found = lambda: check_tokens(self.context, ids, run.reference)  # noqa: E731
+            self.report_from_main(lambda: [finding for finding in found() if finding.code == "PT-K004"])
         with self.preflight.record_check("log_step", self.step_codes):  # They are looked for in every step from now on.
             pass
         self.write()
@@ -535,16 +537,14 @@ def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name
     return None
 
 
-def check_tokens(context: Context, ids: Iterable[int] = ()) -> Iterator[Finding]:
-    """Token ids of the sampled rows, and others, against the embedding of every model that looks them up."""
+def check_tokens(context: Context, ids: Iterable[int] = (), reference: Reference | None = None) -> Iterator[Finding]:
+    """Compare token ids of the sampled rows, and others, with the embedding of the policy and of the reference."""
     tokenizer = inner_tokenizer(context.tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return
     seen = [max(part) for row in context.rows for part in (row.prompt_ids, *row.completions) if len(part)]
     highest = max([*seen, *ids], default=None)
-    run = context.parts.get("run")
-    reference = None if run is None or run.reference is None else run.reference.copy
-    models = {"the model": context.model, "the reference": reference}
+    models = {"the model": context.model, "the reference": None if reference is None else reference.copy}
     for name, model in models.items():
         rows = None if model is None else embedding_rows(model)
         if finding := check_token_rows(rows, tokens=len(tokenizer), highest=highest, name=name):

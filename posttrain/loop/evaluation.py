@@ -245,7 +245,7 @@ def evaluate(
         What `transformers.Trainer.evaluation_loop` returns, and the batches there were.
     """
     accelerator = run.accelerator
-    model = run.wrapped if parallel.shards_parameters(accelerator) else run.model
+    model = run.progress.wrapped if parallel.shards_parameters(accelerator) else run.model
     model.eval()
     if accelerator.mixed_precision != "no" and model is run.model and not hasattr(model, "_original_forward"):
         model = accelerator.prepare_model(model, evaluation_mode=True)

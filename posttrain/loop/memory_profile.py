@@ -110,7 +110,7 @@ class MemoryProfile(transformers.TrainerCallback):
             accumulation=int(args.gradient_accumulation_steps),
             pass_tokens=largest[0],
             row_tokens=run.layout.row_tokens,
-            standing=_standing(run.model, optimizer),
+            standing=_standing(run.progress.model, optimizer),
             longest=run.checks.longest_of_data,
             longest_seen=largest[1],
             tokens_per_second=rate,
@@ -158,7 +158,7 @@ def _mfu(run: Run, rate: float, length: int) -> float | None:
     if peak is None or not length:
         return None
     try:
-        each = compute_flops_per_token(run.model.config, length)
+        each = compute_flops_per_token(run.progress.model.config, length)
     except ModelError:
         return None
     return compute_mfu(each, rate, run.accelerator.num_processes, peak)

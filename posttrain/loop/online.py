@@ -152,9 +152,6 @@ class OnlineTrainer(PostTrainer):
 
     # Parts -------------------------------------------------------------------------------------------------------
 
-    def _sources(self) -> dict[str, Any]:
-        return {"rewards": self.rewards, "environments": self.environments}
-
     def make_reference(self) -> Reference | None:
         """The frozen start of training, where a KL penalty needs it."""
         needed = self.args.beta or self.args.log_ref_kl
@@ -191,13 +188,13 @@ class OnlineTrainer(PostTrainer):
 
     def make_online(self) -> Online:
         """The parts of `posttrain.loop.rollout`, with what a subclass, or a user on this very trainer, puts in their place."""
-        run, args, own = self.run, self.args, partial(self._replaced, OnlineTrainer)
+        args, own = self.args, partial(self._replaced, OnlineTrainer)
         samples_policy = self.rollout_func is None and self.engine.capabilities.shares_weights
         return Online(
             sync=self.weight_sync,
             window=self.window,
             record=self.record,
-            sampling=partial(rollout.present_sampling, run, self.stop_ids),
+            sampling=partial(rollout.present_sampling, stop_ids=self.stop_ids),
             group_size=self.prompt_source.group_size,
             ids_without_token=self.ids_without_token,
             samples_policy=samples_policy,
@@ -205,11 +202,12 @@ class OnlineTrainer(PostTrainer):
             follows_truncation=self.method.traits.follows_truncation and not samples_policy,
             spare=lambda mode: [dict(self.spare_example)],
             sample=own("sample", self.sampler.sample),
-            score=own("score", partial(scoring.score, run, self.rewards)),
+            rewards=self.rewards,
+            score=own("score", None),
             resample=self._resampled if args.dynamic_sampling else None,
-            logps=partial(rollout.measured_logps, run),
-            advantages=own("advantages", partial(self.method.advantages, ranks=run.ranks)),
-            slices=partial(rollout.shuffled_slices, run),
+            logps=rollout.measured_logps,
+            advantages=own("advantages", None),
+            slices=rollout.shuffled_slices,
         )
 
     def _hooks(self) -> Hooks:
@@ -219,8 +217,8 @@ class OnlineTrainer(PostTrainer):
     def resolve(self) -> None:
         """As every trainer's, with the parts of `posttrain.loop.rollout`."""
         super().resolve()
-        self.run.online = self.make_online()
-        self.run.progress.truncation = rollout.truncation_of(self.run.online, self.run.online.sampling())
+        self.run = dataclasses.replace(self.run, online=self.make_online())
+        self.progress.truncation = rollout.truncation_of(self.run.online, self.run.online.sampling(self.run))
 
     @functools.cached_property
     def dynamic_sampler(self) -> DynamicSampler:
@@ -380,8 +378,8 @@ class OnlineTrainer(PostTrainer):
         return self.sampler.sample(examples, settings)
 
     def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
-        """Rewards of all ranks' completions."""
-        return scoring.score(self.run, self.rewards, rollouts, mode)
+        """Return the rewards of all ranks' completions."""
+        return scoring.logged_rewards(self.run, self.rewards, rollouts, mode)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
         """What each completion is worth, see `Method.advantages`; the heart of a subclass.

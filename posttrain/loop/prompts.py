@@ -20,7 +20,7 @@ from posttrain.data.formats import (
 )
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
-from posttrain.loop.build import with_attributes
+from posttrain.loop.run import with_attributes
 from posttrain.methods.online_config import OnlineConfig
 from posttrain.rollouts.episodes.environments import EMPTY_PROMPT, EnvironmentPool
 from posttrain.types import Prompt, Request

@@ -12,7 +12,7 @@ from torch import nn
 from posttrain.data.forest import collate
 from posttrain.errors import RolloutError, RolloutServerError, check_rules
 from posttrain.loop.run import Run
-from posttrain.loop.scoring import completion_lengths, completion_metrics, completion_rows
+from posttrain.loop.scoring import completion_lengths, completion_metrics, completion_rows, logged_rewards
 from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
@@ -24,7 +24,7 @@ from posttrain.types import WHOLE, Advantages, Batch, LossTerms, ModelOutputs, R
 if TYPE_CHECKING:
     from posttrain.loop.weight_sync import WeightSync
     from posttrain.report.record import RunRecordCallback
-    from posttrain.rewards.runner import RewardTable
+    from posttrain.rewards.runner import RewardRunner, RewardTable
     from posttrain.rollouts.batch import RolloutWindow
     from posttrain.types import LogProbs, Sampling
 
@@ -45,20 +45,22 @@ class Online:
         samples_policy: Whether completions are sampled with the weights that are trained, so that nothing is corrected. A
             rollout function may sample from anything: the log-probs that it returns are corrected for.
         rollout_func: Whether a rollout function samples.
-        follows_truncation: Whether log-probs are compared with those of a sampler that leaves tokens out, see `Progress.truncation`.
+        follows_truncation: Whether log-probs are compared with those of a sampler that excludes tokens, see
+            `Progress.truncation`.
         spare: Rows that a rank without examples samples from, because to sample is a collective; by mode. None: it need not.
-        sample: Dataset rows to completions, see `Sampler.sample`.
-        score: Completions of this rank and the mode to the rewards of all ranks.
-        resample: Replaces groups that teach nothing, and returns metrics; None: none are replaced.
-        logps: Log-probs of completions under older or frozen weights, by name.
-        advantages: What each completion is worth, see `Method.advantages`.
-        slices: Completions to the rows of each micro-batch.
+        sample: Completes dataset rows, see `Sampler.sample`.
+        rewards: The reward functions.
+        score: A subclass's replacement of `score`, without its first argument.
+        resample: Replaces groups that teach nothing, and returns metrics. None: no group is replaced.
+        logps: Computes log-probs of completions under older or frozen weights, by name.
+        advantages: A subclass's replacement of `Method.advantages`, without its last argument.
+        slices: Splits completions into the rows of each micro-batch.
     """
 
     sync: WeightSync
     window: RolloutWindow
     record: RunRecordCallback
-    sampling: Callable[[], Sampling]
+    sampling: Callable[[Run], Sampling]
     group_size: Callable[[str], int]
     ids_without_token: frozenset[int]
     samples_policy: bool
@@ -66,11 +68,12 @@ class Online:
     follows_truncation: bool
     spare: Callable[[str], list[dict[str, Any]]]
     sample: Callable[[list[dict[str, Any]], SampleSettings], RolloutBatch]
-    score: Callable[[RolloutBatch, str], RewardTable]
+    rewards: RewardRunner
+    score: Callable[[RolloutBatch, str], RewardTable] | None
     resample: Callable[[RolloutBatch, RewardTable], tuple[RolloutBatch, RewardTable, dict[str, Metric]]] | None
-    logps: Callable[[RolloutBatch], dict[str, list[list[float]]]]
-    advantages: Callable[[RolloutBatch, RewardTable, LogProbs], Advantages]
-    slices: Callable[[RolloutBatch], list[list[Row]]]
+    logps: Callable[[Run, RolloutBatch], dict[str, list[list[float]]]]
+    advantages: Callable[[RolloutBatch, RewardTable, LogProbs], Advantages] | None
+    slices: Callable[[Run, RolloutBatch], list[list[Row]]]
 
 
 def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
@@ -87,7 +90,8 @@ def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> Rollout
         rollouts, rewards, metrics = online.resample(rollouts, rewards)
         run.log(metrics)
     online.sync.rest()
-    found = online.advantages(rollouts, rewards, online.logps(rollouts))
+    own, logps = online.advantages, online.logps(run, rollouts)
+    found = run.method.advantages(rollouts, rewards, logps, run.ranks) if own is None else own(rollouts, rewards, logps)
     run.log(found.metrics, mode)
     run.watch("rollout", rollouts, rewards, found)
     rollouts = rollouts.worth(found)
@@ -98,7 +102,19 @@ def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> Rollout
 def sample_and_score(run: Run, examples: list[dict[str, Any]], mode: str) -> tuple[RolloutBatch, RewardTable]:
     """Return completions of this rank, and the rewards of all ranks' completions; a collective."""
     rollouts = sample(run, examples, mode)
-    return rollouts, run.online.score(rollouts, mode)
+    return rollouts, score(run, rollouts, mode)
+
+
+def score(run: Run, rollouts: RolloutBatch, mode: str) -> RewardTable:
+    """Return the rewards of all ranks' completions, and log what the reward functions logged; a collective.
+
+    Args:
+        run: Of a method that samples.
+        rollouts: Completions of this rank, maybe none.
+        mode: ``train``, ``eval``, or another window of the log.
+    """
+    own = run.online.score
+    return logged_rewards(run, run.online.rewards, rollouts, mode) if own is None else own(rollouts, mode)
 
 
 def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
@@ -159,7 +175,7 @@ def settings_of(run: Run, mode: str) -> SampleSettings:
     online, number = run.online, batch_number(run, mode)
     world, rank = run.accelerator.num_processes, run.accelerator.process_index
     seed = (run.args.seed * 1_000_003 + number * world + rank) % 2**63
-    return SampleSettings(replace(online.sampling(), seed=seed), mode, number, online.group_size(mode))
+    return SampleSettings(replace(online.sampling(run), seed=seed), mode, number, online.group_size(mode))
 
 
 def batch_number(run: Run, mode: str) -> int:
@@ -298,7 +314,7 @@ def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]
         except RolloutServerError:  # A checkpoint is saved because of it.
             window.rewind()
             raise
-        window.fill(run.online.slices(rollouts), run.progress.state.global_step)
+        window.fill(run.online.slices(run, rollouts), run.progress.state.global_step)
     rows = window.take()
     run.log({"staleness/mean_updates": mean(float(run.progress.state.global_step - window.born))})
     return rows

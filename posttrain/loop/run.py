@@ -1,4 +1,4 @@
-"""`Run`: what one run is made of, the typed context that every part of the loop is given."""
+"""Components of one run (`Run`), what changes while it trains (`Progress`), and replaceable functions of the loop (`Hooks`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.heads import evaluating
 from posttrain.models.reference import Reference
-from posttrain.types import ALONE, WHOLE, Batch, LossTerms, ModelOutputs, Ranks, Row, State, Truncation
+from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Ranks, Row, State, Truncation
 
 if TYPE_CHECKING:
     from posttrain.loop.rollout import Online
@@ -36,7 +36,8 @@ class Hooks:
 
     Attributes:
         objective: Outputs and batch to unreduced terms; None: the method's.
-        comparison: What the output layer does instead of log-probs, see `TokenHead.compare`; None: nothing.
+        comparison: Returns the function that the output layer calls instead of computing log-probs, see `TokenHead.compare`.
+            None computes log-probs.
         loss_of: Run, model, batch, counts and state to the loss of one pass.
         observe: Batch, terms and outputs of a pass to further metrics; None: nothing looks at passes.
         eval_batches: What the evaluation loader yields, to batches.
@@ -46,7 +47,7 @@ class Hooks:
     """
 
     objective: Callable[[ModelOutputs, Batch], LossTerms] | None
-    comparison: Callable[[Batch], Any]
+    comparison: Callable[[Batch], Any] | None
     loss_of: Callable[[Run, nn.Module, Batch, Denominators, State], Loss]
     eval_batches: Callable[[Any], list[Batch]]
     postprocess_metrics: Callable[[dict[str, float]], dict[str, float]]
@@ -60,6 +61,8 @@ class Progress:
     """What changes while a run trains. Checkpoints keep the state, the counters and what the method keeps.
 
     Attributes:
+        model: The policy.
+        wrapped: The policy as the run wraps it, e.g. in DDP.
         state: Steps, epochs and log lines so far.
         own: What the method keeps from step to step, see `State.own`.
         counters: Totals that are logged.
@@ -72,12 +75,14 @@ class Progress:
         tokens_seen: Trained tokens of this rank's sequences, and computed tokens including padding.
         bad_steps: Number of consecutive steps whose gradient was not finite.
         shown: One row per completion of this rank's last generation, as in the completions table.
-        watchers: Functions that observe a moment. ``step`` gets the run, batches and counts; ``gradient`` the model and its
-            micro-batches; ``rollout`` the completions of this rank, the rewards of all ranks, and advantages; ``log`` the log
-            history. A watcher that returns False is removed.
+        watchers: Functions that observe a moment. ``step`` gets the run, batches and counts; ``pass`` the batch, loss terms and
+            model outputs; ``gradient`` the model and its micro-batches; ``rollout`` the completions of this rank, the rewards of
+            all ranks, and advantages; ``log`` the log history. A watcher that returns False is removed.
         eval_rounds: Number of batches of the present evaluation so far.
     """
 
+    model: nn.Module = field(init=False)
+    wrapped: nn.Module = field(init=False)
     state: TrainerState = field(default_factory=TrainerState)
     own: Any = None
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0})
@@ -94,63 +99,63 @@ class Progress:
     eval_rounds: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """Components of one run. `posttrain.loop.build` fills it from top to bottom, in the order of its fields.
+    """Components of one run; `posttrain.loop.build.build` makes it. What changes is in ``progress``.
 
     Attributes:
-        args: Its config.
+        args: Config.
         method: The algorithm.
-        name: Of the trainer's class.
-        progress: What changes while the run trains.
-        vision: What becomes of pictures; a run of text has none.
-        tokenizer: Of the policy.
-        checks: What is looked for, and what was found.
-        model: The policy; FSDP and DeepSpeed may put another object in its place.
-        wrapped: The same as the run wraps it.
-        accelerator: Of the run.
+        name: Name of the trainer's class, for messages.
+        tokenizer: Tokenizer of the policy.
+        vision: Handles images; it does nothing in a run of text.
+        checks: Checks of the run and their findings.
+        accelerator: Accelerator of the run.
         ranks: All processes of the run, for methods.
         pad_token_id: Fills rows of different lengths.
-        fresh_adapter: Whether the adapter was made for this run, so that the model without it is where it began.
-        router_coefficient: Weight of the load-balancing term of a mixture of experts; 0: it is not trained.
         layout: How rows lie in a forward pass.
-        reference: The frozen start of training, or another frozen model, where the loss compares with it.
-        hooks: What a subclass replaces.
-        forward: Forward pass of training and evaluation; NEFTune's while a run with noise trains.
+        hooks: Functions of the loop that a subclass may replace.
+        progress: What changes while the run trains.
+        fresh_adapter: Whether the adapter was made for this run, so that the model without it is the start of training.
+        router_coefficient: Weight of the load-balancing term of a mixture of experts; 0 disables it.
+        reference: The frozen start of training, or another frozen model, if the loss compares the policy with it.
+        forward: Forward pass of training and evaluation. Training with NEFTune replaces it.
         loss_function: The user's ``compute_loss_func``.
-        online: What a run that samples consists of besides.
+        online: Further components of a run that samples; other runs have none.
     """
 
     args: PostTrainingConfig
     method: Method[Any]
     name: str
-    progress: Progress = field(default_factory=Progress)
-    vision: Vision = field(init=False)
-    tokenizer: PreTrainedTokenizerBase = field(init=False)
-    checks: Checks = field(init=False)
-    model: nn.Module = field(init=False)
-    wrapped: nn.Module = field(init=False)
-    accelerator: Accelerator = field(init=False)
-    ranks: Ranks = ALONE
-    pad_token_id: int = field(init=False)
+    tokenizer: PreTrainedTokenizerBase
+    vision: Vision
+    checks: Checks
+    accelerator: Accelerator
+    ranks: Ranks
+    pad_token_id: int
+    layout: Layout
+    hooks: Hooks
+    progress: Progress
     fresh_adapter: bool = False
     router_coefficient: float = 0.0
-    layout: Layout = field(init=False)
     reference: Reference | None = None
-    hooks: Hooks = field(init=False)
-    forward: Callable[..., ModelOutputs] = field(default_factory=lambda: forward)
+    forward: Callable[..., ModelOutputs] = forward
     loss_function: Callable[..., Any] | None = None
-    online: Online = field(init=False)
+    online: Online = None  # type: ignore[assignment]  # Functions of runs that sample read it as given.
+
+    @property
+    def model(self) -> nn.Module:
+        """The policy. FSDP and DeepSpeed may replace the object when training starts."""
+        return self.progress.model
 
     def now(self) -> State:
         """Return where the run stands, for the method."""
-        progress = self.progress
-        return State(progress.state.global_step, float(progress.state.epoch or 0.0), self.ranks, progress.own)
+        state = self.progress.state
+        return State(state.global_step, float(state.epoch or 0.0), self.ranks, self.progress.own)
 
     def watch(self, moment: str, *values: Any) -> None:
         """Show values to the watchers of a moment, which change nothing. A watcher that returns False is not called again."""
-        watchers = self.progress.watchers
-        watchers[moment] = [watcher for watcher in watchers.get(moment, ()) if watcher(*values)]
+        self.progress.watchers[moment] = [look for look in self.progress.watchers.get(moment, ()) if look(*values)]
 
     def log(self, metrics: Mapping[str, Metric], mode: str = "train") -> None:
         """Add metrics to the window of the log."""
@@ -183,7 +188,20 @@ class Run:
 
         DDP's forward sometimes broadcasts buffers. This collective would block in a pass that other ranks may not run.
         """
-        model = self.wrapped if model is None else model
+        model = self.progress.wrapped if model is None else model
         model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         with evaluating(model), self.accelerator.autocast():
             yield model
+
+
+@contextmanager
+def with_attributes(holder: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Give an object these attribute values inside the block."""
+    before = {name: getattr(holder, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(holder, name, value)

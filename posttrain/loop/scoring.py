@@ -254,12 +254,12 @@ def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any
     }
 
 
-def score(run: Run, rewards: RewardRunner, batch: RolloutBatch, mode: str) -> RewardTable:
-    """Score the completions of all ranks and log what the reward functions logged; a collective.
+def logged_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, mode: str) -> RewardTable:
+    """Return `all_rewards`, and log what the reward functions logged; a collective.
 
     Args:
-        run: Of a trainer that samples.
-        rewards: The reward functions of the run.
+        run: Of a method that samples.
+        rewards: The reward functions.
         batch: Completions of this rank, maybe none.
         mode: ``train``, ``eval``, or another window of the log.
     """

@@ -121,12 +121,13 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, stat
         temperature=method.temperature,
         truncation=run.progress.truncation,
         chunk_size=run.args.logits_chunk_size,
-        compare=hooks.comparison(batch),
+        compare=None if hooks.comparison is None else hooks.comparison(batch),
     )
     own = hooks.objective
     terms = method.objective(outputs, batch, state) if own is None else own(outputs, batch)
     if batch.shares is not None:
         terms = replace(terms, share=batch.shares)
+    run.watch("pass", batch, terms, outputs)
     sums = method.step_sums(terms, outputs, counts) if model.training else None
     if run.router_coefficient and outputs.aux_loss is not None:
         terms = with_router_term(terms, outputs.aux_loss, run.router_coefficient)
@@ -140,8 +141,8 @@ def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: 
     It is the gradient of the objective itself, at the reference's log-probs or 0. A subclass's objective may have side effects,
     so it is called once only. For the output layer's use on a CPU, see `posttrain.models.logprob.token_logprobs`.
     """
-    users = run.hooks.objective is not None or run.loss_function is not None
-    if users or batch.input_ids.device.type != "cpu" or not run.method.knows_gradient(batch):
+    own = run.hooks.objective or run.loss_function
+    if own or batch.input_ids.device.type != "cpu" or not run.method.knows_gradient(batch):
         return batch
     with torch.enable_grad():
         grid = torch.zeros(batch.input_ids.shape)
@@ -150,10 +151,6 @@ def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: 
         terms = run.method.objective(ModelOutputs(logp=logp, **numbers), batch, state)
         loss = reduce(replace(terms, share=batch.shares), counts)
         return replace(batch, expected_grad=torch.autograd.grad(loss, logp)[0])
-
-
-def no_comparison(batch: Batch) -> None:
-    """Compare log-probs with nothing in the output layer."""
 
 
 def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:

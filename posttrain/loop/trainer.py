@@ -11,6 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +22,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import EvalLoopOutput, set_seed
+from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import PushInProgress
 
 from posttrain.checks.registry import Preflight
@@ -31,23 +32,21 @@ from posttrain.data.samplers import Deal
 from posttrain.errors import ConfigError, did_you_mean, refuse_unknown_arguments
 from posttrain.integrations.hub import MODEL_FILES, upload
 from posttrain.loop import attributes, build, checkpoint, step
-from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
+from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows
 from posttrain.loop.dry_step import DryStep, dry_step, fit_memory
 from posttrain.loop.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.loop.memory_profile import MemoryProfile
 from posttrain.loop.passes import divided, run_again
-from posttrain.loop.pictures import Vision
-from posttrain.loop.run import Hooks, Run
-from posttrain.loop.token_split import begin_split, refuse_predict, without_accelerate
+from posttrain.loop.run import Hooks, Progress, Run, with_attributes
+from posttrain.loop.token_split import refuse_predict, without_accelerate
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, mean
 from posttrain.models import load, memory, parallel, token_split, tree_attention
-from posttrain.models.architecture import config_of, get_config_model_id
-from posttrain.models.forward import forward, router_coefficient
+from posttrain.models.architecture import get_config_model_id
+from posttrain.models.forward import forward
 from posttrain.models.neftune import noisy_embeddings
-from posttrain.models.quantised import check_quantised
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.progress import in_notebook, use_rich_progress
@@ -77,6 +76,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     _tag_names: ClassVar[list[str]] = ["posttrain"]
     # What trainers that prepare rows, or sample, put in their place.
     reports: Any = MappingProxyType({})
+    rewards: Any = None
+    environments: Any = None
     driver: Any = None
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _in_loop = False
@@ -130,54 +131,51 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     ) -> None:
         model_id = load.model_id_of(model, type(self).__name__)
         args = build.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._name}")
-        self.args, self.user_collator = args, trainer_kwargs.pop("data_collator", None)
-        self.run = Run(args, self.METHOD(args), type(self).__name__)
-        self.run.loss_function = trainer_kwargs.get("compute_loss_func")
-        build.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
-        build.check_arguments(self.method.traits, type(self).__name__, model, args, train_dataset, self.user_collator)
-        check_quantised(model, args, peft_config, quantization_config)
-        set_seed(args.seed)
-        init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        sets = tuple(map(plain_rows, (train_dataset, eval_dataset)))
-        train_dataset, eval_dataset = sets
-        reads, returned = self.reads_images()
-        self.vision = Vision(args, processing_class, model_id, sets, takes=reads, returned=returned)
-        self.processing_class = self.vision.tokenizer or load.load_tokenizer(
-            model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
+        self.args, self.method, self.progress = args, self.METHOD(args), Progress()
+        self.user_collator, loss_function = (
+            trainer_kwargs.pop("data_collator", None),
+            trainer_kwargs.get("compute_loss_func"),
         )
-        self.added_tokens: list[int] = []
-        if load.changes_vocabulary(args):
-            whole = self._load(model, args, init, quantization_config)
-            model, self.processing_class, self.added_tokens = load.clone_chat_template(
-                whole, self.processing_class, args.chat_template_path
+        build.check_hooks(self, loss_function)
+        self.plan = build.plan(
+            build.Spec(
+                self.method,
+                model,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                peft_config,
+                quantization_config,
+                self.user_collator,
+                loss_function,
+                name=type(self).__name__,
+                images=self.reads_images(),
+                rewards=self.rewards,
+                environments=self.environments,
+                load_model=self.load_model,
+                prepare=self._prepare,
             )
-        load.prepare_tokenizer(self.processing_class, args)
-        self.run.tokenizer, self._raw = self.processing_class, train_dataset
-        self.checks = build.make_checks(self.run, **self._sources())
-        train_dataset = self.checks.config(model, train_dataset, eval_dataset, peft_config)
-        with parallel.main_process_first(), warnings_are_errors(args.strict_data):
-            train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
-        model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
-        self.router_coefficient = router_coefficient(model, args)
-        trainer_kwargs |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        )
+        trainer_kwargs |= {"train_dataset": self.plan.train_dataset, "eval_dataset": self.plan.eval_dataset}
+        model = build.load_model(self.plan)
         super().__init__(model, args, self.collator(), processing_class=self.processing_class, **trainer_kwargs)
-        self.run.ranks, self.run.progress.own = build.ranks_of(self.accelerator), self.method.start()
+        self.run = build.build(
+            self.plan, self.model, self.accelerator, progress=self.progress, layout=self._choose_layout
+        )
         self._begin()
+
+    def _prepare(self, plan: build.Plan) -> tuple[Any, Any]:
+        self.vision, self.processing_class, self.checks = plan.vision, plan.tokenizer, plan.checks
+        self._raw = plan.raw
+        return self.prepare_datasets(plan.train_dataset, plan.eval_dataset)
 
     def _begin(self) -> None:
         self._passes: list[list[Batch]] = []  # Of the present step.
-        parallel.refuse_lost_sharding(self.accelerator, self.args)
-        parallel.shard_present_layers(self.accelerator, self.model)
-        self.vision.check_shards(self.model, self.accelerator)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
-        about = {"supported": self.method.traits.splits_tokens, "name": type(self).__name__}
-        self.layout = begin_split(self.args, self.accelerator, self.model, self._choose_layout(), **about)
         self._set_signature_columns_if_needed()
-        self.checks.knows(model=self.model)
         self.check_start()
-        args, self.run.hooks = self.args, self._hooks()
-        self.run.progress.watchers = build.watchers(self.checks, self.accelerator)
+        args, self.run = self.args, replace(self.run, hooks=self._hooks())
         self.record, self.interrupt = RunRecordCallback(args, self.processing_class), checkpoint.GracefulInterrupt()
         size = lambda: checkpoint.checkpoint_bytes(self.model, args)  # noqa: E731
         self.checkpoints = checkpoint.Checkpointer(args, self.accelerator, self.record.lock, size)
@@ -203,10 +201,6 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def reads_images(self) -> tuple[bool, bool]:
         """Whether rows may hold pictures, and whether tools or environments may show some."""
         return self.method.traits.reads_images, False
-
-    def _sources(self) -> dict[str, Any]:
-        """Rewards and environments, by the names that `build.make_checks` takes; of methods that have them."""
-        return {}
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
         """Check and tokenise all datasets, once; runs before the model is loaded."""
@@ -236,38 +230,19 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         with without_accelerate(self.args):
             super().create_accelerator_and_postprocess()
 
-    def _load(self, model: nn.Module, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
-        if not isinstance(model, str):
-            options = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-            build.warn_of_unused(options if not self.added_tokens else {})
-            return model
-        return self.load_model(model, **build.loading_options(args, init, quantization_config))
-
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
         """The model behind a string."""
         return load.create_model_from_path(model_id, **kwargs)
 
-    def _prepare_model(self, model: nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None) -> Any:
-        load.check_distributed(getattr(config_of(model), "distributed_config", None))
-        load.mirror_eos(self.processing_class, model, args)
-        self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
-        self.fresh_adapter = peft_config is not None
-        peft = self.vision.prepare(model, peft_config)
-        return build.prepared_model(
-            model, args, peft, added_tokens=self.added_tokens, generative=self.method.traits.generative
-        )
-
-    def _choose_layout(self) -> Layout:
-        # User functions on logits want one sequence a row.
+    def _choose_layout(self, model: nn.Module) -> Layout:
+        # User functions on logits need one sequence per row.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
-        with parallel.gathered(self.model.parameters()):  # ZeRO-3 may have sharded them as they were loaded.
-            return build.choose_layout(self.model, self.args, padded=any(one is not None for one in wanted))
+        return build.choose_layout(model, self.args, padded=any(one is not None for one in wanted))
 
     def read_also_by(self, other: nn.Module | None) -> None:
         """Lay rows out so that another model, which gets the same passes, computes them as each sequence alone."""
         if other is not None:
-            with parallel.gathered(other.parameters()):
-                self.layout = build.joint_layout(self.layout, other, self.args)
+            self.layout = build.joint_layout(self.layout, other, self.args)
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
@@ -370,7 +345,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         try:
             plain = contextlib.nullcontext(forward)
-            with plain if alpha is None else noisy_embeddings(self.model, alpha) as self.run.forward:
+            with plain if alpha is None else noisy_embeddings(self.model, alpha) as compute:
+                self.run = replace(self.run, forward=compute)
                 return super().train(resume, **kwargs)
         finally:
             self.neftune_noise_alpha, self.args.resume_from_checkpoint = alpha, configured
@@ -388,14 +364,14 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def resolve(self) -> None:
         """Put what a subclass, or a user on this very trainer, replaces of the loop into the run."""
-        self.run.hooks = self._hooks()
+        self.run = replace(self.run, hooks=self._hooks())
 
     def _hooks(self) -> Hooks:
         """Return the functions of the loop and the method that a subclass, or the user on this object, has replaced."""
         run, own = self.run, partial(self._replaced, PostTrainer)
         return Hooks(
             objective=own("objective", None),
-            comparison=own("comparison", step.no_comparison),
+            comparison=own("comparison", None),
             loss_of=self._users_loss if self.own_loss else step.loss_of,
             observe=own("observe_pass", None),
             eval_batches=self.eval_batches,
@@ -420,7 +396,6 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         micro_batches = [self.micro_batch(inputs, index) for index, inputs in enumerate(drawn)]
         batches = list(itertools.chain.from_iterable(micro_batches))
         counts, seen, overlong = step.count(self.run, batches, self.checks.has_overlong_sequence(batches))
-        self.denominators = counts
         if overlong:
             self.checks.report_overlong()
         step.count_tokens(self.run, batches, counts)
@@ -428,7 +403,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         # Methods that sample count tokens when they are sampled, each prompt once per completion.
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
-        self._passes, self.run.progress.sums = [], None
+        self._passes, self.denominators, self.progress.sums = [], counts, None
         self.before_step(micro_batches)
         # A step of fewer micro-batches ends with the last one all the same, and leaves no gradient to the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
@@ -501,7 +476,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def _users_loss(self, run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> step.Loss:
         """What the user's ``compute_loss`` or ``compute_loss_func`` says of a pass, with the metrics of ours that it calls."""
-        with build.with_attributes(self, {"_losses": []}):
+        with with_attributes(self, {"_losses": []}):
             value, losses = self.compute_loss(model, batch), self._losses or ()
         sums = functools.reduce(step.add_sums, (found.sums for found in losses), None)
         return step.Loss(value, tuple(metrics for found in losses for metrics in found.metrics), sums)
@@ -666,7 +641,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _reading_fsdp(self, folder: str | None) -> Iterator[None]:
         with (
             parallel.reading_fsdp(self.accelerator, folder, shards=self.is_fsdp_enabled) as reads,
-            build.with_attributes(self, {"is_fsdp_enabled": reads}),
+            with_attributes(self, {"is_fsdp_enabled": reads}),
         ):
             yield
 
@@ -706,7 +681,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # At a limit of 1 transformers would remove all but the best: other runs' checkpoints, and what one resumes from.
-        with build.with_attributes(self.args, {"save_total_limit": None}):
+        with with_attributes(self.args, {"save_total_limit": None}):
             return super()._finalize_training(*args, **kwargs)
 
     def _load_best_model(self) -> None:

@@ -209,7 +209,7 @@ class WeightSync:
         """Rollouts of each ``(requests, sampling)`` of this process; every process calls it, with an empty list too."""
         engine = self.engine
         if not self.needs_weight_sync:
-            whole = parallel.whole_parameters(self.run.wrapped, self.accelerator)
+            whole = parallel.whole_parameters(self.run.progress.wrapped, self.accelerator)
             with self.run.inference(), whole:
                 return [engine.generate(requests, sampling) for requests, sampling in batches]
         for tried in range(self.retries + 1):
@@ -311,7 +311,7 @@ class WeightSync:
         Raises:
             ConfigError: ``adapter_sync="adapter"``, and it cannot go alone; or its rank is above what the engine takes.
         """
-        model, choice = self.run.wrapped, self.args.adapter_sync
+        model, choice = self.run.progress.wrapped, self.args.adapter_sync
         if self._adapter_rank is None:
             rank, layers = parallel.all_gather_objects([(can.adapter_rank, can.adapter_layers)], self.accelerator)[0]
             missing = None if rank else "the engine takes no adapters (vLLM: --enable-lora, on this machine)"

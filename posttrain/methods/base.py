@@ -50,6 +50,7 @@ class Traits:
         cuts_prompts: A prompt that is too long is cut instead of being refused.
         splits_tokens: It was shown on rows that several processes hold pieces of (``sp_size``).
         still_steps: A step that moves nothing is no alarm: all rewards of all groups may be equal.
+        float32_head: The output layer is computed in float32.
         log_area: Letter of the codes that findings about log lines may have; "" for none.
         other_moments: Codes of that letter that are looked for at another moment.
         ignored_codes: Codes of findings that do not concern the method's rows.
@@ -74,6 +75,7 @@ class Traits:
     cuts_prompts: bool = False
     splits_tokens: bool = False
     still_steps: bool = False
+    float32_head: bool = False
     log_area: str = ""
     other_moments: tuple[str, ...] = ()
     ignored_codes: frozenset[str] = frozenset()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
@@ -45,6 +45,9 @@ from posttrain.trainers.arguments import (
     TrainSet,
 )
 from posttrain.types import SampleSettings
+
+if TYPE_CHECKING:
+    from posttrain.loop.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -351,10 +354,10 @@ class A2POTrainer(OnlineTrainer):
         """As every online trainer's, with the value of each completion's prompt."""
         online = super().make_online()
 
-        def logps(rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
+        def logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
             assert self.cache is not None
             values = [[self.cache.value(example, self.args.beta1)] for example in rollouts.examples]
-            return online.logps(rollouts) | {"v_star": values}
+            return online.logps(run, rollouts) | {"v_star": values}
 
         return replace(online, logps=logps)
 

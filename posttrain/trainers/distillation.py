@@ -436,9 +436,9 @@ class DistillationTrainer(OnlineTrainer):
         require_same_tokens(match, on_policy=self.args.lmbda > 0, **options)
         return match
 
-    def _choose_layout(self) -> Layout:
+    def _choose_layout(self, model: nn.Module) -> Layout:
         """As the parent's, one row a pass: beside a teacher, activations of a second row have no room."""
-        return replace(super()._choose_layout(), pass_tokens=0)
+        return replace(super()._choose_layout(model), pass_tokens=0)
 
     # Data --------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -15,7 +15,6 @@ from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.methods.grpo.config import GRPOConfig, check_correction
 from posttrain.methods.grpo.objective import GRPO
 from posttrain.models.architecture import config_of, text_of
-from posttrain.models.heads import cast_head_to_fp32, causal_lm
 from posttrain.report.completions import CompletionsHubCallback
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.trainers.arguments import (
@@ -31,11 +30,6 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-
-    from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -135,12 +129,6 @@ class GRPOTrainer(OnlineTrainer):
                 "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
                 "disable_dropout=True.", dropout,
             )  # fmt: skip
-
-    def _prepare_model(self, model: nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None) -> Any:
-        model = super()._prepare_model(model, args, peft_config)
-        if args.cast_lm_head_to_fp32:
-            cast_head_to_fp32(causal_lm(model))
-        return model
 
     # The entropy bonus -------------------------------------------------------------------------------------------
 

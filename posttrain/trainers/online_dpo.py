@@ -39,6 +39,7 @@ from posttrain.trainers.arguments import (
 from posttrain.types import SampleSettings
 
 if TYPE_CHECKING:
+    from posttrain.loop.run import Run
     from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         """As every online trainer's, with the log-probs of the reference alone."""
         return replace(super().make_online(), logps=self._measured_logps)
 
-    def _measured_logps(self, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
+    def _measured_logps(self, run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
         """The reference's log-probs of every completion."""
         every = rollouts.every_row()
         assert self.reference is not None

@@ -69,6 +69,7 @@ from posttrain.trainers.arguments import (
 from posttrain.types import Advantages, Batch, Row, SampleSettings, Sampling
 
 if TYPE_CHECKING:
+    from posttrain.loop.run import Run
     from posttrain.types import AnyDataset, LogProbs
 
 logger = logging.getLogger(__name__)
@@ -333,19 +334,19 @@ class PPOTrainer(OnlineTrainer):
     def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
         """Sample, score and collate one evaluation batch."""
         rollouts = rollout.rollout_step(self.run, self.prompt_source.readable(inputs), "eval")
-        (rows,) = self._training_rows(rollouts)
+        (rows,) = self._training_rows(self.run, rollouts)
         return self.collate(share_prompts(rows)[0])
 
     def make_online(self) -> Online:
         """As every online trainer's; sampling at the temperature of the log-probs, until a stop token where one is set."""
         online = super().make_online()
 
-        def sampling() -> Sampling:
-            return replace(online.sampling(), temperature=self.method.temperature, stop_token_ids=self.stops)
+        def sampling(run: Run) -> Sampling:
+            return replace(online.sampling(run), temperature=self.method.temperature, stop_token_ids=self.stops)
 
         return replace(online, sampling=sampling, logps=self._measured, slices=self._training_rows)
 
-    def _training_rows(self, rollouts: RolloutBatch) -> list[list[Row]]:
+    def _training_rows(self, run: Run, rollouts: RolloutBatch) -> list[list[Row]]:
         """A rollout batch, ready to be dealt to mini-batches."""
         return [training_rows(rollouts, self.args.response_length, self.pad_token_id)]
 
@@ -356,7 +357,7 @@ class PPOTrainer(OnlineTrainer):
         prompts = [one.prompt_ids for one in batch.rollouts]
         return replace(batch, columns={"ended": ended}, extra=batch.extra | {"prompt_ids": prompts})
 
-    def _measured(self, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
+    def _measured(self, run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
         """Log-probs and values under the policy in one pass, then log-probs under the reference."""
         rows = plain_rows(rollouts, self.args.response_length, self.pad_token_id)
         with self.run.inference() as policy:

@@ -32,7 +32,7 @@ from posttrain.loop.precompute import KeptSums, precomputed_logps, row_names
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.loop.trainer import PostTrainer
 from posttrain.methods.preference import CHECKED_ROWS, AnswerMethod, check_labels
-from posttrain.metrics import Metric, mean
+from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
@@ -50,8 +50,14 @@ SEE_REFERENCE += ("eval_batches", "with_reference")
 SUMS = {"sums", "reference_logp"}  # Of a method, the same.
 
 
-def check_given(model: nn.Module, ref_model: Any, tokenizer: Tokenizer) -> None:
+def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_config: Any = None) -> None:
     """Refuse arguments of a constructor that cannot work, before anything is loaded."""
+    if quantization_config and not isinstance(model, str):
+        # The reference would be loaded from the model's name, with a quantization that the policy does not have.
+        raise ConfigError(
+            f"quantization_config is given with a {type(model).__name__} that is loaded already. Quantise it on "
+            "loading, or give the model as a string."
+        )
     if isinstance(ref_model, str):
         raise ArgumentTypeError(
             f"ref_model={ref_model!r} must be a loaded model. Load it with create_model_from_path({ref_model!r}), or leave "
@@ -80,7 +86,7 @@ class PreferenceTrainer(PostTrainer):
         args: PostTrainingConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        check_given(model, ref_model, kwargs.get("processing_class"))
+        check_given(model, ref_model, kwargs.get("processing_class"), kwargs.get("quantization_config"))
         self.reports: dict[str, PreparationReport] = {}
         self._own_reference = ref_model is None
         super().__init__(model, args, **kwargs)
@@ -88,19 +94,11 @@ class PreferenceTrainer(PostTrainer):
         self._kept, self._kept_eval = KeptSums(self.run), KeptSums(self.run)
         if self.method.traits.compares_reference:
             self._make_reference(ref_model)
+            self.progress.watchers["pass"] = [self._compare_first_pass]
             self.add_callback(self._kept)
         self._tell_learning_rate()
         for callback in self.callback_handler.callbacks:
             self._share_reference(callback)
-
-    def _load(self, model: nn.Module, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
-        # The reference is loaded anew from its name: with a quantisation that the policy does not have.
-        if quantization_config and not isinstance(model, str) and not self.added_tokens:
-            raise ConfigError(
-                f"quantization_config is given with a {type(model).__name__} that is loaded already. Quantise it on "
-                "loading, or give the model as a string."
-            )
-        return super()._load(model, args, init, quantization_config)
 
     def add_callback(self, callback: Any) -> None:
         """As `transformers.Trainer.add_callback`; callbacks that move the reference are given it."""
@@ -169,14 +167,16 @@ class PreferenceTrainer(PostTrainer):
         super().check_data()
         self.pairs.agreement(self._raw, self.accelerator)
 
-    def observe_pass(self, batch: Batch, terms: LossTerms, outputs: ModelOutputs) -> dict[str, Metric]:
+    def _compare_first_pass(self, batch: Batch, terms: LossTerms, outputs: ModelOutputs) -> bool:
         """Compare policy and reference before the first update."""
-        if self.method.traits.compares_reference and self.model.training and self.state.global_step == 0:
+        if not self.model.training:
+            return True
+        if self.state.global_step == 0:
             half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
             loss = float(terms.terms.detach().mean()) if self.method.starts_at_ln_2() else None
             ratio = lambda: self.method.sums(outputs.logp, batch) - self.method.reference_logp(batch)  # noqa: E731
             self.pairs.first_pass(batch, ratio, half=half, loss=loss)
-        return {}
+        return False
 
     # Rows --------------------------------------------------------------------------------------------------------
 
@@ -246,8 +246,6 @@ class PreferenceTrainer(PostTrainer):
 
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
         """The reference's log-probs, of batches that have been counted."""
-        if self.state.global_step:
-            self.run.hooks = replace(self.run.hooks, observe=None)  # The first pass was looked at.
         # A stream may never come to its rows again.
         kept = self._known(self._kept, isinstance(self.train_dataset, Sized) and self.state.num_train_epochs > 1)
         for batches in micro_batches:

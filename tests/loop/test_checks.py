@@ -144,13 +144,12 @@ def test_the_policy_its_reference_and_reward_models_are_all_looked_at(tiny_token
     ids = [3, size - 1]
     small = build_model(size - 40)
     parts = {
-        "run": types.SimpleNamespace(reference=types.SimpleNamespace(copy=small)),
         "rewards": types.SimpleNamespace(
             functions=[types.SimpleNamespace(model=small, tokenizer=tiny_tokenizer, __name__="judge"), len]
         ),
     }
     context = Context("dpo", None, model=build_model(size), tokenizer=tiny_tokenizer, parts=parts)
-    (found,) = check_tokens(context, ids)
+    (found,) = check_tokens(context, ids, types.SimpleNamespace(copy=small))
     assert (found.code, found.where) == ("PT-K004", "the reference") and f"token id {size - 1}" in found.what
     (found,) = check_reward_models(context)
     assert (found.code, found.where) == ("PT-K005", "the reward model judge")

@@ -758,7 +758,7 @@ def test_ids_without_a_token_are_reported_and_can_be_masked(tiny_tokenizer, tmp_
         model = build_model(4 * len(tiny_tokenizer))
         run = grpo(tmp_path / name, tiny_tokenizer, model=model, engine="native", max_steps=1, **settings)
         run.train()
-        left_out = run.run.online.sampling().left_out  # Log-probs leave out what sampling does.
+        left_out = run.run.online.sampling(run.run).left_out  # Log-probs leave out what sampling does.
         assert settings_of(run.run, "train").sampling.left_out == left_out
         row = next(row for row in run.state.log_history if "loss" in row)
         return row["completions/no_token_ratio"], "PT-R032" in caplog.text

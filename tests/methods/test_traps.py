@@ -197,7 +197,7 @@ def test_trap_42_t46_rows_of_new_tokens_are_trained_beside_an_adapter(tiny_token
         peft_config=peft.LoraConfig(**LORA),
     )  # fmt: skip
     new = tiny_tokenizer.convert_tokens_to_ids("<|say|>")
-    assert new in trainer.added_tokens
+    assert new in trainer.plan.added_tokens
 
     def scores():
         """Logits of the new and of an old token after hidden states of ones: what the head in force says."""

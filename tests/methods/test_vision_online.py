@@ -474,7 +474,11 @@ def test_asynchronous_updates_on_equal_rollouts_are_synchronous_grpo_s(tmp_path)
     sync = trainer_of("grpo", tmp_path / "a", **SAME)
     groups = recorded(sync)
     sync.train()
-    how = {"method": within_groups("group"), "mask_truncated": False, "truncation": sync.run.online.sampling().left_out}
+    how = {
+        "method": within_groups("group"),
+        "mask_truncated": False,
+        "truncation": sync.run.online.sampling(sync.run).left_out,
+    }
     scored = [one for group in groups for one in score_group(group, RewardRunner(short), sync.processing_class, **how)]
     # What goes through a queue is bytes and text; no decoded picture is among it.
     assert "PngImageFile" not in repr(scored[0].samples[0].prompt)

@@ -274,7 +274,8 @@ class GRPO(Method[Config]):
         super().__init__(cfg)
         # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
         single = cfg.top_entropy_quantile < 1.0 or cfg.loss_type == "bnpo"
-        self.traits = replace(self.traits, needs=grpo_needs(cfg), single_pass=single)
+        head = cfg.cast_lm_head_to_fp32
+        self.traits = replace(self.traits, needs=grpo_needs(cfg), single_pass=single, float32_head=head)
         self.has_bonus = bool(cfg.entropy_coef or cfg.use_adaptive_entropy)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
