@@ -140,8 +140,8 @@ class OnlineTrainer(PostTrainer):
         self.announce()
         if self.args.log_completions:
             self.add_callback(rollout_table(self.args, self.record, self.rewards.names))
-        if self.scores_rewards:
-            self.run.progress.watchers["rollout"] = [self.reward_watch.log]
+        looks = [self.reward_watch.log] if self.scores_rewards else []
+        self.progress.watchers["rollout"] = [*looks, partial(scoring.add_to_record, self.record)]
         self.sampler = self.make_sampler()
         self.resolve()
 
@@ -188,26 +188,21 @@ class OnlineTrainer(PostTrainer):
 
     def make_online(self) -> Online:
         """The parts of `posttrain.loop.rollout`, with what a subclass, or a user on this very trainer, puts in their place."""
-        args, own = self.args, partial(self._replaced, OnlineTrainer)
-        samples_policy = self.rollout_func is None and self.engine.capabilities.shares_weights
-        return Online(
-            sync=self.weight_sync,
-            window=self.window,
-            record=self.record,
-            sampling=partial(rollout.present_sampling, stop_ids=self.stop_ids),
-            group_size=self.prompt_source.group_size,
-            ids_without_token=self.ids_without_token,
-            samples_policy=samples_policy,
+        own = partial(self._replaced, OnlineTrainer)
+        return rollout.online_of(
+            self.run,
+            self.weight_sync,
+            self.stop_ids,
             rollout_func=self.rollout_func is not None,
-            follows_truncation=self.method.traits.follows_truncation and not samples_policy,
+            window=self.window,
+            prompts=self.prompt_source,
+            rewards=self.rewards,
+            ids_without_token=self.ids_without_token,
             spare=lambda mode: [dict(self.spare_example)],
             sample=own("sample", self.sampler.sample),
-            rewards=self.rewards,
             score=own("score", None),
-            resample=self._resampled if args.dynamic_sampling else None,
-            logps=rollout.measured_logps,
+            resample=self._resampled if self.args.dynamic_sampling else None,
             advantages=own("advantages", None),
-            slices=rollout.shuffled_slices,
         )
 
     def _hooks(self) -> Hooks:

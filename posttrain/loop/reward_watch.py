@@ -56,10 +56,11 @@ class RewardWatch:
                 with self.run.checks.preflight.record_check("config", ("PT-R021",)):
                     self._log([check_overlong(function.limit, function.cache, longest)])
 
-    def log(self, batch: RolloutBatch, table: RewardTable, made: Advantages) -> bool:
+    def log(self, run: Run, batch: RolloutBatch, table: RewardTable, made: Advantages) -> bool:
         """Log the rewards of all ranks' completions, and what is found in them.
 
         Args:
+            run: Of the trainer.
             batch: This rank's completions, with the loss masks that rewards saw.
             table: ``values (n, K)``.
             made: Advantages that the method made of them.
@@ -67,8 +68,8 @@ class RewardWatch:
         Returns:
             True: it looks at every rollout batch.
         """
-        lengths = parallel.all_gather_objects(completion_lengths(batch), self.run.accelerator)
-        self.run.log(reward_metrics(table, made, lengths), batch.mode)
+        lengths = parallel.all_gather_objects(completion_lengths(batch), run.accelerator)
+        run.log(reward_metrics(table, made, lengths), batch.mode)
         clipped = None
         if made.unbounded is not None:
             sizes = made.unbounded.abs()

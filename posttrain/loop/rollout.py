@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from posttrain.data.forest import collate
 from posttrain.errors import RolloutError, RolloutServerError, check_rules
 from posttrain.loop.run import Run
-from posttrain.loop.scoring import completion_lengths, completion_metrics, completion_rows, logged_rewards
+from posttrain.loop.scoring import completion_lengths, completion_metrics, logged_rewards
 from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
@@ -22,8 +23,8 @@ from posttrain.rollouts.sampling import configured_sampling
 from posttrain.types import WHOLE, Advantages, Batch, LossTerms, ModelOutputs, Row, SampleSettings, Truncation
 
 if TYPE_CHECKING:
+    from posttrain.loop.prompts import PromptSource
     from posttrain.loop.weight_sync import WeightSync
-    from posttrain.report.record import RunRecordCallback
     from posttrain.rewards.runner import RewardRunner, RewardTable
     from posttrain.rollouts.batch import RolloutWindow
     from posttrain.types import LogProbs, Sampling
@@ -36,44 +37,67 @@ class Online:
     """What a run that samples consists of besides `Run`. A trainer makes it when training or an evaluation starts.
 
     Attributes:
-        sync: Pushes weights, and asks the engine.
+        sync: Pushes weights to the engine and asks it for completions.
         window: Slices that wait to be trained, and the number of rollout batches so far.
-        record: Keeps the table of completions.
-        sampling: Returns the present settings of each call to the engine, without its seed.
-        group_size: Completions per prompt, by mode.
+        prompts: Tokenizes prompts, repeats them and deals them to ranks.
+        rewards: The reward functions.
         ids_without_token: Ids that the model can sample and the tokenizer has no token for.
         samples_policy: Whether completions are sampled with the weights that are trained, so that nothing is corrected. A
-            rollout function may sample from anything: the log-probs that it returns are corrected for.
+            rollout function may sample from anything; the log-probs that it returns are corrected for.
         rollout_func: Whether a rollout function samples.
         follows_truncation: Whether log-probs are compared with those of a sampler that excludes tokens, see
             `Progress.truncation`.
-        spare: Rows that a rank without examples samples from, because to sample is a collective; by mode. None: it need not.
+        sampling: Returns the present settings of each call to the engine, without its seed.
+        spare: Returns rows that a rank without examples samples from, because sampling is a collective; by mode. May be empty.
         sample: Completes dataset rows, see `Sampler.sample`.
-        rewards: The reward functions.
+        logps: Computes log-probs of completions under older or frozen weights, by name.
+        slices: Splits completions into the rows of each micro-batch.
         score: A subclass's replacement of `score`, without its first argument.
         resample: Replaces groups that teach nothing, and returns metrics. None: no group is replaced.
-        logps: Computes log-probs of completions under older or frozen weights, by name.
         advantages: A subclass's replacement of `Method.advantages`, without its last argument.
-        slices: Splits completions into the rows of each micro-batch.
     """
 
     sync: WeightSync
     window: RolloutWindow
-    record: RunRecordCallback
-    sampling: Callable[[Run], Sampling]
-    group_size: Callable[[str], int]
+    prompts: PromptSource
+    rewards: RewardRunner
     ids_without_token: frozenset[int]
     samples_policy: bool
     rollout_func: bool
     follows_truncation: bool
+    sampling: Callable[[Run], Sampling]
     spare: Callable[[str], list[dict[str, Any]]]
     sample: Callable[[list[dict[str, Any]], SampleSettings], RolloutBatch]
-    rewards: RewardRunner
-    score: Callable[[RolloutBatch, str], RewardTable] | None
-    resample: Callable[[RolloutBatch, RewardTable], tuple[RolloutBatch, RewardTable, dict[str, Metric]]] | None
     logps: Callable[[Run, RolloutBatch], dict[str, list[list[float]]]]
-    advantages: Callable[[RolloutBatch, RewardTable, LogProbs], Advantages] | None
     slices: Callable[[Run, RolloutBatch], list[list[Row]]]
+    score: Callable[[RolloutBatch, str], RewardTable] | None = None
+    resample: Callable[[RolloutBatch, RewardTable], tuple[RolloutBatch, RewardTable, dict[str, Metric]]] | None = None
+    advantages: Callable[[RolloutBatch, RewardTable, LogProbs], Advantages] | None = None
+
+
+def online_of(
+    run: Run, sync: WeightSync, stop_ids: tuple[int, ...], *, rollout_func: bool = False, **parts: Any
+) -> Online:
+    """Return the components of a run that samples, with the functions of this module.
+
+    Args:
+        run: Of a method that samples.
+        sync: Asks the engine.
+        stop_ids: Tokens that end a completion.
+        rollout_func: Whether a rollout function samples.
+        parts: Other fields of `Online`.
+    """
+    samples_policy = not rollout_func and sync.engine.capabilities.shares_weights
+    return Online(
+        sync=sync,
+        sampling=partial(present_sampling, stop_ids=stop_ids),
+        samples_policy=samples_policy,
+        rollout_func=rollout_func,
+        follows_truncation=run.method.traits.follows_truncation and not samples_policy,
+        logps=measured_logps,
+        slices=shuffled_slices,
+        **parts,
+    )
 
 
 def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
@@ -93,10 +117,8 @@ def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> Rollout
     own, logps = online.advantages, online.logps(run, rollouts)
     found = run.method.advantages(rollouts, rewards, logps, run.ranks) if own is None else own(rollouts, rewards, logps)
     run.log(found.metrics, mode)
-    run.watch("rollout", rollouts, rewards, found)
-    rollouts = rollouts.worth(found)
-    add_to_record(run, rollouts, rewards)
-    return rollouts
+    run.watch("rollout", run, rollouts, rewards, found)
+    return rollouts.worth(found)
 
 
 def sample_and_score(run: Run, examples: list[dict[str, Any]], mode: str) -> tuple[RolloutBatch, RewardTable]:
@@ -175,7 +197,7 @@ def settings_of(run: Run, mode: str) -> SampleSettings:
     online, number = run.online, batch_number(run, mode)
     world, rank = run.accelerator.num_processes, run.accelerator.process_index
     seed = (run.args.seed * 1_000_003 + number * world + rank) % 2**63
-    return SampleSettings(replace(online.sampling(run), seed=seed), mode, number, online.group_size(mode))
+    return SampleSettings(replace(online.sampling(run), seed=seed), mode, number, online.prompts.group_size(mode))
 
 
 def batch_number(run: Run, mode: str) -> int:
@@ -186,16 +208,6 @@ def batch_number(run: Run, mode: str) -> int:
     if mode == "train":
         return run.online.window.generations
     return 10_000_019 + run.progress.state.global_step + EVAL_STRIDE * run.progress.eval_rounds
-
-
-def add_to_record(run: Run, rollouts: RolloutBatch, rewards: RewardTable) -> None:
-    """Add the completions of all ranks to the table of completions."""
-    images = run.vision.images and run.args.log_multimodal
-    run.progress.shown = completion_rows(
-        rollouts, rewards, run.tokenizer, run.progress.state.global_step, images=images
-    )
-    shares = parallel.gather_objects(run.progress.shown, run.accelerator)
-    run.online.record.add_completions([row for share in shares for row in share], evaluation=rollouts.mode == "eval")
 
 
 # Log-probs ---------------------------------------------------------------------------------------------------------------------

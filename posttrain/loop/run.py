@@ -76,8 +76,8 @@ class Progress:
         bad_steps: Number of consecutive steps whose gradient was not finite.
         shown: One row per completion of this rank's last generation, as in the completions table.
         watchers: Functions that observe a moment. ``step`` gets the run, batches and counts; ``pass`` the batch, loss terms and
-            model outputs; ``gradient`` the model and its micro-batches; ``rollout`` the completions of this rank, the rewards of
-            all ranks, and advantages; ``log`` the log history. A watcher that returns False is removed.
+            model outputs; ``gradient`` the model and its micro-batches; ``rollout`` the run, the completions of this rank, the
+            rewards of all ranks, and advantages; ``log`` the log history. A watcher that returns False is removed.
         eval_rounds: Number of batches of the present evaluation so far.
     """
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from posttrain.loop.run import Run
     from posttrain.methods.config import PostTrainingConfig
+    from posttrain.report.record import RunRecordCallback
     from posttrain.types import Advantages, Tokenizer
 
 THUMBNAILED = 4  # Prompts of a generation whose images are kept for the report; about 2 kB an image.
@@ -285,3 +286,14 @@ def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, trainin
     start = sum(counts[: run.accelerator.process_index])
     groups = torch.arange(len(rows)) // batch.group_size
     return rewards.finish(dataclasses.replace(table, values=values, start=start), groups, training=training)
+
+
+def add_to_record(
+    record: RunRecordCallback, run: Run, rollouts: RolloutBatch, rewards: RewardTable, found: Advantages
+) -> bool:
+    """Add the completions of all ranks to the table of completions; a watcher of every rollout batch."""
+    images, step = run.vision.images and run.args.log_multimodal, run.progress.state.global_step
+    run.progress.shown = completion_rows(rollouts.worth(found), rewards, run.tokenizer, step, images=images)
+    shares = parallel.gather_objects(run.progress.shown, run.accelerator)
+    record.add_completions([row for share in shares for row in share], evaluation=rollouts.mode == "eval")
+    return True

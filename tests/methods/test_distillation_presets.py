@@ -48,7 +48,7 @@ def preset(name, folder, tokenizer, **settings):
         own |= {"reward_funcs": count_a, "success_reward_threshold": 2.0}
     trainer = make(folder, tokenizer, cls=cls, config=config, **(own | settings))
     trainer.seen = []
-    spy = lambda rollouts, rewards, found: trainer.seen.append(rollouts.worth(found)) or True  # noqa: E731
+    spy = lambda run, rollouts, rewards, found: trainer.seen.append(rollouts.worth(found)) or True  # noqa: E731
     trainer.run.progress.watchers.setdefault("rollout", []).append(spy)
     return trainer
 

@@ -435,7 +435,7 @@ def test_o9_sums_are_over_completion_tokens_alone(tiny_tokenizer, tmp_path):
         engine="scripted",
     )
     generations = []
-    spy = lambda rollouts, rewards, found: generations.append(rollouts.worth(found)) or True  # noqa: E731
+    spy = lambda run, rollouts, rewards, found: generations.append(rollouts.worth(found)) or True  # noqa: E731
     trainer.run.progress.watchers["rollout"].append(spy)
     model = build_model(len(tiny_tokenizer))  # As the policy begins.
     trainer.train()
