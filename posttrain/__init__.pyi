@@ -17,7 +17,7 @@ from .methods.distillation.presets import (
 from .methods.dpo import DPOConfig as DPOConfig
 from .methods.experimental.a2po import A2POConfig as A2POConfig
 from .methods.experimental.gmpo import GMPOConfig as GMPOConfig
-from .methods.grpo import GRPOConfig as GRPOConfig
+from .methods.grpo import GRPO as GRPO, GRPOConfig as GRPOConfig
 from .methods.kto import KTOConfig as KTOConfig
 from .methods.online_dpo import OnlineDPOConfig as OnlineDPOConfig
 from .methods.orpo import ORPOConfig as ORPOConfig
@@ -275,7 +275,11 @@ from .rollouts.workers.shared_weights import SharedWeights as SharedWeights, Wei
 from .extensions.serve.config import ServeConfig as ServeConfig
 from .extensions.serve.server import run_server as run_server
 from .methods.config import PostTrainingConfig as PostTrainingConfig
+from .loop.build import Plan as Plan, Spec as Spec, build as build, plan as plan
 from .loop.online import OnlineTrainer as OnlineTrainer
+from .loop.rollout import sample as sample, score as score
+from .loop.run import Run as Run
+from .loop.step import count as count, forward_backward as forward_backward, optim_step as optim_step
 from .methods.online_config import OnlineConfig as OnlineConfig
 from .loop.trainer import PostTrainer as PostTrainer
 from .types import (

@@ -12,20 +12,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import datasets
 import torch
 import transformers
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.trainer_utils import set_seed
 
 from posttrain.data.forest import Layout
-from posttrain.data.formats import plain_rows
+from posttrain.data.formats import is_conversational, plain_rows
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
-from posttrain.loop import step
+from posttrain.loop import rollout, step
 from posttrain.loop.checks import Checks, log_codes
 from posttrain.loop.data_report import warnings_are_errors
 from posttrain.loop.evaluation import predicted_rows
 from posttrain.loop.pictures import Vision
+from posttrain.loop.prompts import PromptSource
 from posttrain.loop.run import Hooks, Progress, Run
+from posttrain.loop.samplers import SingleTurn
+from posttrain.loop.scoring import reward_options
 from posttrain.loop.token_split import begin_split
+from posttrain.loop.weight_sync import WeightSync, engine_of
 from posttrain.methods.base import Method, Traits
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.models import load, parallel
@@ -43,16 +48,17 @@ from posttrain.models.load import check_model_source, wrap_with_peft
 from posttrain.models.memory import check_offloading, recomputes
 from posttrain.models.probe import probe_head, probe_layout
 from posttrain.models.quantised import check_quantised
-from posttrain.models.reference import disable_dropout_in_model
+from posttrain.models.reference import Reference, disable_dropout_in_model
 from posttrain.models.token_split import alone
 from posttrain.report.lock import check_writable
+from posttrain.rewards.runner import RewardRunner
+from posttrain.rollouts.batch import RolloutWindow
 from posttrain.types import ALONE, Ranks
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from peft import PeftConfig
 
-    from posttrain.rewards.runner import RewardRunner
+    from posttrain.rollouts.base import RolloutEngine
     from posttrain.rollouts.episodes.environments import EnvironmentPool
     from posttrain.types import AnyDataset, EvalSets, Tokenizer
 
@@ -106,10 +112,12 @@ class Spec:
         compute_loss_func: The user's loss function.
         name: Name of the trainer's class, for messages and for names of files.
         images: Whether rows may hold images, and whether tools or environments may return images.
-        rewards: Reward functions, for methods that sample.
+        rewards: Reward functions, for methods that sample: callables, reward models, or a `RewardRunner` of them.
         environments: Environments that write prompts.
+        rollout_engine: Engine that samples. None: the engine that the config names.
         load_model: Loads a model from a string.
-        prepare: Tokenizes and checks the training and evaluation sets of a plan. None: they are ready.
+        prepare: Tokenizes and checks the training and evaluation sets of a plan. None: prompts are checked, and other rows
+            must be tokenized.
     """
 
     method: Method[Any]
@@ -123,8 +131,9 @@ class Spec:
     compute_loss_func: Callable[..., Any] | None = None
     name: str = "Trainer"
     images: tuple[bool, bool] = (False, False)
-    rewards: RewardRunner | None = None
+    rewards: Any = None
     environments: EnvironmentPool | None = None
+    rollout_engine: RolloutEngine | None = None
     load_model: Callable[..., Any] = load.create_model_from_path
     prepare: Callable[[Plan], tuple[Any, Any]] | None = None
 
@@ -170,6 +179,8 @@ def plan(spec: Spec) -> Plan:
         PosttrainError: Arguments, config or data cannot be trained.
     """
     args, model = spec.args, spec.model
+    if spec.method.traits.samples and not isinstance(spec.rewards, RewardRunner):
+        spec = replace(spec, rewards=RewardRunner(**reward_options(spec.rewards, args, None)))
     check_arguments(spec.method.traits, spec.name, model, args, spec.train_dataset, spec.data_collator)
     check_quantised(model, args, spec.peft_config, spec.quantization_config)
     set_seed(args.seed)
@@ -187,11 +198,20 @@ def plan(spec: Spec) -> Plan:
     checks = make_checks(spec, vision, tokenizer)
     kept = checks.config(model, train, evaluation, spec.peft_config)
     planned = Plan(spec, vision, tokenizer, checks, kept, evaluation, model, train, added_tokens)
-    if spec.prepare is None:
-        return planned
     with parallel.main_process_first(), warnings_are_errors(args.strict_data):
-        train, evaluation = spec.prepare(planned)
+        train, evaluation = (spec.prepare or prepared)(planned)
     return replace(planned, train_dataset=train, eval_dataset=evaluation)
+
+
+def prepared(planned: Plan) -> tuple[Any, Any]:
+    """Return the sets of a plan after prompts were checked and reward functions were tried, if the method samples."""
+    train, evaluation, rewards = planned.train_dataset, planned.eval_dataset, planned.spec.rewards
+    if not planned.spec.method.traits.samples:
+        return train, evaluation
+    train, evaluation, head = PromptSource(planned.spec.args, planned.tokenizer).prepared(train, evaluation)
+    if planned.spec.args.check_rewards:
+        rewards.dry_run(head[:2], conversational=is_conversational(head[0]))
+    return train, evaluation
 
 
 def loaded(spec: Spec, model: Any) -> Any:
@@ -221,21 +241,34 @@ def load_model(planned: Plan) -> Any:
 
 def build(
     planned: Plan,
-    model: nn.Module,
-    accelerator: Accelerator,
+    model: Any = None,
+    accelerator: Accelerator | None = None,
     *,
     progress: Progress | None = None,
     layout: Callable[[nn.Module], Layout] | None = None,
+    sampling: bool = True,
 ) -> Run:
-    """Return the components of a run.
+    """Return the components of a run, for a training loop of your own.
+
+    The loop itself accumulates gradients, changes the learning rate, saves checkpoints and wraps the model for several
+    processes.
 
     Args:
         planned: Of `plan`.
-        model: Of `load_model`, on its device.
-        accelerator: Accelerator of the run.
+        model: Of `load_model`, on its device. None: it is loaded.
+        accelerator: Accelerator of the run. None: a new one with the precision of the config.
         progress: Where the run keeps what changes. None: a run that has not begun.
         layout: Chooses how rows lie in a pass. None: `choose_layout`.
+        sampling: Whether a method that samples gets an engine and a sampler here. Trainers make their own.
+
+    Raises:
+        ConfigError: The method samples with functions of its trainer.
     """
+    if accelerator is None:
+        precision = "bf16" if planned.spec.args.bf16 else "fp16" if planned.spec.args.fp16 else "no"
+        accelerator = Accelerator(mixed_precision=precision)
+    if model is None:
+        model = load_model(planned).to(planned.spec.args.device)
     spec, method, args = planned.spec, planned.spec.method, planned.spec.args
     parallel.refuse_lost_sharding(accelerator, args)
     parallel.shard_present_layers(accelerator, model)
@@ -244,9 +277,9 @@ def build(
     chosen = begin_split(args, accelerator, model, chosen, supported=method.traits.splits_tokens, name=spec.name)
     planned.checks.knows(model=model)
     progress = Progress() if progress is None else progress
-    progress.model = model
+    progress.model = progress.wrapped = model
     progress.own, progress.watchers = method.start(), watchers(planned.checks, accelerator)
-    return Run(
+    run = Run(
         args=args,
         method=method,
         name=spec.name,
@@ -263,6 +296,36 @@ def build(
         router_coefficient=router_coefficient(model, args),
         loss_function=spec.compute_loss_func,
     )
+    return with_sampling(run, planned) if sampling and method.traits.samples else run
+
+
+def with_sampling(run: Run, planned: Plan) -> Run:
+    """Return the run with an engine, prompts, rewards and a sampler of single turns; see `build`."""
+    args, traits, rewards = run.args, run.method.traits, planned.spec.rewards
+    if traits.own_rollouts or traits.workers_sample or args.dynamic_sampling:
+        what = "dynamic_sampling" if args.dynamic_sampling else type(run.method).__name__
+        raise ConfigError(f"{what} needs functions of a trainer, and build() has none of them. Fix: use the trainer.")
+    stop_ids, without_token = rollout.special_ids(run)
+    sync = WeightSync(engine_of(run, planned.spec.rollout_engine, rewards), run)
+    prompts = PromptSource(args, run.tokenizer)
+    prompts.check_context(sync.context)
+    if sync.needs_weight_sync:
+        sync.check_engine(sync.engine)
+    frozen = Reference(run.model, fresh_adapter=run.fresh_adapter) if args.beta or args.log_ref_kl else None
+    online = rollout.online_of(
+        run,
+        sync,
+        stop_ids,
+        window=RolloutWindow(args.num_iterations),
+        prompts=prompts,
+        rewards=rewards,
+        ids_without_token=without_token,
+        spare=lambda mode: [dict(next(iter(planned.train_dataset)))],
+        sample=SingleTurn(sync, prompts, run.tokenizer).sample,
+    )
+    run = replace(run, reference=frozen, online=online)
+    run.progress.truncation = rollout.truncation_of(online, online.sampling(run))
+    return run
 
 
 def check_arguments(

@@ -12,7 +12,7 @@ import datasets
 from torch import nn
 from torch.utils.data import DataLoader
 
-from posttrain.data.chat import ids_without_token, is_processor, terminal_token_ids
+from posttrain.data.chat import is_processor
 from posttrain.data.formats import is_conversational
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutServerError
@@ -32,22 +32,20 @@ from posttrain.loop.run import Hooks
 from posttrain.loop.samplers import Sampler, SingleTurn, make_driver
 from posttrain.loop.scoring import reward_options, reward_runner
 from posttrain.loop.trainer import PostTrainer
-from posttrain.loop.weight_sync import WeightSync, training_engine, vllm_engine
-from posttrain.methods.online_config import OnlineConfig, resolve_auto
+from posttrain.loop.weight_sync import WeightSync, engine_of, training_engine
+from posttrain.methods.online_config import OnlineConfig
 from posttrain.metrics import Metric
-from posttrain.models.architecture import generation_config_of
 from posttrain.models.heads import causal_lm
 from posttrain.models.reference import Reference
 from posttrain.report.completions import rollout_table
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rollouts.base import RolloutEngine, require_engine
+from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import (
     RolloutBatch,
     RolloutWindow,
 )
 from posttrain.rollouts.episodes.driver import for_trainer, take_harness
 from posttrain.rollouts.native.requests import check_top_k
-from posttrain.rollouts.sampling import generation_fields
 from posttrain.types import (
     Advantages,
     Batch,
@@ -119,17 +117,8 @@ class OnlineTrainer(PostTrainer):
         if args is not None and type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
             check_stream(args, train_dataset)
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
-        self.ids_without_token = ids_without_token(
-            self.processing_class, self.model.config.get_text_config().vocab_size
-        )
-        if self.args.mask_ids_without_token:
-            options = self.args.generation_kwargs or {}
-            never = sorted(self.ids_without_token.union(options.get("suppress_tokens") or ()))
-            self.args.generation_kwargs = options | {"suppress_tokens": never}
+        self.stop_ids, self.ids_without_token = rollout.special_ids(self.run)
         self.window = RolloutWindow(self.args.num_iterations)
-        own_stops = generation_fields(self.args.generation_kwargs or {}).get("stop_token_ids")
-        known_stops = terminal_token_ids(self.processing_class, generation_config_of(self.model))
-        self.stop_ids = tuple(own_stops or known_stops)
         self.weight_sync = WeightSync(self.make_engine(rollout_engine), self.run)
         self.reference = self.make_reference()
         if self.reference is not None and self.reference.copy is not None:
@@ -158,16 +147,8 @@ class OnlineTrainer(PostTrainer):
         return Reference(self.model, fresh_adapter=self.fresh_adapter) if needed else None
 
     def make_engine(self, given: RolloutEngine | None) -> Any:
-        """The engine object that was given, or the one that the config names."""
-        if given is not None:
-            engine = require_engine(given)
-            engine.tokenizer = self.processing_class if engine.tokenizer is None else engine.tokenizer
-            return engine
-        bare = self.accelerator.unwrap_model(self.model)
-        resolve_auto(self.args, bare, self.processing_class)
-        far = self.args.use_vllm
-        engine = vllm_engine(bare, self.args, self.accelerator) if far else self.engine_on(bare)
-        return self.vision.check_engine(engine, self.rewards.functions)
+        """Return the engine object that was given, or the one that the config names."""
+        return engine_of(self.run, given, self.rewards, self.engine_on)
 
     def engine_on(self, model: nn.Module) -> Any:
         """The engine in process that the config names, on a model."""

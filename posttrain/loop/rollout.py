@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from posttrain.data.chat import ids_without_token, terminal_token_ids
 from posttrain.data.forest import collate
 from posttrain.errors import RolloutError, RolloutServerError, check_rules
 from posttrain.loop.run import Run
@@ -17,9 +18,10 @@ from posttrain.loop.scoring import completion_lengths, completion_metrics, logge
 from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
+from posttrain.models.architecture import generation_config_of
 from posttrain.models.forward import batch_logps
 from posttrain.rollouts.batch import RolloutBatch, balance_rows, sampled_logps
-from posttrain.rollouts.sampling import configured_sampling
+from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import WHOLE, Advantages, Batch, LossTerms, ModelOutputs, Row, SampleSettings, Truncation
 
 if TYPE_CHECKING:
@@ -98,6 +100,18 @@ def online_of(
         slices=shuffled_slices,
         **parts,
     )
+
+
+def special_ids(run: Run) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Return the ids that end a completion, and the ids without a token; ``mask_ids_without_token`` excludes the latter."""
+    args = run.args
+    without_token = ids_without_token(run.tokenizer, run.model.config.get_text_config().vocab_size)
+    options = args.generation_kwargs or {}
+    if args.mask_ids_without_token:
+        never = sorted(without_token.union(options.get("suppress_tokens") or ()))
+        args.generation_kwargs = options | {"suppress_tokens": never}
+    own_stops = generation_fields(options).get("stop_token_ids")
+    return tuple(own_stops or terminal_token_ids(run.tokenizer, generation_config_of(run.model))), without_token
 
 
 def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:

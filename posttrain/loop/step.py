@@ -56,7 +56,7 @@ def commit(run: Run, found: Loss, mode: str = "train") -> None:
     run.progress.sums = add_sums(run.progress.sums, found.sums)
 
 
-def count(run: Run, batches: Sequence[Batch], overlong: float) -> tuple[Denominators, float, float]:
+def count(run: Run, batches: Sequence[Batch], overlong: float = 0.0) -> tuple[Denominators, float, float]:
     """Count tokens and sequences of the whole optimizer step, over micro-batches and ranks.
 
     Args:
@@ -199,7 +199,7 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
 
 
 def optim_step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Metric]:
-    """Clip the gradient, take an optimizer step with it, and remove it; for loops other than transformers' own.
+    """Clip the gradient, take an optimizer step with it, remove it, and count the step; for loops of your own.
 
     Args:
         run: Of a trainer.
@@ -216,6 +216,7 @@ def optim_step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     is_finite(run, model, norm)
     optimizer.step()
     optimizer.zero_grad()
+    run.progress.state.global_step += 1
     return {"grad_norm": mean(float(norm))}
 
 

@@ -160,7 +160,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         model = build.load_model(self.plan)
         super().__init__(model, args, self.collator(), processing_class=self.processing_class, **trainer_kwargs)
         self.run = build.build(
-            self.plan, self.model, self.accelerator, progress=self.progress, layout=self._choose_layout
+            self.plan, self.model, self.accelerator, progress=self.progress, layout=self._choose_layout, sampling=False
         )
         self._begin()
 

@@ -24,6 +24,7 @@ from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
 from posttrain.integrations.network import host_and_port
 from posttrain.loop.run import Run
+from posttrain.methods.online_config import resolve_auto
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.architecture import context_length, sliding_window
@@ -31,7 +32,7 @@ from posttrain.models.forward import plain_logps
 from posttrain.models.heads import adapters_of, picture_encoder
 from posttrain.models.probe import rounded_otherwise
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
-from posttrain.rollouts.base import Capabilities, RolloutEngine
+from posttrain.rollouts.base import Capabilities, RolloutEngine, require_engine
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.pool import AWAY
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from posttrain.methods.config import PostTrainingConfig
+    from posttrain.rewards.runner import RewardRunner
     from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,33 @@ def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: To
         )
     engine.settings = dict(args.transformers_continuous_batching_config or {})
     return engine
+
+
+def engine_of(
+    run: Run, given: RolloutEngine | None, rewards: RewardRunner, engine_on: Callable[[nn.Module], Any] | None = None
+) -> Any:
+    """Return the engine object that was given, or the one that the config names.
+
+    Args:
+        run: Of a method that samples.
+        given: An engine, or None.
+        rewards: The reward functions.
+        engine_on: Makes an engine in process on a model. None: `training_engine`.
+    """
+    args = run.args
+    if given is not None:
+        engine = require_engine(given)
+        engine.tokenizer = run.tokenizer if engine.tokenizer is None else engine.tokenizer
+        return engine
+    bare = run.accelerator.unwrap_model(run.model)
+    resolve_auto(args, bare, run.tokenizer)
+    if args.use_vllm:
+        engine = vllm_engine(bare, args, run.accelerator)
+    elif engine_on is None:
+        engine = training_engine(bare, args, tokenizer=run.tokenizer, pad_token_id=run.pad_token_id)
+    else:
+        engine = engine_on(bare)
+    return run.vision.check_engine(engine, rewards.functions)
 
 
 def server_options(args: PostTrainingConfig) -> dict[str, Any]:

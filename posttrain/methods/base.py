@@ -37,6 +37,7 @@ class Traits:
         single_pass: The loss compares all rows of a micro-batch, which is one pass.
         generative: The model has a language-model head; else a score head.
         samples: Rows come from completions that are sampled while training.
+        own_rollouts: The trainer samples, scores or measures completions with functions of its own.
         workers_sample: Other processes sample them: no engine of this one generates while it trains.
         follows_truncation: The sampler's log-probs are compared with its own: `sampler_logp` tells what truncation left.
         compares_reference: The loss compares the policy with a frozen reference.
@@ -62,6 +63,7 @@ class Traits:
     single_pass: bool = False
     generative: bool = True
     samples: bool = False
+    own_rollouts: bool = False
     workers_sample: bool = False
     follows_truncation: bool = False
     compares_reference: bool = False

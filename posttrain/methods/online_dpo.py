@@ -238,6 +238,7 @@ class OnlineDPO(Method[OnlineDPOConfig]):
     config_class = OnlineDPOConfig
     traits = replace(
         SAMPLES,
+        own_rollouts=True,
         needs=frozenset({"logp"}),
         reads_images=True,
         cuts_prompts=True,

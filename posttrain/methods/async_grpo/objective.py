@@ -88,7 +88,9 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
     """
 
     config_class = AsyncGRPOConfig
-    traits = replace(SAMPLES, workers_sample=True, follows_truncation=True, reads_images=True, takes_episodes=True)
+    traits = replace(
+        SAMPLES, own_rollouts=True, workers_sample=True, follows_truncation=True, reads_images=True, takes_episodes=True
+    )
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
         """A completion's reward against the mean of its group, divided by a spread."""

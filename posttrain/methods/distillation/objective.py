@@ -514,6 +514,7 @@ class Distillation(Method[Any]):
     config_class = DistillationConfig
     traits = replace(
         SAMPLES,
+        own_rollouts=True,
         splits_tokens=True,
         cuts_prompts=True,
         reads_images=True,

@@ -187,7 +187,11 @@ class PPO(Method[PPOConfig]):
 
     config_class = PPOConfig
     traits = replace(
-        SAMPLES, needs=frozenset({"logp", "values", "entropy"}), compares_reference=True, id_columns=("input_ids",)
+        SAMPLES,
+        own_rollouts=True,
+        needs=frozenset({"logp", "values", "entropy"}),
+        compares_reference=True,
+        id_columns=("input_ids",),
     )
 
     @property
