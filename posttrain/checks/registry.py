@@ -495,7 +495,7 @@ class Preflight:
         return probe.moment == moment and (probe.part is None or context.parts.get(probe.part) is not None)
 
     def run(self, moment: Moment, context: Context) -> list[Finding]:
-        """Return the findings of all probes of a moment. A probe that raises is recorded and logged, and stops nothing."""
+        """Return the findings of all probes of a moment. A failed probe is recorded and logged; a `ConfigError` ends the run."""
         findings: list[Finding] = []
         for probe in list(PROBES.values()) if self.active else ():
             if not self._concerns(probe, moment, context):
@@ -503,7 +503,7 @@ class Preflight:
             try:
                 with self.record_check(moment, probe.codes):
                     findings += [finding for finding in probe.function(context) if finding is not None]
-            except PreflightError:
+            except (PreflightError, ConfigError):
                 raise
             except Exception as error:  # A broken check must not end a run.
                 said = hide_secrets(f"{type(error).__name__}: {error}")

@@ -1,12 +1,16 @@
-"""`posttrain check grpo --config x.yaml`: check everything about a training command that can be checked without training."""
+"""`posttrain check grpo --config x.yaml`: check a training command, and try its first step without keeping anything."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import logging
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +18,12 @@ from typing import Any
 from posttrain.cli import train
 from posttrain.cli.commands import TRAINING
 from posttrain.cli.subject import ROWS, Subject, no_progress_bars
-from posttrain.errors import PreflightError, check_choice
+from posttrain.errors import PosttrainError, PreflightError, check_choice
 from posttrain.types import Finding
 
 REFUSED = PreflightError.exit_code
 EXAMPLES = 1000
+FEW_TOKENS = 8  # Length of completions in a step that is tried.
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
@@ -100,6 +105,7 @@ class Checkup:
         command: Name of the training command.
         tokens: Arguments of the command.
         examples: Maximum number of rows to tokenize.
+        tries_step: Whether to make the trainer and try one step.
         stages: Results of the stages.
         findings: Findings of the checks.
     """
@@ -107,6 +113,7 @@ class Checkup:
     command: str
     tokens: Sequence[str]
     examples: int = EXAMPLES
+    tries_step: bool = False
     stages: list[Stage] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     preflight: Any = None
@@ -115,13 +122,25 @@ class Checkup:
 
     def make(self) -> None:
         """Run all stages."""
-        for name in ("config", "model", "tokenizer", "teacher", "rewards", "data", "settings", "from TRL", "rows"):
+        for name in (
+            "config",
+            "model",
+            "tokenizer",
+            "teacher",
+            "rewards",
+            "data",
+            "settings",
+            "from TRL",
+            "rows",
+            "start",
+        ):
             started = time.perf_counter()
             stage = Stage(name)
             try:
                 stage.said = getattr(self, "_" + name.lower().replace(" ", "_"))()
-            except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-                stage.error = str(error) or type(error).__name__
+            except Exception as error:
+                known = isinstance(error, (PosttrainError, ValueError, TypeError, OSError, ImportError, RuntimeError))
+                stage.error = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
             stage.seconds = round(time.perf_counter() - started, 3)
             if stage.said or stage.error:
                 self.stages.append(stage)
@@ -133,7 +152,13 @@ class Checkup:
         """True if the training command would stop before its first step."""
         strict = self.preflight is None or self.preflight.mode == "error"
         errors = any(finding.severity == "error" for finding in self.findings)
-        return any(stage.error for stage in self.stages) or (strict and errors)
+        return any(stage.error for stage in self.stages) or (strict and errors) or bool(self.failed)
+
+    @property
+    def failed(self) -> list[str]:
+        """Checks that raised, each with its error: nobody knows what they would have found."""
+        results = {} if self.preflight is None else self.preflight.results
+        return [f"{code}: {result.failed}" for code, result in sorted(results.items()) if result.failed]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the results for ``--json``."""
@@ -247,6 +272,21 @@ class Checkup:
         self._report([*prepared.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])
         return _described(prepared.rows)
 
+    def _start(self) -> str:
+        """Make the trainer as the command does, and try a step and an evaluation batch in a temporary folder."""
+        if not self.tries_step or self.refused:
+            return ""
+        if self.subject.launch:
+            return "not tried: the command starts several processes"
+        script_args, config, model_args, mixture = train.parse(self.command, self.tokens)[0]
+        if config.use_vllm or self.subject.method.traits.workers_sample:
+            return "not tried: the engine runs in other processes"
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), quiet():
+            config.output_dir, config.push_to_hub = folder, False
+            trainer = train.make_trainer(self.command, script_args, config, model_args, mixture)
+            try_step(trainer)
+        return "one step and one evaluation batch" if trainer.eval_dataset is not None else "one step"
+
     def _context(self, **more: Any) -> Any:
         from posttrain.checks.registry import Context
         from posttrain.models.load import get_peft_config
@@ -266,6 +306,55 @@ class Checkup:
 
     def _report(self, findings: Sequence[Finding | None]) -> None:
         self.findings += [f for f in findings if f is not None and self.preflight.add(f) == "told"]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Disable log lines and progress bars inside the block: a step that is tried is not a run."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with no_progress_bars():
+            yield
+    finally:
+        logging.disable(level)
+
+
+def try_step(trainer: Any) -> None:
+    """Train one step, with completions of a few tokens, and evaluate one batch; nothing is saved.
+
+    Args:
+        trainer: Made for this purpose; its model changes.
+
+    Raises:
+        Exception: Whatever would end the run before its second step.
+    """
+    from transformers import IntervalStrategy
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    from posttrain.loop.evaluation import check_best_metric
+
+    args, evaluates = trainer.args, trainer.eval_dataset is not None and str(trainer.args.eval_strategy) != "no"
+    for callback in (*INTEGRATION_TO_CALLBACK.values(), PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    args.max_steps, args.save_strategy, args.load_best_model_at_end = 1, IntervalStrategy.NO, False
+    args.eval_strategy, args.eval_on_start, args.log_completions = IntervalStrategy.NO, False, False
+    if trainer.method.traits.samples:
+        for option in ("max_completion_length", "response_length", "max_new_tokens"):
+            if vars(args).get(option):
+                setattr(args, option, min(getattr(args, option), FEW_TOKENS))
+    else:
+        args.gradient_accumulation_steps = 1
+    trainer.train()
+    if evaluates:
+        sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+        metrics: dict[str, float] = {}
+        for name, rows in sets.items():
+            count = args.per_device_eval_batch_size
+            few = rows.select(range(min(count, len(rows)))) if isinstance(rows, Sized) else rows.take(count)
+            metrics |= trainer.evaluate(few, metric_key_prefix=f"eval_{name}" if name else "eval")
+        check_best_metric(args, metrics)
 
 
 def _parameters(config: Any) -> int:
@@ -302,17 +391,19 @@ def run(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="posttrain check",
-        usage="posttrain check COMMAND --config FILE.yaml [--json] [--examples N] [options of COMMAND]",
-        description="Check everything about a training command that can be checked without training: its config, versions, data, "
-        "tokenizer and template, rows, rewards, memory and server. Reads no weights and writes nothing.",
+        usage="posttrain check COMMAND --config FILE.yaml [--no-model] [--json] [--examples N] [options of COMMAND]",
+        description="Check a training command: its config, versions, data, tokenizer and template, rows, rewards, memory and "
+        "server. Then load the model and try one step, with completions of a few tokens, and one evaluation batch. Writes "
+        "nothing.",
         allow_abbrev=False,
     )
     parser.add_argument("command", metavar="COMMAND", help="a training command: " + ", ".join(sorted(TRAINING)))
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--examples", type=int, default=EXAMPLES, metavar="N", help=f"rows to tokenize ({EXAMPLES})")
+    parser.add_argument("--no-model", action="store_true", help="load no weights, and try no step")
     options, rest = parser.parse_known_args(argv)
     check_choice("command", options.command, sorted(TRAINING))
-    checkup = Checkup(options.command, rest, max(1, options.examples))
+    checkup = Checkup(options.command, rest, max(1, options.examples), not options.no_model)
     checkup.make()
     if options.json:
         sys.stdout.write(json.dumps(checkup.to_dict(), indent=2, ensure_ascii=False, default=str) + "\n")
@@ -339,10 +430,14 @@ def show(checkup: Checkup) -> None:
         name = f" {REGISTRY[finding.code].name}" if finding.code in REGISTRY else ""
         console.print(Text.assemble("\n", (f"{finding.severity} {finding.code}{name}", STYLES[finding.severity])))
         console.print(Text(f"{finding.what} ({finding.where})\n{finding.why}\nFix: {finding.fix}"), soft_wrap=False)
-    failed = sum(bool(stage.error) for stage in checkup.stages)
+    for error in checkup.failed:
+        console.print(Text.assemble("\n", ("error: a check could not run. ", STYLES["error"]), error))
+    failed = sum(bool(stage.error) for stage in checkup.stages) + len(checkup.failed)
     counts = {level: sum(f.severity == level for f in checkup.findings) for level in ("error", "warning")}
     said = f"{counts['error'] + failed} errors, {counts['warning']} warnings"
     seconds = sum(stage.seconds for stage in checkup.stages)
     verdict = "refused" if checkup.refused else "ready to train"
+    if verdict != "refused" and not checkup.tries_step:
+        verdict = "nothing found without the model (adapter targets, generation, memory of a step and evaluation: not checked)"
     style = STYLES["error"] if checkup.refused else "bold green"
     console.print(Text.assemble("\n", (f"{checkup.command}: {verdict}", style), f" ({said}; {seconds:.1f} s)"))

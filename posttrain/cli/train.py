@@ -241,38 +241,13 @@ def run(name: str, argv: list[str]) -> int:
 
 def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> bool:
     """Load data, build the trainer, train, save and push; return True if Ctrl-C ended training early."""
-    import torch
     import transformers
 
     from posttrain.loop.checkpoint import last_complete_checkpoint
-    from posttrain.models.load import get_peft_config, get_quantization_config
     from posttrain.report.progress import resume_command, use_rich_progress
 
-    model = model_source(model_args, config)
     resume = resume_from(config)
-    init_kwargs = dict(config.model_init_kwargs or {})
-    config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | init_kwargs
-    data = _datasets(script_args, mixture, config)
-    strategy = transformers.IntervalStrategy(config.eval_strategy).value
-    evaluate = strategy != "no"
-    if evaluate and script_args.dataset_test_split not in data:
-        raise ConfigError(
-            f"eval_strategy={strategy!r} needs a split {script_args.dataset_test_split!r}, but the data has "
-            f"{sorted(data)}. Fix: set dataset_test_split or test_split_size, or set eval_strategy to 'no'."
-        )
-    extra = _parts(script_args, config)
-    trainer = TRAINING[name].trainer(
-        model=model,
-        args=config,
-        train_dataset=data.get(_train_split(script_args, mixture)),
-        eval_dataset=data[script_args.dataset_test_split] if evaluate else None,
-        peft_config=get_peft_config(model_args),
-        quantization_config=get_quantization_config(model_args),
-        **extra,
-    )
-    if script_args.ignore_bias_buffers:
-        names = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
-        trainer.model._ddp_params_and_buffers_to_ignore = names
+    trainer = make_trainer(name, script_args, config, model_args, mixture)
     use_rich_progress(trainer)
     transformers.utils.logging.disable_progress_bar()  # It would show one bar per written checkpoint.
     try:
@@ -300,6 +275,44 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     if config.push_to_hub and not interrupted:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     return interrupted
+
+
+def make_trainer(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> Any:
+    """Load the data and the model, and return the trainer of a command.
+
+    Raises:
+        ConfigError: ``eval_strategy`` needs a split that the data lacks.
+    """
+    import torch
+    import transformers
+
+    from posttrain.models.load import get_peft_config, get_quantization_config
+
+    model = model_source(model_args, config)
+    init_kwargs = dict(config.model_init_kwargs or {})
+    config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | init_kwargs
+    data = _datasets(script_args, mixture, config)
+    strategy = transformers.IntervalStrategy(config.eval_strategy).value
+    evaluate = strategy != "no"
+    if evaluate and script_args.dataset_test_split not in data:
+        raise ConfigError(
+            f"eval_strategy={strategy!r} needs a split {script_args.dataset_test_split!r}, but the data has "
+            f"{sorted(data)}. Fix: set dataset_test_split or test_split_size, or set eval_strategy to 'no'."
+        )
+    extra = _parts(script_args, config)
+    trainer = TRAINING[name].trainer(
+        model=model,
+        args=config,
+        train_dataset=data.get(_train_split(script_args, mixture)),
+        eval_dataset=data[script_args.dataset_test_split] if evaluate else None,
+        peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
+        **extra,
+    )
+    if script_args.ignore_bias_buffers:
+        names = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
+        trainer.model._ddp_params_and_buffers_to_ignore = names
+    return trainer
 
 
 def model_source(model_args: Any, config: Any) -> str:

@@ -181,7 +181,9 @@ def plan(spec: Spec) -> Plan:
     args, model = spec.args, spec.model
     if spec.method.traits.samples and not isinstance(spec.rewards, RewardRunner):
         spec = replace(spec, rewards=RewardRunner(**reward_options(spec.rewards, args, None)))
-    check_arguments(spec.method.traits, spec.name, model, args, spec.train_dataset, spec.data_collator)
+    check_arguments(
+        spec.method.traits, spec.name, model, args, spec.train_dataset, spec.data_collator, spec.eval_dataset
+    )
     check_quantised(model, args, spec.peft_config, spec.quantization_config)
     set_seed(args.seed)
     train, evaluation = map(plain_rows, (spec.train_dataset, spec.eval_dataset))
@@ -335,6 +337,7 @@ def check_arguments(
     args: PostTrainingConfig,
     train_dataset: AnyDataset,
     collator: Any,
+    eval_dataset: EvalSets | None = None,
 ) -> None:
     """Refuse what cannot be trained before anything is loaded.
 
@@ -345,6 +348,7 @@ def check_arguments(
         args: As it was given.
         train_dataset: As it was given.
         collator: The user's ``data_collator``.
+        eval_dataset: As it was given.
 
     Raises:
         ArgumentTypeError: ``train_dataset`` is of another type.
@@ -361,6 +365,12 @@ def check_arguments(
     if not isinstance(train_dataset, datasets.Dataset | datasets.IterableDataset):
         hint = " Pass one split of it: dataset['train']." if isinstance(train_dataset, dict) else ""
         raise ArgumentTypeError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}.{hint}")
+    strategy = transformers.IntervalStrategy(args.eval_strategy).value
+    if eval_dataset is None and (strategy != "no" or args.eval_on_start):
+        option = f"eval_strategy={strategy!r}" if strategy != "no" else "eval_on_start=True"
+        raise ConfigError(
+            f"{option} needs eval_dataset, and it is None. Fix: pass eval_dataset, or leave the option out."
+        )
     if isinstance(train_dataset, datasets.IterableDataset):
         if args.max_steps <= 0:
             raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")

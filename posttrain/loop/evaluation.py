@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
 from posttrain.data.samplers import Deal, DealtStream
+from posttrain.errors import ConfigError
 from posttrain.losses.reduce import REDUCTIONS, Denominators, reduce
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
@@ -384,3 +386,19 @@ def _tensors(values: Any) -> Any:
     if values is None:
         return None
     return tuple(map(_tensors, values)) if isinstance(values, tuple) else torch.from_numpy(values)
+
+
+def check_best_metric(args: PostTrainingConfig, metrics: Mapping[str, float]) -> None:
+    """Refuse a ``metric_for_best_model`` that an evaluation did not return.
+
+    Raises:
+        ConfigError: Names the most similar metrics.
+    """
+    name = args.metric_for_best_model
+    full = name and f"eval_{name.removeprefix('eval_')}"
+    if full and full not in metrics:
+        near = difflib.get_close_matches(full, metrics, n=5, cutoff=0.3) or sorted(metrics)[:5]
+        raise ConfigError(
+            f"metric_for_best_model={name!r}: the evaluation has no such metric. The most similar are {near}. Fix: name a "
+            "metric of the evaluation, or return this one from compute_metrics."
+        )

@@ -29,12 +29,12 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
-from posttrain.errors import ConfigError, did_you_mean, refuse_unknown_arguments
+from posttrain.errors import refuse_unknown_arguments
 from posttrain.integrations.hub import MODEL_FILES, upload
 from posttrain.loop import attributes, build, checkpoint, step
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows
 from posttrain.loop.dry_step import DryStep, dry_step, fit_memory
-from posttrain.loop.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
+from posttrain.loop.evaluation import check_best_metric, count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.loop.memory_profile import MemoryProfile
 from posttrain.loop.passes import divided, run_again
 from posttrain.loop.run import Hooks, Progress, Run, with_attributes
@@ -529,13 +529,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             if self._in_loop:
                 raise
             return {}  # `eval_on_start`: the first step ends the run.
-        name = self.args.metric_for_best_model
-        full = name and f"eval_{name.removeprefix('eval_')}"
-        if full and full not in metrics:
-            raise ConfigError(
-                f"metric_for_best_model={name!r}: the evaluation has no such metric{did_you_mean(full, metrics)}; it has "
-                f"{sorted(metrics)}. Fix: name one of them, or return it from compute_metrics."
-            )
+        check_best_metric(self.args, metrics)
         return metrics
 
     def create_model_card(

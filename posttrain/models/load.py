@@ -399,6 +399,27 @@ def _unused_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> str |
     return next((token for word in UNUSED for token in free if re.search(word, token, re.IGNORECASE)), None)
 
 
+def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
+    """Return the model with a new adapter.
+
+    Raises:
+        ConfigError: The adapter's target modules match no module of the model.
+    """
+    import peft
+
+    try:
+        return peft.get_peft_model(model, peft_config)
+    except ValueError as error:
+        if "not found in the base model" not in str(error):
+            raise
+        linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+        targets: Any = vars(peft_config).get("target_modules")
+        raise ConfigError(
+            f"target_modules={targets!r} of peft_config match no module of {type(model).__name__}, whose linear layers are "
+            f"named {sorted(linear)}. Fix: name some of them, or set target_modules='all-linear'."
+        ) from error
+
+
 def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activation_checkpointing: bool) -> Any:
     """Add an adapter to the model, and enable gradients through checkpointed layers.
 
@@ -416,7 +437,7 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
                 "peft_config was given with a model that already is a PeftModel. Leave peft_config out to train its adapter "
                 "further, or call model.merge_and_unload() first to start a new one."
             )
-        model = peft.get_peft_model(model, peft_config)
+        model = add_adapter(model, peft_config)
     if isinstance(model, peft.PeftMixedModel):
         raise ConfigError("a peft.PeftMixedModel cannot be trained here. Fix: give one adapter to peft.get_peft_model.")
     if isinstance(model, peft.PeftModel):

@@ -25,6 +25,7 @@ from posttrain.errors import ModelError
 from posttrain.models.architecture import inner_size, key_value_width, layer_configs
 from posttrain.models.attention import attention_inputs
 from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, has_tower, install_token_head
+from posttrain.models.load import add_adapter
 from posttrain.models.memory import keep_last_activations, recompute_activations
 from posttrain.models.value_head import attach_value, critic_of
 from posttrain.models.vision import adapter_of_text, frozen_parameters, traced_features
@@ -413,9 +414,7 @@ def _build(part: Part) -> Any:
         for parameter in frozen_parameters(model, part.freeze_vision, images=part.images).values():
             parameter.requires_grad_(False)
     if adapter is not None:
-        import peft
-
-        model = peft.get_peft_model(model, copy.deepcopy(adapter))
+        model = add_adapter(model, copy.deepcopy(adapter))
         model.enable_input_require_grads()
     return model
 

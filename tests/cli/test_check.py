@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -32,15 +33,17 @@ def write(name, rows):
 
 
 def checked(capsys, *argv):
-    code = main(["check", *argv, "--json"])
+    code = main(["check", *argv, "--no-model", "--json"])
     return code, json.loads(capsys.readouterr().out)
 
 
 def test_a_command_that_would_train_is_ready_and_nothing_is_written(folder, capsys):
     before = sorted(folder.iterdir())
-    assert main(["check", "sft", "--config", "sft.yaml"]) == 0
+    assert main(["check", "sft", "--config", "sft.yaml", "--no-model"]) == 0
     out = capsys.readouterr().out
-    assert "sft: ready to train" in out and "12 rows, split 'train'" in out and "weights not read" in out
+    assert (
+        "sft: nothing found without the model" in out and "12 rows, split 'train'" in out and "weights not read" in out
+    )
     assert "learning rate 2e-05" in out and "with a chat template" in out and "12 rows of" in out
     assert sorted(folder.iterdir()) == before
     assert len(out.splitlines()) < 40
@@ -193,3 +196,78 @@ def test_memory_and_versions_are_judged_by_the_model_options_of_the_command(fold
         }
     _, found = checked(capsys, "sft", "--config", "sft.yaml", "--attn_implementation", "flash_attention_2")
     assert "PT-V001" in [finding["code"] for finding in found["findings"]]
+
+
+@pytest.fixture
+def trainable(tiny_model_dir, tmp_path, monkeypatch, sums):
+    """Configs and data of two commands, with a model that can be loaded."""
+    monkeypatch.chdir(tmp_path)
+    write("chats.jsonl", sums)
+    Path("data").mkdir()
+    write("data/train.jsonl", sums)
+    write("data/test.jsonl", sums[:4])
+    write("prompts.jsonl", [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": str(i)} for i in range(8)])
+    shared = f"model_name_or_path: {tiny_model_dir}\noutput_dir: out\nbf16: false\nreport_to: none\nmax_length: 64\n"
+    Path("sft.yaml").write_text(shared + "dataset_name: chats.jsonl\nper_device_train_batch_size: 4\n")
+    Path("grpo.yaml").write_text(
+        shared.replace("max_length: 64\n", "")
+        + "dataset_name: prompts.jsonl\nnum_generations: 4\nper_device_train_batch_size: 4\n"
+        "max_completion_length: 64\nreward_funcs: think_format_reward\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["sft", "grpo"])
+def test_a_command_that_took_a_step_is_ready_and_nothing_is_written(command, trainable, capsys):
+    before = sorted(trainable.rglob("*"))
+    assert main(["check", command, "--config", f"{command}.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert f"{command}: ready to train" in out and "one step" in out
+    assert sorted(trainable.rglob("*")) == before
+
+
+EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("sft", EVALUATES, "eval_strategy='steps' needs a split 'test'"),
+        ("grpo", EVALUATES, "eval_strategy='steps' needs a split 'test'"),
+        (
+            "sft",
+            ("--use_peft", "true", "--lora_target_modules", "query"),
+            "target_modules={'query'} of peft_config match no",
+        ),
+        (
+            "sft",
+            (
+                *EVALUATES,
+                "--dataset_name",
+                "data",
+                "--metric_for_best_model",
+                "eval_accuracy",
+                "--save_strategy",
+                "best",
+            ),
+            "metric_for_best_model='eval_accuracy': the evaluation has no such metric. The most similar are ['eval_",
+        ),
+        ("grpo", ("--per_device_train_batch_size", "64"), "train_dataset has 8 prompts, but one generation takes 16"),
+    ],
+)
+def test_what_a_start_would_refuse_is_refused(command, options, said, trainable, capsys):
+    assert main(["check", command, "--config", f"{command}.yaml", *options]) == 78
+    out = " ".join(capsys.readouterr().out.split())
+    assert said in out and f"{command}: refused" in out
+
+
+def test_a_check_that_could_not_run_is_an_error(trainable, capsys, monkeypatch, caplog):
+    from posttrain.checks import registry
+
+    def broken(context):
+        raise KeyError("column")
+
+    name, probe = next((name, one) for name, one in registry.PROBES.items() if one.moment == "config" and not one.part)
+    monkeypatch.setitem(registry.PROBES, name, dataclasses.replace(probe, function=broken))
+    assert main(["check", "sft", "--config", "sft.yaml", "--no-model"]) == 78
+    assert "a check could not run" in capsys.readouterr().out
