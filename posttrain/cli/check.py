@@ -343,7 +343,7 @@ def try_step(trainer: Any) -> None:
     if trainer.method.traits.samples:
         for option in ("max_completion_length", "response_length", "max_new_tokens"):
             if vars(args).get(option):
-                setattr(args, option, min(getattr(args, option), FEW_TOKENS))
+                vars(args)[option] = min(vars(args)[option], FEW_TOKENS)
     else:
         args.gradient_accumulation_steps = 1
     trainer.train()
