@@ -210,32 +210,33 @@ def raised_at(error: BaseException, besides: str = "") -> str:
 
 
 # Of older versions of transformers and TRL.
-RENAMED = {"tokenizer": "processing_class", "config": "args"}
+def unknown_arguments(cls: type, given: Iterable[str]) -> list[str]:
+    """Return the keywords that a class's constructor does not accept."""
+    known = _parameters(cls)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return []
+    return [name for name in given if name not in known]
 
 
-def refuse_unknown_arguments(cls: type, given: Iterable[str], options: type | None = None) -> None:
-    """Refuse keywords that a class's constructor has not, with the nearest that it has.
+def refuse_unknown_arguments(cls: type, names: Sequence[str], fixes: Mapping[str, str]) -> None:
+    """Refuse keywords, all of them in one error.
 
     Args:
         cls: The class.
-        given: Names of the keywords.
-        options: The class of its config, which may be where a name belongs.
+        names: The keywords.
+        fixes: What to write instead, of some of them.
 
     Raises:
-        ArgumentTypeError: Names the first of them.
+        ArgumentTypeError: Names each of them, with its replacement or the most similar argument.
     """
-    known = _parameters(cls)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return
-    for name in given:
-        if name not in known:
-            names = [parameter for parameter in known if parameter != "self"]
-            fix = f"one of its {len(names)} arguments, which help({cls.__name__}) lists"
-            if name in RENAMED:
-                fix = f"{RENAMED[name]}=..."
-            elif options is not None and name in options.__dict__.get("__dataclass_fields__", {}):
-                fix = f"args={options.__name__}({name}=...): it is an option of the config"
-            raise ArgumentTypeError(f"{cls.__name__} has no argument {name!r}{did_you_mean(name, names)}. Fix: {fix}.")
+    known = [parameter for parameter in _parameters(cls) if parameter != "self"]
+    texts = []
+    for name in names:
+        meant = "" if name in fixes else did_you_mean(name, known)
+        fix = fixes.get(name, f"one of its {len(known)} arguments, which help({cls.__name__}) lists")
+        texts.append(f"{cls.__name__} has no argument {name!r}{meant}. Fix: {fix}.")
+    if texts:
+        raise ArgumentTypeError("\n".join(texts))
 
 
 def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:

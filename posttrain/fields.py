@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import json
 import math
 import numbers
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError, check_choice, unknown_arguments
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,44 @@ _KINDS = {int: numbers.Integral, float: numbers.Real, str: str | os.PathLike, ty
 def option(default: Any, text: str) -> Any:
     """A field of a config with its help text."""
     return field(default=default, metadata={"help": text})
+
+
+def accepting(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that also accepts names of older releases as keywords (`posttrain.compat.old_names`)."""
+    parameters = inspect.signature(init).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return init
+    known = list(parameters)[1:]
+
+    @functools.wraps(init)
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        kept: dict[str, Any] = {}
+        if not kwargs.keys() <= set(known):
+            old_names = importlib.import_module("posttrain.compat.old_names")
+            kwargs, kept = old_names.convert(self, args, kwargs, known)
+            args = ()
+        init(self, *args, **kwargs)
+        vars(self).update(kept)
+
+    return constructor
+
+
+@dataclass_transform(field_specifiers=(field, option))
+def config(cls: type[T]) -> type[T]:
+    """Make a dataclass whose constructor also accepts names of older releases."""
+    made: Any = dataclass(cls)
+    made.__init__ = accepting(made.__init__)
+    return made
+
+
+def check_arguments(cls: type, given: Iterable[str]) -> None:
+    """Refuse keywords that a constructor neither has nor converts, all of them in one error.
+
+    Raises:
+        ArgumentTypeError: Names them, with what replaces them.
+    """
+    if unknown := unknown_arguments(cls, given):
+        importlib.import_module("posttrain.compat.old_names").check_arguments(cls, unknown)
 
 
 def read_mapping(name: str, value: object) -> Any:

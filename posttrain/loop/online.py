@@ -379,8 +379,8 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def prompt_limit(self) -> int | None:
-        """Most tokens of a prompt; a longer one loses its beginning. None: no prompt is cut."""
-        return None
+        """Maximum number of tokens of a prompt. A longer one loses its beginning. None: no prompt is truncated."""
+        return vars(self.args).get("max_prompt_length")  # Of older releases.
 
     # Logs and checks ---------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
-from posttrain.errors import refuse_unknown_arguments
+from posttrain.fields import accepting, check_arguments
 from posttrain.integrations.hub import MODEL_FILES, upload
 from posttrain.loop import attributes, build, checkpoint, step
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows
@@ -92,10 +92,12 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             cls.config_class = cls.METHOD.config_class
             cls._name = vars(cls).get("_name", name)
             cls._tag_names = vars(cls).get("_tag_names", ["posttrain", cls._name.lower().replace(" ", "-")])
+        if build.is_ours(cls) and "__init__" in vars(cls):
+            cls.__init__ = accepting(cls.__init__)
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Refuse a misspelt argument by its name; a user's class of steps on TRL's padded dicts gets adapters (compat/)."""
-        refuse_unknown_arguments(cls, kwargs, cls.config_class)
+        """Refuse unknown arguments. A user's class whose steps read TRL's padded dicts gets adapters (`posttrain.compat`)."""
+        check_arguments(cls, kwargs)
         return super().__new__(build.adapted(cls))
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, DataError
-from posttrain.fields import NonNegativeFloat, PositiveInt, option
+from posttrain.fields import NonNegativeFloat, PositiveInt, config, option
 from posttrain.integrations import require
 from posttrain.losses.reduce import row_terms
 from posttrain.losses.unpaired import BCO_LOSSES, Moments, update_moments
@@ -89,7 +89,7 @@ class PromptDensity:
         Path(folder, "density.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-@dataclass
+@config
 class BCOConfig(ComparedConfig):
     """Arguments of `BCOTrainer`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import warnings
@@ -12,7 +13,7 @@ import torch
 import transformers
 
 from posttrain.checks.registry import silenced_codes
-from posttrain.errors import ConfigError, did_you_mean, refuse_unknown_arguments
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.fields import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -20,7 +21,9 @@ from posttrain.fields import (
     PositiveFloat,
     PositiveInt,
     Share,
+    check_arguments,
     check_fields,
+    config,
     option,
     read_mapping,
 )
@@ -90,7 +93,7 @@ def check_parallelism(config: Any) -> None:
         )
 
 
-@dataclass
+@config
 class PostTrainingConfig(transformers.TrainingArguments):
     """Arguments of every trainer: those of `transformers.TrainingArguments` with defaults made for post-training.
 
@@ -102,12 +105,6 @@ class PostTrainingConfig(transformers.TrainingArguments):
         *transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "silence_findings"
     ]  # fmt: skip
     _given: ClassVar[tuple[str, ...]] = ()  # Names of what the constructor got, of each instance.
-    # Options that an older TRL had and this config has not: what to do instead.
-    removed: ClassVar[dict[str, str]] = {
-        "max_seq_length": "set max_length",
-        "max_prompt_length": "filter the data, or set max_length",
-    }
-
     # What loop, checks and reports read of every config, as it is for a method without such an option: these are no fields.
     assistant_only_loss = False
     chat_template_kwargs = None
@@ -198,11 +195,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse what was removed, or never was, by its name."""
-        for name in set(kwargs) & set(cls.removed):
-            if name not in cls.__dataclass_fields__:
-                raise ConfigError(f"{cls.__name__} has no option {name}={kwargs[name]!r}. Fix: {cls.removed[name]}.")
-        refuse_unknown_arguments(cls, kwargs)
+        """Refuse keywords that are neither options nor names of older releases that are converted."""
+        check_arguments(cls, kwargs)
         config = super().__new__(cls)
         names = (item.name for item in fields(cls) if item.init)
         names_given = [*(name for name, _ in zip(names, args, strict=False)), *kwargs]
@@ -257,7 +251,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         """
         if "_made" in vars(self) and not (name in vars(self) or name.startswith("_") or hasattr(type(self), name)):
             meant = did_you_mean(name, (item.name for item in fields(self)), cutoff=MISSPELT)
-            fix = self.removed.get(name)
+            fix = importlib.import_module("posttrain.compat.old_names").fix_of(type(self), name)
             if meant or fix:
                 raise ConfigError(
                     f"{type(self).__name__} has no option {name}{meant}: {name}={value!r} would change nothing."

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.errors import ConfigError
-from posttrain.fields import NonNegativeFloat, Share, option
+from posttrain.fields import NonNegativeFloat, Share, config, option
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
 from posttrain.methods.preference import (
@@ -23,7 +22,7 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, State
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@config
 class CPOConfig(UnreadFields, AnswerConfig):
     """Arguments of `CPOTrainer`."""
 

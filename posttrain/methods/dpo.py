@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, check_choice
-from posttrain.fields import PositiveFloat, Share, option
+from posttrain.fields import PositiveFloat, Share, config, option
 from posttrain.losses.divergence import desensitized_sum, pair_values, wpo_weight
 from posttrain.losses.likelihood import nll
 from posttrain.losses.preference import DPO_LOSSES
@@ -29,19 +29,10 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, State
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@config
 class DPOConfig(PictureConfig, ComparedConfig):
     """Arguments of `DPOTrainer`."""
 
-    removed: ClassVar[dict[str, str]] = ComparedConfig.removed | {
-        "rpo_alpha": "add 'sft' to loss_type and its weight to loss_weights",
-        "reference_free": "use CPOTrainer with cpo_alpha=0",
-        "max_completion_length": "filter the data, or set max_length",
-        "generate_during_eval": "use LogCompletionsCallback",
-        "force_use_ref_model": "pass ref_model",
-        "ref_model_init_kwargs": "load the reference yourself and pass ref_model",
-        "f_divergence_params": "use f_alpha_divergence_coef",
-    }
     loss_type: list[str] = field(
         default_factory=lambda: ["sigmoid"], metadata={"help": f"One or more of: {', '.join(DPO_LOSSES)}."}
     )

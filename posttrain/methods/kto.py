@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from posttrain.errors import ConfigError
-from posttrain.fields import NonNegativeFloat, option
+from posttrain.fields import NonNegativeFloat, config, option
 from posttrain.losses.reduce import row_terms
 from posttrain.losses.unpaired import KTO_LOSSES
 from posttrain.methods.config import PictureConfig
@@ -25,7 +25,7 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@config
 class KTOConfig(PictureConfig, ComparedConfig):
     """Arguments of `KTOTrainer`."""
 

@@ -22,6 +22,7 @@ from posttrain.fields import (
     PositiveShare,
     Range,
     Share,
+    config,
     option,
 )
 from posttrain.methods.config import PostTrainingConfig, check_gathering
@@ -251,7 +252,7 @@ CORRECTION = (
 REFUSED = {"typical_p": "no engine here draws by typical probability; top_p or min_p cuts the tail too"}
 
 
-@dataclass
+@config
 class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields, RewardFields, PostTrainingConfig):
     """Arguments of the trainers that sample completions from the policy they train."""
 

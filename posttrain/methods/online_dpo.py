@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, RewardError
-from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, option
+from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, config, option
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.preference import sigmoid, squared_gap
 from posttrain.losses.reduce import sequence_sum
@@ -36,7 +36,7 @@ UNREAD = (
 )  # fmt: skip
 
 
-@dataclass
+@config
 class OnlineDPOConfig(PictureConfig, OnlineConfig):
     """Arguments of `OnlineDPOTrainer`. Batch sizes count prompts.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch.nn import functional as F
 
-from posttrain.fields import PositiveFloat, option
+from posttrain.fields import PositiveFloat, config, option
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import log_odds_ratio, orpo
 from posttrain.methods.preference import (
@@ -22,7 +22,7 @@ from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 
 
-@dataclass
+@config
 class ORPOConfig(UnreadFields, AnswerConfig):
     """Arguments of `ORPOTrainer`."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.data.preference import answer_rows
 from posttrain.errors import ConfigError, DataError
-from posttrain.fields import PositiveFloat, PositiveInt, PositiveShare, option
+from posttrain.fields import PositiveFloat, PositiveInt, PositiveShare, config, option
 from posttrain.losses.likelihood import nll
 from posttrain.losses.reduce import row_terms, sequence_lengths, sequence_sum
 from posttrain.methods.base import Method, Traits
@@ -190,7 +190,7 @@ def _check_balance(good: int, bad: int, good_weight: float, bad_weight: float) -
 CHECKED_ROWS = 1000
 
 
-@dataclass
+@config
 class AnswerConfig(PostTrainingConfig):
     """Fields of every method on given answers."""
 
@@ -256,7 +256,7 @@ class UnreadFields:
                 raise ConfigError(f"{name}={value!r} is not read by {type(self).__name__}. Fix: {instead}.")
 
 
-@dataclass
+@config
 class ComparedConfig(AnswerConfig):
     """Fields of every method that compares the policy with a reference."""
 

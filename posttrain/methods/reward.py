@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from posttrain.data.preference import pair_rows
-from posttrain.fields import NonNegativeFloat, PositiveInt, option
+from posttrain.fields import NonNegativeFloat, PositiveInt, config, option
 from posttrain.losses.preference import bradley_terry, centering
 from posttrain.losses.reduce import row_terms
 from posttrain.methods.base import Method, Traits
@@ -20,7 +19,7 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@config
 class RewardConfig(PostTrainingConfig):
     """Arguments of `RewardTrainer`."""
 

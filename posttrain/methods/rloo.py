@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError
-from posttrain.fields import NonNegativeFloat, PositiveInt, option
+from posttrain.fields import NonNegativeFloat, PositiveInt, config, option
 from posttrain.losses.advantages import bounded, group_advantages, leave_one_out_advantages, standardized
 from posttrain.losses.policy import clip_metrics, clipped, engine_gap, k1, rollout_correction, sequence_weight
 from posttrain.losses.reduce import sequence_sum
@@ -31,7 +31,7 @@ MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: beyond it one sequence would decide the 
 CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10  # Share of clipped sequences, and steps in a row, after which little is learned.
 
 
-@dataclass
+@config
 class RLOOConfig(PictureConfig, OnlineConfig):
     """Arguments of `RLOOTrainer`; those of GRPO's loss family do not exist here.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from posttrain.data.sft import (
     document_rows,
 )
 from posttrain.errors import ConfigError
-from posttrain.fields import PositiveInt, option
+from posttrain.fields import PositiveInt, config, option
 from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.methods.base import Method, Traits
 from posttrain.methods.config import PictureConfig, PostTrainingConfig, warn_keep_end
@@ -24,7 +24,7 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 LOSSES: dict[str, Callable] = {"nll": nll, "chunked_nll": nll, "dft": dft}
 
 
-@dataclass
+@config
 class SFTConfig(PictureConfig, PostTrainingConfig):
     """Arguments of `SFTTrainer`."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from posttrain.errors import ConfigError, check_rules
-from posttrain.fields import NonNegativeFloat, PositiveFloat, Share, option
+from posttrain.fields import NonNegativeFloat, PositiveFloat, Share, config, option
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
 from posttrain.methods.preference import (
@@ -22,7 +22,7 @@ from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
 
-@dataclass
+@config
 class TPOConfig(AnswerConfig):
     """Arguments of `TPOTrainer`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, count, takewhile
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +13,7 @@ from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
 from posttrain.data.chat import common_prefix, terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import sequences
 from posttrain.errors import ConfigError
-from posttrain.fields import NonNegativeFloat, PositiveFloat, option
+from posttrain.fields import NonNegativeFloat, PositiveFloat, config, option
 from posttrain.loop.pictures import Vision
 from posttrain.methods.distillation.config import Axes, logit_width, preset
 from posttrain.methods.distillation.objective import AlignedComparison, Distillation
@@ -61,7 +61,7 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
     return groups
 
 
-@dataclass
+@config
 @preset(
     unread=OF_BUFFER | {
         "wandb_log_unique_prompts": (True, "Use log_unique_prompts."),

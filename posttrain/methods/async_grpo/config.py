@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from posttrain.errors import ConfigError, check_rules
-from posttrain.fields import NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
+from posttrain.fields import NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, config, option
 from posttrain.methods.config import PictureConfig
 from posttrain.methods.online_config import EpisodeFields, OnlineConfig, check_truncation, reject_reshaped_sampling
 from posttrain.rewards.runner import transform_names
@@ -42,7 +41,7 @@ MEANINGLESS = {
 }
 
 
-@dataclass
+@config
 class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     """Arguments of `AsyncGRPOTrainer`: GRPO whose rollouts are written in processes of their own, while it trains.
 
@@ -51,11 +50,6 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     """
 
     _least_generations: ClassVar[int] = 2
-    removed: ClassVar[dict[str, str]] = OnlineConfig.removed | {
-        "is_correction": "set vllm_importance_sampling_mode",
-        "is_clip_max": "set vllm_importance_sampling_clip_max",
-        "is_clip_min": "set vllm_importance_sampling_clip_min",
-    }
     _corrects_sampler: ClassVar[bool] = True
     _meaningless: ClassVar[dict[str, object]] = MEANINGLESS
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from posttrain.errors import ConfigError
-from posttrain.fields import PositiveFloat, PositiveInt, option
+from posttrain.fields import PositiveFloat, PositiveInt, config, option
 from posttrain.losses.policy import k3
 from posttrain.methods.async_grpo.config import MEANINGLESS, AsyncGRPOConfig
 from posttrain.methods.base import mismatch_sums
@@ -27,7 +27,7 @@ OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@dataclass
+@config
 @preset(
     unread={name: told for name, told in OF_REWARDS.items() if name != "reward_timeout"} | OF_ASYNC_GRPO | {
         "loss_top_k": (0, "Use teacher_top_k."), "loss_add_tail": (True, "Use add_tail_bucket."),

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from posttrain.errors import ConfigError, check_rules
-from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share, option, read_mapping
+from posttrain.fields import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    config,
+    option,
+    read_mapping,
+)
 from posttrain.methods.config import PictureConfig
 from posttrain.methods.online_config import OnlineConfig, reshaped_sampling
 from posttrain.models.heads import causal_lm
@@ -288,7 +297,7 @@ OF_REWARDS: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@dataclass
+@config
 @preset(
     unread=OF_REWARDS | {
         "max_tool_calling_iterations": (None, "Completions of a student are single turns; tools are GRPOTrainer's."),

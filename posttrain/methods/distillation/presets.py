@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from posttrain.data.formats import known_columns
 from posttrain.errors import DataError
-from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, option
+from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, config, option
 from posttrain.methods.distillation.config import (
     Axes,
     DistillationConfig,
@@ -87,7 +87,7 @@ def _require_context(dataset: AnyDataset, name: str) -> None:
 # GKD --------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@config
 @preset(
     unread=OF_SFT, learning_rate=2e-5, lmbda=0.5, beta=0.5, max_length=1024, max_completion_length=128, disable_dropout=True,
     temperature=(0.9, "Sampling only: the loss is at temperature 1; > 0."),
@@ -121,7 +121,7 @@ class GKD(Distillation):
 # IW-OPD -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@config
 @preset(
     unread=OF_BUFFER | {
         "reverse_kl_top_1_mode": ("sampled", "loss_top_k above 1 sees the student's likeliest ids."),
@@ -169,7 +169,7 @@ class IWOPD(Distillation):
 # Teachers behind servers -------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@config
 @preset(
     loss_top_k=(1, "Ids per position that the servers are asked for: any number at beta=0, else 1."), vllm_server_port=8001,
     unread={"reverse_kl_top_1_mode": ("sampled", "A server scores the tokens that it is given, and no others.")},
@@ -196,7 +196,7 @@ class ServerDistillation(Distillation):
 # MiniLLM: with a GRPO term ------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@config
 @preset(
     unread=OF_GRPO, disable_dropout=True, num_generations=(8, "Completions per prompt; 1 sets scale_rewards='none'.")
 )
@@ -246,7 +246,7 @@ class MiniLLM(Distillation):
 # The student as its own teacher -------------------------------------------------------------------------------------------
 
 
-@dataclass
+@config
 @preset(
     learning_rate=5e-5, max_prompt_length=512, num_generations=8, teacher_model_kind=("base", "base, live or ema."),
     max_completion_length=(256, "Most tokens of a completion, EOS included."),
@@ -289,7 +289,7 @@ class SelfDistillationFields(DistillationFields):
         return replace(row, estimator=estimator, is_clip=self.distillation_is_clip, reduction="sequence_token")
 
 
-@dataclass
+@config
 @preset(unread={"beta": (1.0, "Use distillation_alpha.")})
 class SDFTConfig(SelfDistillationFields, DistillationConfig):
     """Arguments of `SDFTTrainer`."""
@@ -319,7 +319,7 @@ class SDFT(Distillation):
         return not self.cfg.generate_from_teacher and super().needs_old_logp(outlived)
 
 
-@dataclass
+@config
 @preset(
     distillation_alpha=1.0, distillation_mode="sampled_token", distillation_topk=None, teacher_model_kind="ema",
     epsilon_high=(0.2, "Upper clip: 1 + epsilon_high; None: epsilon."),
@@ -384,7 +384,7 @@ class SDPO(Distillation):
 # SSD --------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@config
 @preset(
     unread=OF_TEACHER, learning_rate=5e-5, max_prompt_length=512, max_completion_length=256, disable_dropout=True,
     temperature=(1.0, "Sampling only: the cross-entropy is at temperature 1; > 0."),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import check_rules
-from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, option
+from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, config, option
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.reduce import sequence_sum
 from posttrain.methods.base import SAMPLES, Method
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 OF_OTHERS = ("rank", "zscore", "running")
 
 
-@dataclass
+@config
 class A2POConfig(OnlineConfig):
     """Arguments of `A2POTrainer`: one completion a prompt, measured against the value of its prompt.
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.errors import check_choice
-from posttrain.fields import NonNegativeFloat, option
+from posttrain.fields import NonNegativeFloat, config, option
 from posttrain.methods.grpo.config import GRPOConfig
 from posttrain.methods.grpo.objective import GRPO
 
 
-@dataclass
+@config
 class GMPOConfig(GRPOConfig):
     """Arguments of `GMPOTrainer`; the clip bounds are in log space: ratios in (e^-0.4, e^0.4) = (0.670, 1.492) stay."""
 

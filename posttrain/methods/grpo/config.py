@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from posttrain.errors import ConfigError
-from posttrain.fields import NonNegativeFloat, OneOf, PositiveFloat, Share, option
+from posttrain.fields import NonNegativeFloat, OneOf, PositiveFloat, Share, config, option
 from posttrain.methods.config import PictureConfig
 from posttrain.methods.online_config import (
     EpisodeFields,
@@ -168,7 +167,7 @@ SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
-@dataclass
+@config
 class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     """Arguments of `GRPOTrainer`: group-relative policy optimisation and the losses of its family.
 

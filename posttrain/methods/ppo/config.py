@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from posttrain.errors import ConfigError, exact_div
-from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
+from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, config, option
 from posttrain.methods.config import PostTrainingConfig, check_gathering
 from posttrain.methods.online_config import RewardFields, VllmSyncFields
 from posttrain.rewards.runner import transform_names
@@ -42,7 +42,7 @@ class _OneCompletion:
     adapter_sync = VllmSyncFields.adapter_sync
 
 
-@dataclass
+@config
 class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     """Arguments of `PPOTrainer`.
 

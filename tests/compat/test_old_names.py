@@ -1,0 +1,111 @@
+"""Names of older releases run with one warning each, and compute what the present names compute."""
+
+import warnings
+
+import datasets
+import pytest
+
+from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, SFTConfig, SFTTrainer
+from posttrain.compat.trl_names import rows
+from posttrain.errors import ArgumentTypeError, ConfigError
+from tests.conftest import build_model
+from tests.methods.helpers import GROUPS, SHORT, count_a, prompts, scripted
+from tests.methods.test_dpo import pairs
+
+TEXTS = datasets.Dataset.from_list([{"body": f"row {i} with some words in it"} for i in range(8)])
+BATCH = SHORT | {"per_device_train_batch_size": 4}
+
+
+def sft_of_2023(folder, tokenizer):
+    args = SFTConfig(
+        folder, **BATCH, evaluation_strategy="no", warmup_ratio=0.0, logging_dir="logs", use_mps_device=False
+    )
+    options = {"max_seq_length": 6, "dataset_text_field": "body", "packing": False}
+    return SFTTrainer(build_model(len(tokenizer)), args, tokenizer=tokenizer, train_dataset=TEXTS, **options)
+
+
+def sft_now(folder, tokenizer):
+    args = SFTConfig(folder, **BATCH, max_length=6, dataset_text_field="body")
+    return SFTTrainer(build_model(len(tokenizer)), args, processing_class=tokenizer, train_dataset=TEXTS)
+
+
+def dpo_of_2024(folder, tokenizer):
+    args = DPOConfig(folder, **BATCH, overwrite_output_dir=True)
+    return DPOTrainer(
+        build_model(len(tokenizer)), None, args, tokenizer=tokenizer, train_dataset=pairs(), beta=0.3, max_length=64
+    )
+
+
+def dpo_now(folder, tokenizer):
+    args = DPOConfig(folder, **BATCH, beta=0.3, max_length=64)
+    return DPOTrainer(build_model(len(tokenizer)), None, args, processing_class=tokenizer, train_dataset=pairs())
+
+
+def grpo_of_2025(folder, tokenizer):
+    args = GRPOConfig(folder, **GROUPS, max_prompt_length=9)
+    return GRPOTrainer(
+        build_model(len(tokenizer)), count_a, args, prompts(), processing_class=tokenizer, rollout_engine=scripted()
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "now", "warned"),
+    [
+        (sft_of_2023, sft_now, {"evaluation_strategy", "warmup_ratio", "logging_dir", "use_mps_device", "tokenizer",
+                                "max_seq_length", "dataset_text_field", "packing"}),
+        (dpo_of_2024, dpo_now, {"overwrite_output_dir", "tokenizer", "beta", "max_length"}),
+    ],
+)  # fmt: skip
+def test_a_script_of_an_older_release_has_the_loss_of_the_present_spelling(tmp_path, tiny_tokenizer, old, now, warned):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        older = old(str(tmp_path / "old"), tiny_tokenizer)
+    texts = [
+        str(one.message) for one in caught if one.category is FutureWarning and "older releases" in str(one.message)
+    ]
+    assert sorted(text.split(": ")[1].split(" of ")[0] for text in texts) == sorted(warned)
+    assert all(one.filename == __file__ for one in caught if "older releases" in str(one.message))
+    present = now(str(tmp_path / "now"), tiny_tokenizer)
+    older.train()
+    present.train()
+    losses = [[row["loss"] for row in run.state.log_history if "loss" in row] for run in (older, present)]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*older releases")
+def test_max_prompt_length_keeps_the_end_of_a_prompt(tmp_path, tiny_tokenizer):
+    trainer = grpo_of_2025(str(tmp_path), tiny_tokenizer)
+    whole = trainer.prompt_source.tokenized(list(prompts(3)))
+    assert trainer.prompt_source.token_ids(list(prompts(3))) == [prompt[-9:] for prompt in whole]
+    assert max(map(len, whole)) > 9
+
+
+@pytest.mark.filterwarnings("ignore:.*older releases")
+def test_two_spellings_with_different_values_are_refused(tmp_path, tiny_tokenizer):
+    with pytest.raises(ArgumentTypeError, match=r"max_length=4 and max_seq_length=3, its name in older releases"):
+        SFTConfig(str(tmp_path), max_length=4, max_seq_length=3)
+    args = DPOConfig(str(tmp_path), beta=0.1, **SHORT)
+    with pytest.raises(ConfigError, match=r"beta is given twice: 0.1 in args and 0.3 as an argument"):
+        DPOTrainer(
+            build_model(len(tiny_tokenizer)), None, args, tokenizer=tiny_tokenizer, train_dataset=pairs(), beta=0.3
+        )
+
+
+def test_all_unknown_names_are_reported_at_once_with_their_replacements(tmp_path):
+    with pytest.raises(ArgumentTypeError) as caught:
+        SFTConfig(str(tmp_path), torch_dtype="auto", max_prompt_length=3, lerning_rate=1.0)
+    text = str(caught.value)
+    assert "'torch_dtype'. Fix: model_init_kwargs={'dtype': ...}" in text and "'max_prompt_length'. Fix: filter" in text
+    assert "'lerning_rate' (did you mean 'learning_rate'?)" in text
+
+
+@pytest.mark.filterwarnings("ignore:.*older releases")
+def test_options_of_the_first_rloo_are_those_of_the_present_one(tmp_path):
+    config = RLOOConfig(str(tmp_path), rloo_k=4, kl_coef=0.2, response_length=12, cliprange=0.1, report_to="none")
+    assert (config.num_generations, config.beta, config.max_completion_length, config.epsilon) == (4, 0.2, 12, 0.1)
+
+
+def test_every_row_of_an_option_or_argument_says_what_happens():
+    kinds = [row for row in rows() if row.kind in ("option", "argument")]
+    assert len(kinds) > 40 and all(row.replacement for row in kinds)
+    assert {row.action for row in kinds} == {"rename", "convert", "ignore", "keep", "refuse"}
