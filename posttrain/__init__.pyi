@@ -94,6 +94,13 @@ from .extensions.trl_helpers.multimodal import (
     prepare_multimodal_messages as prepare_multimodal_messages,
     prepare_multimodal_messages_vllm as prepare_multimodal_messages_vllm,
 )
+from .extensions.trl_helpers.older import (
+    SIMPLE_CHAT_TEMPLATE as SIMPLE_CHAT_TEMPLATE,
+    DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM,
+    get_kbit_device_map as get_kbit_device_map,
+    is_peft_available as is_peft_available,
+    setup_chat_format as setup_chat_format,
+)
 from .extensions.trl_helpers.names import (
     EnvironmentFactory as EnvironmentFactory,
     RewardFunc as RewardFunc,

@@ -1,11 +1,27 @@
 """Names of older releases run with one warning each, and compute what the present names compute."""
 
+import copy
+import re
 import warnings
+from pathlib import Path
 
 import datasets
 import pytest
 
-from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, SFTConfig, SFTTrainer
+import posttrain
+from posttrain import (
+    DataCollatorForCompletionOnlyLM,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RLOOConfig,
+    SFTConfig,
+    SFTTrainer,
+    get_kbit_device_map,
+    is_peft_available,
+    setup_chat_format,
+)
 from posttrain.compat.trl_names import rows
 from posttrain.errors import ArgumentTypeError, ConfigError
 from tests.conftest import build_model
@@ -109,3 +125,53 @@ def test_every_row_of_an_option_or_argument_says_what_happens():
     kinds = [row for row in rows() if row.kind in ("option", "argument")]
     assert len(kinds) > 40 and all(row.replacement for row in kinds)
     assert {row.action for row in kinds} == {"rename", "convert", "ignore", "keep", "refuse"}
+    page = Path(posttrain.__file__).parents[1] / "docs" / "migration.md"
+    documented = [line for line in page.read_text().splitlines() if line.startswith(("| `Config.", "| `Trainer."))]
+    names = re.findall(r"^\| `(\w+\.\w+)` \| [\d.-]+ \| (?:runs|ignored|refused)", page.read_text(), flags=re.MULTILINE)
+    assert documented and sorted(names) == sorted(row.name for row in kinds)
+
+
+def test_the_collator_trains_what_follows_the_response_template(tmp_path, tiny_tokenizer):
+    collator = DataCollatorForCompletionOnlyLM([7, 8], tokenizer=tiny_tokenizer)
+    row = {"input_ids": [1, 7, 8, 5, 9, 7, 8, 6, 2]}
+    assert collator([row, {"input_ids": [7, 8, 3]}])["labels"].tolist() == [
+        [-100] * 7 + [6, 2],
+        [-100, -100, 3] + [-100] * 6,
+    ]
+    turns = DataCollatorForCompletionOnlyLM([7, 8], [9], tokenizer=tiny_tokenizer)
+    assert turns([row])["labels"].tolist() == [[-100, -100, -100, 5, -100, -100, -100, 6, 2]]
+    with pytest.warns(UserWarning, match="is not in a row of 2 tokens, so the row has no loss"):
+        assert collator([{"input_ids": [1, 2]}])["labels"].tolist() == [[-100, -100]]
+
+
+@pytest.mark.filterwarnings("ignore:.*older releases")
+def test_the_collator_trains_rows_of_text_like_prompts_and_completions(tmp_path, tiny_tokenizer):
+    parts = [(f"Question {i}?\n### Answer:\n", f"{i} and {i}") for i in range(8)]
+    template = tiny_tokenizer.encode("### Answer:\n", add_special_tokens=False)
+    losses = []
+    for own in (True, False):
+        rows = [{"text": a + b} if own else {"prompt": a, "completion": b} for a, b in parts]
+        collator = DataCollatorForCompletionOnlyLM(template, tokenizer=tiny_tokenizer) if own else None
+        trainer = SFTTrainer(
+            build_model(len(tiny_tokenizer)),
+            SFTConfig(str(tmp_path / str(own)), **BATCH),
+            tokenizer=tiny_tokenizer,
+            train_dataset=datasets.Dataset.from_list(rows),
+            data_collator=collator,
+        )
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][0] != losses[0][1]
+
+
+def test_setup_chat_format_gives_a_base_model_chatml(tiny_tokenizer):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = None
+    model, made = setup_chat_format(build_model(len(tokenizer)), tokenizer, resize_to_multiple_of=8)
+    text = made.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    rows = model.get_input_embeddings().weight.shape[0]
+    assert model.config.eos_token_id == made.convert_tokens_to_ids("<|im_end|>") and rows % 8 == 0 and rows >= len(made)
+    with pytest.raises(ConfigError, match="already has a chat template"):
+        setup_chat_format(model, made)
+    assert is_peft_available() and (get_kbit_device_map() is None or list(get_kbit_device_map()) == [""])

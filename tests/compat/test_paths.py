@@ -120,7 +120,7 @@ def test_a_name_without_a_twin_says_what_to_use(name):
         assert name in str(caught.value) and caught.value.name == name and INSTEAD[name] in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["MergeModelCallback", "DataCollatorForCompletionOnlyLM"])
+@pytest.mark.parametrize("name", ["MergeModelCallback", "ConstantLengthDataset"])
 def test_the_package_itself_says_what_to_use_too(name):
     with raises(ImportError):
         getattr(posttrain, name)

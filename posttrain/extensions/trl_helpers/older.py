@@ -1,0 +1,148 @@
+"""Names of older TRL releases that scripts still import: `DataCollatorForCompletionOnlyLM`, `setup_chat_format` and others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+
+from posttrain.errors import ConfigError
+
+SIMPLE_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{message['role'].capitalize() + ': ' + message['content'] + '\n\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+def is_peft_available() -> bool:
+    """Return True: peft is a requirement of this package."""
+    return True
+
+
+def get_kbit_device_map() -> dict[str, int] | None:
+    """Return the device map that loads a quantized model onto this process's GPU. Return None without a GPU."""
+    return {"": PartialState().local_process_index} if torch.cuda.is_available() else None
+
+
+def setup_chat_format(
+    model: Any, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
+) -> tuple[Any, Any]:
+    """Give a tokenizer the ChatML template and its two tokens, and the model embeddings for them.
+
+    Args:
+        model: Language model. Modified in place.
+        tokenizer: Its tokenizer. Modified in place.
+        format: ``chatml``, the only format.
+        resize_to_multiple_of: The number of embeddings becomes a multiple of this number. None: one per token.
+
+    Returns:
+        The model and the tokenizer.
+
+    Raises:
+        ConfigError: The format is unknown, or the tokenizer already has a chat template.
+    """
+    if format != "chatml":
+        raise ConfigError(f"format={format!r} is not known. Fix: 'chatml', or set tokenizer.chat_template.")
+    if tokenizer.chat_template is not None:
+        raise ConfigError("the tokenizer already has a chat template. Fix: train without setup_chat_format.")
+    tokenizer.add_special_tokens({"additional_special_tokens": [START, END]})
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template = START, END, END, CHATML
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
+    for config in (model.config, model.generation_config):
+        if config is not None:
+            config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+class DataCollatorForCompletionOnlyLM:
+    """Collator that trains the tokens after a response template only.
+
+    With an instruction template, every answer of a conversation is trained: the tokens between each response template and the
+    next instruction template. Without it, only the tokens after the last response template are trained.
+
+    Args:
+        response_template: Text or token ids that begin an answer. Give ids if the text is tokenized differently in context.
+        instruction_template: Text or token ids that begin a user's turn.
+        tokenizer: Tokenizer of the model.
+        mlm: Must be False.
+        ignore_index: Label of tokens without loss.
+
+    Shapes:
+        ``input_ids``, ``attention_mask`` and ``labels`` of the result are ``(B, L)`` int64, padded on the right.
+
+    >>> collator = DataCollatorForCompletionOnlyLM([7, 8], tokenizer=tokenizer)  # doctest: +SKIP
+    >>> collator([{"input_ids": [1, 7, 8, 5, 2]}])["labels"]  # doctest: +SKIP
+    tensor([[-100, -100, -100,    5,    2]])
+    """
+
+    def __init__(
+        self,
+        response_template: str | Sequence[int],
+        instruction_template: str | Sequence[int] | None = None,
+        *,
+        tokenizer: Any = None,
+        mlm: bool = False,
+        ignore_index: int = -100,
+        **unread: Any,
+    ) -> None:
+        if mlm or unread:
+            given = {"mlm": mlm} | unread
+            raise ConfigError(
+                f"DataCollatorForCompletionOnlyLM trains next tokens, one row per sequence, but got {given}."
+            )
+        self.tokenizer, self.ignore_index = tokenizer, ignore_index
+        self.response = self._ids(response_template)
+        self.instruction = None if instruction_template is None else self._ids(instruction_template)
+
+    def _ids(self, template: str | Sequence[int]) -> list[int]:
+        return (
+            self.tokenizer.encode(template, add_special_tokens=False) if isinstance(template, str) else list(template)
+        )
+
+    def trained(self, ids: Sequence[int]) -> list[bool]:
+        """Return which tokens have loss."""
+        starts = [at + len(self.response) for at in _places(ids, self.response)]
+        ends = [len(ids)] if self.instruction is None else [*_places(ids, self.instruction), len(ids)]
+        spans = [
+            (start, min(end for end in ends if end >= start)) for start in (starts if self.instruction else starts[-1:])
+        ]
+        if not spans:
+            warnings.warn(
+                f"the response template {self.response} is not in a row of {len(ids)} tokens, so the row has no loss. Fix: give "
+                "the template's token ids as they are in context.",
+                UserWarning,
+                stacklevel=3,
+            )
+        return [any(start <= index < end for start, end in spans) for index in range(len(ids))]
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """Pad rows with ``input_ids`` and label them."""
+        rows = [list(example["input_ids"]) for example in examples]
+        shape = len(rows), max(map(len, rows))
+        batch = {
+            "input_ids": torch.full(shape, int(self.tokenizer.pad_token_id or 0)),  # (B, L)
+            "attention_mask": torch.zeros(shape, dtype=torch.long),  # (B, L)
+            "labels": torch.full(shape, self.ignore_index),  # (B, L)
+        }
+        for index, ids in enumerate(rows):
+            tokens = torch.tensor(ids)
+            batch["input_ids"][index, : len(ids)] = tokens
+            batch["attention_mask"][index, : len(ids)] = 1
+            keep = torch.tensor(self.trained(ids))
+            batch["labels"][index, : len(ids)] = torch.where(keep, tokens, self.ignore_index)
+        return batch
+
+
+def _places(ids: Sequence[int], part: Sequence[int]) -> list[int]:
+    """Return the positions at which ``part`` begins in ``ids``."""
+    return [at for at in range(len(ids) - len(part) + 1) if list(ids[at : at + len(part)]) == list(part)]
