@@ -261,11 +261,13 @@ def build(
         accelerator: Accelerator of the run. None: a new one with the precision of the config.
         progress: Where the run keeps what changes. None: a run that has not begun.
         layout: Chooses how rows lie in a pass. None: `choose_layout`.
-        sampling: Whether a method that samples gets an engine and a sampler here. Trainers make their own.
+        sampling: Whether a method that samples gets an engine and a sampler here. Trainers pass False and make their own.
 
     Raises:
-        ConfigError: The method samples with functions of its trainer.
+        ConfigError: The method, or an option, needs functions of a trainer.
     """
+    if sampling:
+        refuse_without_trainer(planned.spec.method)
     if accelerator is None:
         precision = "bf16" if planned.spec.args.bf16 else "fp16" if planned.spec.args.fp16 else "no"
         accelerator = Accelerator(mixed_precision=precision)
@@ -301,12 +303,22 @@ def build(
     return with_sampling(run, planned) if sampling and method.traits.samples else run
 
 
+def refuse_without_trainer(method: Method[Any]) -> None:
+    """Refuse what only trainers do: references, rollouts of their own, and options that act outside the functions of a step."""
+    traits, options = method.traits, vars(method.cfg)
+    names = ("dynamic_sampling", "neftune_noise_alpha", "label_smoothing_factor", "sync_ref_model")
+    needs = [f"{name}={options[name]!r}" for name in names if options.get(name)]
+    if traits.own_rollouts or traits.workers_sample or traits.compares_reference:
+        needs.append(type(method).__name__)
+    if needs:
+        raise ConfigError(
+            f"{', '.join(needs)} needs functions of a trainer, which build() does not have. Fix: use the trainer."
+        )
+
+
 def with_sampling(run: Run, planned: Plan) -> Run:
     """Return the run with an engine, prompts, rewards and a sampler of single turns; see `build`."""
-    args, traits, rewards = run.args, run.method.traits, planned.spec.rewards
-    if traits.own_rollouts or traits.workers_sample or args.dynamic_sampling:
-        what = "dynamic_sampling" if args.dynamic_sampling else type(run.method).__name__
-        raise ConfigError(f"{what} needs functions of a trainer, and build() has none of them. Fix: use the trainer.")
+    args, rewards = run.args, planned.spec.rewards
     stop_ids, without_token = rollout.special_ids(run)
     sync = WeightSync(engine_of(run, planned.spec.rollout_engine, rewards), run)
     prompts = PromptSource(args, run.tokenizer)

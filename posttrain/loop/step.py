@@ -198,16 +198,19 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
     return Loss(value, tuple(metrics), sums)
 
 
-def optim_step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Metric]:
-    """Clip the gradient, take an optimizer step with it, remove it, and count the step; for loops of your own.
+def optim_step(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, sums: Tensor | None = None
+) -> dict[str, Metric]:
+    """Clip the gradient, take an optimizer step with it, remove it, and end the step of the method; for loops of your own.
 
     Args:
-        run: Of a trainer.
+        run: Of a trainer, or of `posttrain.loop.build.build`.
         model: With the gradient of `forward_backward`.
         optimizer: Of its parameters.
+        sums: Sum of `Loss.sums` over the passes of the step.
 
     Returns:
-        ``grad_norm`` before clipping.
+        ``grad_norm`` before clipping, and what the method logs of a step.
 
     Raises:
         PosttrainError: The third gradient in a row is not finite.
@@ -217,7 +220,8 @@ def optim_step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     optimizer.step()
     optimizer.zero_grad()
     run.progress.state.global_step += 1
-    return {"grad_norm": mean(float(norm))}
+    run.progress.own, metrics = run.method.end_step(run.now(), sums)
+    return {"grad_norm": mean(float(norm))} | metrics
 
 
 BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.

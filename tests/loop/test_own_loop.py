@@ -3,15 +3,18 @@
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 
 import posttrain
-from posttrain import GRPO, OnlineDPOConfig, Spec
+from posttrain import GRPO, DPOConfig, OnlineDPOConfig, Plan, SFTConfig, Spec
 from posttrain.errors import ConfigError
 from posttrain.loop import build as building
 from posttrain.loop import rollout, step
+from posttrain.methods.dpo import DPO
 from posttrain.methods.online_dpo import OnlineDPO
+from posttrain.methods.sft import SFT
 from tests.conftest import build_model
 from tests.methods.helpers import count_a, grpo, grpo_args, prompts
 
@@ -40,11 +43,20 @@ def weights_of_trainer(folder, tokenizer, **settings):
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
-@pytest.mark.parametrize("settings", [{}, {"beta": 0.1}, {"loss_type": "grpo", "scale_rewards": "batch"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"beta": 0.1},
+        {"mask_truncated_completions": True},  # All are truncated, so nothing is trained.
+        {"loss_type": "grpo", "scale_rewards": "batch"},
+        {"use_adaptive_entropy": True, "entropy_target": 6.0, "entropy_coef_delta": 0.1, "entropy_coef_max": 1.0},
+    ],
+)
 def test_the_loop_of_the_page_ends_with_the_weights_of_the_trainer(tmp_path, tiny_tokenizer, settings):
     page = weights_of_page(tmp_path / "page", tiny_tokenizer, **settings)
     start = torch.cat([parameter.flatten() for parameter in build_model(len(tiny_tokenizer)).parameters()])
-    assert (page - start).abs().max() > 1e-3
+    assert bool((page - start).abs().max() > 1e-3) is not settings.get("mask_truncated_completions", False)
     assert (page - weights_of_trainer(tmp_path / "trainer", tiny_tokenizer, **settings)).abs().max() < 1e-6
 
 
@@ -68,8 +80,31 @@ def test_the_page_and_the_trainer_call_the_same_functions(tmp_path, tiny_tokeniz
             weights_of(tmp_path / weights_of.__name__, tiny_tokenizer)
 
 
-def test_a_method_that_samples_in_its_own_way_is_refused(tmp_path, tiny_tokenizer):
-    method = OnlineDPO(OnlineDPOConfig(str(tmp_path), report_to="none", bf16=False))
-    spec = Spec(method, build_model(len(tiny_tokenizer)), prompts(), processing_class=tiny_tokenizer, rewards=count_a)
-    with pytest.raises(ConfigError, match="OnlineDPO needs functions of a trainer"):
-        posttrain.build(posttrain.plan(spec))
+def test_methods_and_options_that_need_a_trainer_are_refused(tmp_path, tiny_tokenizer):
+    common = {"report_to": "none", "bf16": False}
+    methods = [
+        (OnlineDPO(OnlineDPOConfig(str(tmp_path), **common)), "OnlineDPO"),
+        (DPO(DPOConfig(str(tmp_path), **common)), "DPO"),
+        (GRPO(grpo_args(tmp_path, dynamic_sampling=2)), "dynamic_sampling=2"),
+        (GRPO(grpo_args(tmp_path, neftune_noise_alpha=5.0)), "neftune_noise_alpha=5.0"),
+    ]
+    for method, named in methods:
+        with pytest.raises(ConfigError, match=f"^{named} needs functions of a trainer"):
+            posttrain.build(Plan(Spec(method, "model", prompts()), *[None] * 7))
+
+
+def test_supervised_rows_are_trained_by_the_functions_too(tmp_path, tiny_tokenizer):
+    rows = [{"input_ids": [1, 5 + i, 7, 9, 2]} for i in range(8)]
+    method = SFT(SFTConfig(str(tmp_path), report_to="none", bf16=False))
+    sets = datasets.Dataset.from_list(rows)
+    spec = Spec(method, build_model(len(tiny_tokenizer)), sets, processing_class=tiny_tokenizer)
+    run = posttrain.build(posttrain.plan(spec))
+    optimizer, losses = torch.optim.AdamW(run.model.parameters(), lr=1e-2), []
+    for _ in range(5):
+        passes = run.collate(method.rows(rows))
+        counts, *_ = posttrain.count(run, passes)
+        losses.append(float(posttrain.forward_backward(run, run.model.train(), passes, counts, run.now()).value))
+        posttrain.optim_step(run, run.model, optimizer)
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    plain = build_model(len(tiny_tokenizer))(input_ids=ids, labels=ids).loss
+    assert losses[0] == pytest.approx(float(plain), rel=1e-5) and losses[-1] < losses[0] - 0.5
