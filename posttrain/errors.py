@@ -218,13 +218,16 @@ def unknown_arguments(cls: type, given: Iterable[str]) -> list[str]:
     return [name for name in given if name not in known]
 
 
-def refuse_unknown_arguments(cls: type, names: Sequence[str], fixes: Mapping[str, str]) -> None:
+def refuse_unknown_arguments(
+    cls: type, names: Sequence[str], fixes: Mapping[str, str], error: type[PosttrainError] | None = None
+) -> None:
     """Refuse keywords, all of them in one error.
 
     Args:
         cls: The class.
         names: The keywords.
         fixes: What to write instead, of some of them.
+        error: Class of the error. None: `ArgumentTypeError`.
 
     Raises:
         ArgumentTypeError: Names each of them, with its replacement or the most similar argument.
@@ -236,7 +239,7 @@ def refuse_unknown_arguments(cls: type, names: Sequence[str], fixes: Mapping[str
         fix = fixes.get(name, f"one of its {len(known)} arguments, which help({cls.__name__}) lists")
         texts.append(f"{cls.__name__} has no argument {name!r}{meant}. Fix: {fix}.")
     if texts:
-        raise ArgumentTypeError("\n".join(texts))
+        raise (error or ArgumentTypeError)("\n".join(texts))
 
 
 def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:

@@ -276,8 +276,10 @@ class Checkup:
         """Make the trainer as the command does, and try a step and an evaluation batch in a temporary folder."""
         if not self.tries_step or self.refused:
             return ""
-        if self.subject.launch:
-            return "not tried: the command starts several processes"
+        from posttrain.methods.config import parallel_sizes
+
+        if self.subject.launch or parallel_sizes(self.subject.config)["sp_size"] > 1:
+            return "not tried: the command needs several processes"
         script_args, config, model_args, mixture = train.parse(self.command, self.tokens)[0]
         if config.use_vllm or self.subject.method.traits.workers_sample:
             return "not tried: the engine runs in other processes"

@@ -40,10 +40,12 @@ def check_arguments(cls: type, given: Iterable[str]) -> None:
     """Refuse keywords that a constructor neither has nor converts, all of them in one error.
 
     Raises:
-        ArgumentTypeError: Names them, with what replaces them.
+        ArgumentTypeError: Names them, with what replaces them. A `ConfigError` if they are old options of a config.
     """
     unknown = [name for name in unknown_arguments(cls, given) if not is_accepted(cls, name)]
-    refuse_unknown_arguments(cls, unknown, {name: fix for name in unknown if (fix := fix_of(cls, name))})
+    fixes = {name: fix for name in unknown if (fix := fix_of(cls, name))}
+    of_config = fixes and not hasattr(cls, "config_class")
+    refuse_unknown_arguments(cls, unknown, fixes, ConfigError if of_config else None)
 
 
 def is_accepted(cls: type, name: str) -> bool:

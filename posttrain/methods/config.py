@@ -233,7 +233,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
             self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
             check_distributed(self.model_init_kwargs.get("distributed_config"))
         if self.pad_token is not None:
-            warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=4)
+            warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=5)
         silenced_codes(self.silence_findings)  # type: ignore[arg-type]
         if self.use_liger_kernel:
             # Its loss would take the place of the forward that reads the output layer in chunks; its layers are taken.
@@ -360,7 +360,7 @@ def warn_keep_end(truncation_mode: str) -> None:
             "truncation_mode='keep_end' is deprecated: rows that lost their beginning look like no prompt. Raise max_length, or "
             "shorten rows yourself.",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

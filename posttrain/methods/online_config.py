@@ -293,7 +293,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         self.top_k = self.top_k or 0
         if self.vllm_importance_sampling_cap is not None:
             text = "vllm_importance_sampling_cap is deprecated: use vllm_importance_sampling_clip_max."
-            warnings.warn(text, FutureWarning, stacklevel=3)
+            warnings.warn(text, FutureWarning, stacklevel=4)
             self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
         self._take_overrides()
         self._check_sampling()

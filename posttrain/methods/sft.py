@@ -79,7 +79,7 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
 
     def _rename_deprecated(self) -> None:
         if self.packing_strategy == "bfd-requeue":
-            warnings.warn("packing_strategy='bfd-requeue' is now called 'bfd_split'.", FutureWarning, stacklevel=4)
+            warnings.warn("packing_strategy='bfd-requeue' is now called 'bfd_split'.", FutureWarning, stacklevel=5)
             self.packing_strategy = "bfd_split"
 
     def supervised_options(self, *, training: bool) -> SupervisedOptions:

@@ -108,7 +108,7 @@ def test_two_spellings_with_different_values_are_refused(tmp_path, tiny_tokenize
 
 
 def test_all_unknown_names_are_reported_at_once_with_their_replacements(tmp_path):
-    with pytest.raises(ArgumentTypeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         SFTConfig(str(tmp_path), torch_dtype="auto", max_prompt_length=3, lerning_rate=1.0)
     text = str(caught.value)
     assert "'torch_dtype'. Fix: model_init_kwargs={'dtype': ...}" in text and "'max_prompt_length'. Fix: filter" in text

@@ -285,7 +285,7 @@ def test_no_model_is_refused_by_name(kind, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("name", "fix"),
     [
-        ("tokenizer", "processing_class=..."), ("max_length", "args=SFTConfig(max_length=...): it is an option of the config"),
+        ("formating_func", "did you mean 'formatting_func'?"),
         ("train_datset", "did you mean 'train_dataset'?"),
     ],
 )  # fmt: skip

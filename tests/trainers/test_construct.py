@@ -153,7 +153,7 @@ def config(cls, folder, **given):
 def test_options_of_the_past_are_refused_by_name(cls, tmp_path):
     for name, value in OLD.items():
         if name not in cls.__dataclass_fields__ and not is_accepted(cls, name):
-            with pytest.raises(TypeError, match=rf"{cls.__name__} has no argument '{name}'\. Fix: "):
+            with pytest.raises(ConfigError, match=rf"{cls.__name__} has no argument '{name}'\. Fix: "):
                 config(cls, tmp_path, **{name: value})
     with pytest.raises(TypeError):
         config(cls, tmp_path, no_such_option=1)

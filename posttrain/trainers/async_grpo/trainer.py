@@ -134,7 +134,6 @@ class AsyncGRPOTrainer(AsyncTrainer):
 
     def make_online(self) -> Online:
         """As every online trainer's; log-probs are those of the engine, which is the policy itself in evaluation."""
-        run = self.run
-        logps = lambda batch: {"rollout_logp": logps_of_sampler(run, batch)}  # noqa: E731
+        logps = lambda run, batch: {"rollout_logp": logps_of_sampler(run, batch)}  # noqa: E731
         # Log-probs of workers, and of the engine that evaluates, are of what was drawn from.
         return replace(super().make_online(), logps=logps, follows_truncation=True)
