@@ -18,10 +18,12 @@ class TRLName(NamedTuple):
 
     Attributes:
         name: As TRL writes it; of a method with its trainer, ``DPOTrainer.dpo_loss``.
-        kind: ``method`` of a trainer (or a property), ``import``: a class or function of the package.
+        kind: ``method`` of a trainer (or a property), ``import`` (a class or function of the package), ``option`` of a config, or
+            ``argument`` of a trainer.
         releases: First and last release line that has it, ``0.7-1.16``.
-        action: ``call``: ours is called alike; ``refuse``: the error names ``replacement``; ``ignore``: accepted without effect.
-        replacement: What does its job.
+        action: ``call``: ours is called alike. ``refuse``: the error names ``replacement``. ``ignore``: accepted without effect.
+            For options and arguments also ``rename``, ``convert`` (another option with a value) and ``keep`` (the config keeps it).
+        replacement: What does its job, or for ignored options the reason.
     """
 
     name: str
