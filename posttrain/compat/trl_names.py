@@ -22,7 +22,8 @@ class TRLName(NamedTuple):
             ``argument`` of a trainer.
         releases: First and last release line that has it, ``0.7-1.16``.
         action: ``call``: ours is called alike. ``refuse``: the error names ``replacement``. ``ignore``: accepted without effect.
-            For options and arguments also ``rename``, ``convert`` (another option with a value) and ``keep`` (the config keeps it).
+            Options and arguments also have ``rename``, ``convert`` (another option with a value) and ``keep`` (stays on the
+            config).
         replacement: What does its job, or for ignored options the reason.
     """
 
