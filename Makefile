@@ -72,10 +72,11 @@ test-oldest: $(if $(filter .venv-oldest/%,$(OLDEST_PYTHON)),.venv-oldest/.ready)
 VLLM_PYTHON ?= .venv-vllm/bin/python
 DEV_PYTHON ?= $(BIN)/python
 REAL_VLLM = VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_PYTHON) -m pytest -m slow -s
-SERVING_NEEDS := $(if $(filter .venv-vllm/%,$(VLLM_PYTHON)),.venv-vllm/.ready) $(if $(filter $(BIN)/%,$(DEV_PYTHON)),$(VENV)/.dev)
+SERVING_NEEDS := $(if $(filter .venv-vllm/%,$(VLLM_PYTHON)),.venv-vllm/.ready) $(if $(filter $(BIN)/%,$(DEV_PYTHON)),$(VENV)/.dev $(VENV)/.demo)
 
 # An environment that stands already: make test-serving VLLM_PYTHON=/path/to/python (with vLLM, this package and pytest).
 test-serving: $(SERVING_NEEDS)  ## a real vLLM, and servers in processes of their own that are killed
+	$(DEV_PYTHON) -c "from posttrain.cli.demo import find_model; find_model()"  # Without it test_vllm_training is skipped.
 	$(REAL_VLLM) tests/extensions/vllm/test_vllm.py $(ARGS)
 	$(REAL_VLLM) tests/extensions/vllm/test_served_vllm.py $(ARGS)
 	$(REAL_VLLM) tests/extensions/vllm/test_vllm_training.py $(ARGS)
