@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -79,11 +79,27 @@ def convert(
     return kwargs, kept
 
 
+# Values of old options that the present option cannot express, and what to do instead.
+REFUSED_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "warmup_ratio": (
+        lambda value: value >= 1,
+        "give warmup_steps as a number of steps; only shares below 1 are ratios",
+    ),
+    "save_safetensors": (lambda value: not value, "leave it out: weights are always saved as safetensors"),
+}
+
+
 def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Put old names into ``kwargs``. Return options for a trainer's config, and attributes for the finished object."""
     moved, kept = {}, {}
     for name, value in old.items():
         row = row_of(cls, name)
+        if name in REFUSED_VALUES and REFUSED_VALUES[name][0](value):
+            raise ConfigError(f"{cls.__name__}: {name}={value!r} has no equivalent. Fix: {REFUSED_VALUES[name][1]}.")
+        if (
+            name == "warmup_ratio" and kwargs.get("warmup_steps") == 0
+        ):  # Its old default, which left the ratio in force.
+            del kwargs["warmup_steps"]
         if row is None:
             config: Any = cls.config_class  # type: ignore[attr-defined]
             of_config = row_of(config, name)

@@ -175,3 +175,13 @@ def test_setup_chat_format_gives_a_base_model_chatml(tiny_tokenizer):
     with pytest.raises(ConfigError, match="already has a chat template"):
         setup_chat_format(model, made)
     assert is_peft_available() and (get_kbit_device_map() is None or list(get_kbit_device_map()) == [""])
+
+
+@pytest.mark.filterwarnings("ignore:.*older releases")
+def test_old_values_without_an_equivalent_are_refused(tmp_path):
+    """A ratio of 1 would be one step: transformers reads ``warmup_steps`` below 1 as a share only."""
+    for name, value in (("warmup_ratio", 1.0), ("warmup_ratio", 1), ("save_safetensors", False)):
+        with pytest.raises(ConfigError, match=f"{name}={value} has no equivalent. Fix: "):
+            SFTConfig(str(tmp_path), report_to="none", **{name: value})
+    for given in ({"warmup_ratio": 0.1}, {"warmup_ratio": 0.1, "warmup_steps": 0}):
+        assert SFTConfig(str(tmp_path), report_to="none", **given).get_warmup_steps(100) == 10
