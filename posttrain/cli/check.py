@@ -337,7 +337,7 @@ def try_step(trainer: Any) -> None:
 
     from posttrain.loop.evaluation import check_best_metric
 
-    args, evaluates = trainer.args, trainer.eval_dataset is not None and str(trainer.args.eval_strategy) != "no"
+    args, evaluates = trainer.args, trainer.eval_dataset is not None
     for callback in (*INTEGRATION_TO_CALLBACK.values(), PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     args.max_steps, args.save_strategy, args.load_best_model_at_end = 1, IntervalStrategy.NO, False

@@ -76,6 +76,7 @@ def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = 
         eval_batches=list,
         postprocess_metrics=method.derived_metrics,
         predictions=partial(predicted_rows, preprocess=None),
+        observe=rollout.gap_of_pass if method.traits.samples else None,
     )
 
 
@@ -185,6 +186,9 @@ def plan(spec: Spec) -> Plan:
         spec.method.traits, spec.name, model, args, spec.train_dataset, spec.data_collator, spec.eval_dataset
     )
     check_quantised(model, args, spec.peft_config, spec.quantization_config)
+    if not isinstance(model, str):
+        given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": spec.quantization_config}
+        warn_of_unused(given)
     set_seed(args.seed)
     train, evaluation = map(plain_rows, (spec.train_dataset, spec.eval_dataset))
     model_id, (reads, returned) = load.model_id_of(model, spec.name), spec.images
@@ -210,20 +214,19 @@ def prepared(planned: Plan) -> tuple[Any, Any]:
     train, evaluation, rewards = planned.train_dataset, planned.eval_dataset, planned.spec.rewards
     if not planned.spec.method.traits.samples:
         return train, evaluation
-    train, evaluation, head = PromptSource(planned.spec.args, planned.tokenizer).prepared(train, evaluation)
+    source = PromptSource(planned.spec.args, planned.tokenizer)
+    train, evaluation, head = source.prepared(train, evaluation)
     if planned.spec.args.check_rewards:
-        rewards.dry_run(head[:2], conversational=is_conversational(head[0]))
+        rows = source.trial_rows(head)
+        rewards.dry_run(rows, conversational=is_conversational(rows[0]))
     return train, evaluation
 
 
 def loaded(spec: Spec, model: Any) -> Any:
-    """Return the model, loaded if it is a string. A loaded model makes options for loading useless, with a warning."""
-    if isinstance(model, str):
-        return spec.load_model(model, **loading_options(spec.args, spec.quantization_config))
-    if model is spec.model:
-        unused = {"model_init_kwargs": spec.args.model_init_kwargs, "quantization_config": spec.quantization_config}
-        warn_of_unused(unused)
-    return model
+    """Return the model, loaded if it is a string."""
+    if not isinstance(model, str):
+        return model
+    return spec.load_model(model, **loading_options(spec.args, spec.quantization_config))
 
 
 def load_model(planned: Plan) -> Any:

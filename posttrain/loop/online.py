@@ -28,7 +28,6 @@ from posttrain.loop.prompts import (
 )
 from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.rollout import Online
-from posttrain.loop.run import Hooks
 from posttrain.loop.samplers import Sampler, SingleTurn, make_driver
 from posttrain.loop.scoring import reward_options, reward_runner
 from posttrain.loop.trainer import PostTrainer
@@ -57,9 +56,6 @@ from posttrain.types import (
 if TYPE_CHECKING:
     from posttrain.rollouts.episodes.driver import EpisodeDriver
     from posttrain.types import AnyDataset, EvalSets, LogProbs
-
-
-EVAL_STRIDE = 32_452_843  # Between the numbers of two batches of an evaluation; those of training are smaller.
 
 
 class OnlineTrainer(PostTrainer):
@@ -185,10 +181,6 @@ class OnlineTrainer(PostTrainer):
             resample=self._resampled if self.args.dynamic_sampling else None,
             advantages=own("advantages", None),
         )
-
-    def _hooks(self) -> Hooks:
-        hooks = super()._hooks()
-        return hooks if hooks.observe else dataclasses.replace(hooks, observe=partial(rollout.gap_of_pass, self.run))
 
     def resolve(self) -> None:
         """As every trainer's, with the parts of `posttrain.loop.rollout`."""

@@ -22,7 +22,7 @@ from posttrain.models.architecture import generation_config_of
 from posttrain.models.forward import batch_logps
 from posttrain.rollouts.batch import RolloutBatch, balance_rows, sampled_logps
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
-from posttrain.types import WHOLE, Advantages, Batch, LossTerms, ModelOutputs, Row, SampleSettings, Truncation
+from posttrain.types import WHOLE, Advantages, Batch, ModelOutputs, Row, SampleSettings, Truncation
 
 if TYPE_CHECKING:
     from posttrain.loop.prompts import PromptSource
@@ -103,7 +103,10 @@ def online_of(
 
 
 def special_ids(run: Run) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Return the ids that end a completion, and the ids without a token; ``mask_ids_without_token`` excludes the latter."""
+    """Return the ids that end a completion, and the ids without a token.
+
+    With ``mask_ids_without_token``, the latter are written into ``suppress_tokens`` of the config's ``generation_kwargs``.
+    """
     args = run.args
     without_token = ids_without_token(run.tokenizer, run.model.config.get_text_config().vocab_size)
     options = args.generation_kwargs or {}
@@ -309,7 +312,7 @@ def logps_and_mass(
     return batch_logps(model, placed, **settings, chunk_size=run.args.logits_chunk_size)
 
 
-def gap_of_pass(run: Run, batch: Batch, terms: LossTerms, outputs: ModelOutputs) -> dict[str, Metric]:
+def gap_of_pass(run: Run, batch: Batch, outputs: ModelOutputs) -> dict[str, Metric]:
     """Return the gap of log-probs to the engine's (only rounding error for the engine in process)."""
     sampled, trained = batch.columns.get("engine_logp"), batch.old_logp
     if sampled is None:

@@ -39,7 +39,7 @@ class Hooks:
         comparison: Returns the function that the output layer calls instead of computing log-probs, see `TokenHead.compare`.
             None computes log-probs.
         loss_of: Run, model, batch, counts and state to the loss of one pass.
-        observe: Batch, terms and outputs of a pass to further metrics; None: nothing looks at passes.
+        observe: Run, batch and outputs of a pass to further metrics, or None.
         eval_batches: What the evaluation loader yields, to batches.
         postprocess_metrics: The metrics of a window with those that follow from others.
         predictions: Model and batches to one (logits, labels) a row.
@@ -53,7 +53,7 @@ class Hooks:
     postprocess_metrics: Callable[[dict[str, float]], dict[str, float]]
     predictions: Callable[[nn.Module, list[Batch]], list[tuple[Any, Any]]]
     own_loss: bool = False
-    observe: Callable[[Batch, LossTerms, ModelOutputs], dict[str, Metric]] | None = None
+    observe: Callable[[Run, Batch, ModelOutputs], dict[str, Metric]] | None = None
 
 
 @dataclass

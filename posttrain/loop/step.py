@@ -131,7 +131,7 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, stat
     sums = method.step_sums(terms, outputs, counts) if model.training else None
     if run.router_coefficient and outputs.aux_loss is not None:
         terms = with_router_term(terms, outputs.aux_loss, run.router_coefficient)
-    metrics = terms.metrics if hooks.observe is None else terms.metrics | hooks.observe(batch, terms, outputs)
+    metrics = terms.metrics if hooks.observe is None else terms.metrics | hooks.observe(run, batch, outputs)
     return Loss(reduce(terms, counts), (metrics,), sums, terms, outputs)
 
 

@@ -42,7 +42,7 @@ from posttrain.loop.token_split import refuse_predict, without_accelerate
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
-from posttrain.metrics import Metric, mean
+from posttrain.metrics import mean
 from posttrain.models import load, memory, parallel, token_split, tree_attention
 from posttrain.models.architecture import get_config_model_id
 from posttrain.models.forward import forward
@@ -371,11 +371,11 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _hooks(self) -> Hooks:
         """Return the functions of the loop and the method that a subclass, or the user on this object, has replaced."""
         run, own = self.run, partial(self._replaced, PostTrainer)
-        return Hooks(
+        return replace(
+            run.hooks,
             objective=own("objective", None),
             comparison=own("comparison", None),
             loss_of=self._users_loss if self.own_loss else step.loss_of,
-            observe=own("observe_pass", None),
             eval_batches=self.eval_batches,
             postprocess_metrics=own("postprocess_metrics", run.method.derived_metrics),
             predictions=self.predictions,
@@ -482,10 +482,6 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             value, losses = self.compute_loss(model, batch), self._losses or ()
         sums = functools.reduce(step.add_sums, (found.sums for found in losses), None)
         return step.Loss(value, tuple(metrics for found in losses for metrics in found.metrics), sums)
-
-    def observe_pass(self, batch: Batch, terms: LossTerms, outputs: ModelOutputs) -> dict[str, Metric]:
-        """Further metrics of a pass."""
-        return {}
 
     def comparison(self, batch: Batch) -> Any:
         """What the output layer does instead of log-probs, see `TokenHead.compare`; None: nothing."""

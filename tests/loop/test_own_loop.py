@@ -23,7 +23,7 @@ SETTINGS = {"max_steps": 4, "learning_rate": 1e-3}
 
 
 def loop():
-    """Return the function of the page, made anew, so that it imports the present functions."""
+    """Return the function of the page, created again, so that it imports the present functions."""
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     assert len([line for line in block.splitlines() if line.strip()]) <= 40
     names = {}
@@ -108,3 +108,17 @@ def test_supervised_rows_are_trained_by_the_functions_too(tmp_path, tiny_tokeniz
     ids = torch.tensor([row["input_ids"] for row in rows])
     plain = build_model(len(tiny_tokenizer))(input_ids=ids, labels=ids).loss
     assert losses[0] == pytest.approx(float(plain), rel=1e-5) and losses[-1] < losses[0] - 0.5
+
+
+def test_the_gap_to_the_engine_is_measured_without_a_trainer(tmp_path, tiny_tokenizer):
+    args = grpo_args(tmp_path, rollout_engine="native")
+    plan = posttrain.plan(
+        Spec(GRPO(args), build_model(len(tiny_tokenizer)), prompts(), None, tiny_tokenizer, rewards=count_a)
+    )
+    run = posttrain.build(plan)
+    rollouts = rollout.rollout_step(run, list(prompts())[:1] * 4, "train")
+    batches = run.collate(rollouts.rows(range(4), skip_truncated=False))
+    assert all("engine_logp" in batch.columns for batch in batches)
+    counts, *_ = step.count(run, batches)
+    found = step.forward_backward(run, run.model, batches, counts, run.now())
+    assert all("sampling/sampling_logp_difference/max" in metrics for metrics in found.metrics)
