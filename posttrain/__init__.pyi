@@ -272,11 +272,11 @@ from .rollouts.paged import PagedEngine as PagedEngine
 from .rollouts.server.client import VLLMClient as VLLMClient
 from .rollouts.server.engine import ServerEngine as ServerEngine
 from .extensions.vllm.engine import VLLMEngine as VLLMEngine
+from .rollouts.base import WeightTransferProtocol as WeightTransferProtocol
 from .rollouts.workers.samples import (
     RolloutSample as RolloutSample,
     RolloutWorkerProtocol as RolloutWorkerProtocol,
     Trajectory as Trajectory,
-    WeightTransferProtocol as WeightTransferProtocol,
 )
 from .rollouts.workers.shared_weights import SharedWeights as SharedWeights, Weights as Weights
 from .extensions.serve.config import ServeConfig as ServeConfig

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -257,3 +257,44 @@ class ScriptedEngine(RolloutEngine):
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+@runtime_checkable
+class WeightTransferProtocol(Protocol):
+    """What the trainer asks of a way of its weights to the engines; `send_weights` must read every tensor."""
+
+    def init_weight_transfer(self) -> None: ...
+    def pause(self) -> None: ...
+    def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+    def resume(self) -> None: ...
+    def destroy(self) -> None: ...
+
+
+class WeightTransfer:
+    """What a way to servers tells beside the protocol, in the words of one that tells nothing (shared memory, a user's).
+
+    Attributes:
+        version: Of the weights that were sent last.
+        engine: That asks servers; None: there are none.
+    """
+
+    version = 0
+    engine: RolloutEngine | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What all engines behind it can do."""
+        return Capabilities()
+
+    @property
+    def holders(self) -> Any:
+        """Who has the version that was sent last; None: whoever looks."""
+        return None
+
+    def missing_weights(self) -> bool:
+        """Whether an engine lacks the last version."""
+        return False
+
+    def failure_reason(self) -> str:
+        """What is wrong with engines that get no requests."""
+        return ""

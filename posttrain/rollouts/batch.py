@@ -21,7 +21,6 @@ from posttrain.types import Advantages, Prompt, Request, Rollout, Row, Truncatio
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from posttrain.rollouts.workers.samples import RolloutSample, Trajectory
     from posttrain.types import Tokenizer
 
 # Prompt tokens shown to format rewards: an opening tag that a template prefills is among them.
@@ -247,37 +246,6 @@ class RolloutBatch:
 def _prompt(rollout: Rollout) -> tuple[list[int], tuple[Any, ...]]:
     """What completions of one group share."""
     return list(rollout.prompt_ids), tuple(rollout.pictures)
-
-
-def by_context(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
-    """Samples of one group and context side by side, so that their rows share the prompt; groups in the order they came."""
-    together: dict[tuple[int, tuple[Any, ...]], list[RolloutSample]] = {}
-    for sample in samples:
-        context = (*sample.pictures, *sample.input_ids[: sample.start])
-        together.setdefault((sample.group_id, context), []).append(sample)
-    return [sample for members in together.values() for sample in members]
-
-
-def rollout_batch(samples: Sequence[RolloutSample]) -> RolloutBatch:
-    """Samples as a rollout batch with ``advantages`` and ``rollout_logp``, in their order."""
-    return RolloutBatch(
-        [sample.example() for sample in samples],
-        [sample.rollout() for sample in samples],
-        [sample.completion for sample in samples],
-        columns={"advantages": [sample.advantage for sample in samples]},
-        token_columns={"rollout_logp": [sample.old_log_probs[sample.start :] for sample in samples]},
-    )
-
-
-def trajectory_batch(trajectories: Sequence[Trajectory]) -> RolloutBatch:
-    """Whole rollouts as a rollout batch with ``advantages``, in their order: what the trainer's own engine would have given."""
-    first = [trajectory.samples[0] for trajectory in trajectories]
-    return RolloutBatch(
-        [sample.example() for sample in first],
-        [trajectory.rollout() for trajectory in trajectories],
-        [sample.completion for sample in first],
-        columns={"advantages": [sample.advantage for sample in first]},
-    )
 
 
 def row_state(row: Row) -> dict[str, Any]:

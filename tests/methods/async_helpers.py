@@ -8,10 +8,11 @@ from transformers import TrainerCallback
 
 from posttrain.methods.async_grpo import AsyncGRPOConfig
 from posttrain.methods.async_grpo.objective import AsyncGRPO
+from posttrain.rollouts.base import WeightTransfer
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
 from posttrain.rollouts.workers.engine import ResumableGenerator
-from posttrain.rollouts.workers.samples import GroupTask, RolloutSample, WeightTransfer
+from posttrain.rollouts.workers.samples import GroupTask, RolloutSample
 from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
 from posttrain.trainers.async_grpo.worker import GroupGenerator, RolloutGroup
 from tests.conftest import build_model

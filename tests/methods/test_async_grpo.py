@@ -16,9 +16,8 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.async_grpo import AsyncGRPOConfig, async_grpo_objective
 from posttrain.methods.grpo.objective import grpo_objective
 from posttrain.rewards.runner import RewardRunner
-from posttrain.rollouts.batch import by_context, rollout_batch, trajectory_batch
 from posttrain.rollouts.workers.samples import Trajectory
-from posttrain.trainers.async_grpo.rollouts import warn_of_reward_models
+from posttrain.trainers.async_grpo.rollouts import by_context, rollout_batch, trajectory_batch, warn_of_reward_models
 from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
 from posttrain.trainers.async_grpo.worker import score_group
 from posttrain.types import WHOLE, Rollout, Truncation

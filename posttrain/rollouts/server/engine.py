@@ -19,13 +19,12 @@ from torch import Tensor
 from posttrain.errors import BadRequest, RolloutServerError, ServerUnreachable, WeightSyncError
 from posttrain.models.heads import causal_lm
 from posttrain.rollouts.adapters import AdapterWeights
-from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed
+from posttrain.rollouts.base import Capabilities, RolloutEngine, WeightTransfer, check_followed
 from posttrain.rollouts.native.requests import check_requests
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
 from posttrain.rollouts.server.replies import derived_seed, read_choice, reading, sampling_body, shape_of
 from posttrain.rollouts.server.weight_sync import Pusher, as_sync_error
-from posttrain.rollouts.workers.samples import WeightTransfer
 from posttrain.rollouts.workers.shared_weights import VERSIONS_KEPT, as_dtype
 from posttrain.types import Request, Rollout, Sampling
 

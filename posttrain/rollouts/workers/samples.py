@@ -7,18 +7,16 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from posttrain.errors import ROUNDING, RolloutError
-from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.types import FinishReason, Rollout
 from posttrain.values import given_number, token_ids, token_logps
 
 if TYPE_CHECKING:
     # Workers that need neither start in a fraction of a second.
-    from torch import Tensor
 
     from posttrain.data.samplers import Origin, PromptStream
 
@@ -178,47 +176,6 @@ class RolloutWorkerProtocol(Protocol):
     def stop(self) -> None: ...
     def update_model_version(self, version: int) -> None: ...
     def check_health(self, stale_after_s: float | None = None) -> None: ...
-
-
-@runtime_checkable
-class WeightTransferProtocol(Protocol):
-    """What the trainer asks of a way of its weights to the engines; `send_weights` must read every tensor."""
-
-    def init_weight_transfer(self) -> None: ...
-    def pause(self) -> None: ...
-    def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
-    def resume(self) -> None: ...
-    def destroy(self) -> None: ...
-
-
-class WeightTransfer:
-    """What a way to servers tells beside the protocol, in the words of one that tells nothing (shared memory, a user's).
-
-    Attributes:
-        version: Of the weights that were sent last.
-        engine: That asks servers; None: there are none.
-    """
-
-    version = 0
-    engine: RolloutEngine | None = None
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What all engines behind it can do."""
-        return Capabilities()
-
-    @property
-    def holders(self) -> Any:
-        """Who has the version that was sent last; None: whoever looks."""
-        return None
-
-    def missing_weights(self) -> bool:
-        """Whether an engine lacks the last version."""
-        return False
-
-    def failure_reason(self) -> str:
-        """What is wrong with engines that get no requests."""
-        return ""
 
 
 class RolloutBuffer:

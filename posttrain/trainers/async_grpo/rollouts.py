@@ -34,18 +34,16 @@ from posttrain.models import parallel
 from posttrain.models.heads import causal_lm
 from posttrain.pictures.processors import PictureProcessor
 from posttrain.rewards.runner import RewardRunner, RewardTable, unscorable
+from posttrain.rollouts.base import WeightTransfer
 from posttrain.rollouts.batch import (
     RolloutBatch,
-    by_context,
     decoded,
-    rollout_batch,
-    trajectory_batch,
 )
 from posttrain.rollouts.episodes.driver import EpisodeSetup
 from posttrain.rollouts.workers.engine import EngineRecipe
 from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, Ledger, balanced_shares
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
-from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory, WeightTransfer
+from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
 from posttrain.rollouts.workers.shared_weights import SharedWeights, check_mergeable
 from posttrain.rollouts.workers.worker import ActiveClock
 from posttrain.trainers.async_grpo.worker import RolloutJob
@@ -66,6 +64,37 @@ LOOK_S = 5.0
 PROBES_KEPT = 8
 # Rollouts in a row that are too long for a row, after which none will ever fit.
 TOO_LONG_IN_A_ROW = 100
+
+
+def by_context(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
+    """Samples of one group and context side by side, so that their rows share the prompt; groups in the order they came."""
+    together: dict[tuple[int, tuple[Any, ...]], list[RolloutSample]] = {}
+    for sample in samples:
+        context = (*sample.pictures, *sample.input_ids[: sample.start])
+        together.setdefault((sample.group_id, context), []).append(sample)
+    return [sample for members in together.values() for sample in members]
+
+
+def rollout_batch(samples: Sequence[RolloutSample]) -> RolloutBatch:
+    """Samples as a rollout batch with ``advantages`` and ``rollout_logp``, in their order."""
+    return RolloutBatch(
+        [sample.example() for sample in samples],
+        [sample.rollout() for sample in samples],
+        [sample.completion for sample in samples],
+        columns={"advantages": [sample.advantage for sample in samples]},
+        token_columns={"rollout_logp": [sample.old_log_probs[sample.start :] for sample in samples]},
+    )
+
+
+def trajectory_batch(trajectories: Sequence[Trajectory]) -> RolloutBatch:
+    """Whole rollouts as a rollout batch with ``advantages``, in their order: what the trainer's own engine would have given."""
+    first = [trajectory.samples[0] for trajectory in trajectories]
+    return RolloutBatch(
+        [sample.example() for sample in first],
+        [trajectory.rollout() for trajectory in trajectories],
+        [sample.completion for sample in first],
+        columns={"advantages": [sample.advantage for sample in first]},
+    )
 
 
 def warn_of_reward_models(functions: Any) -> None:
