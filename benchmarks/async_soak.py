@@ -50,7 +50,7 @@ def build(folder: str, workers: int, seconds: float):
     from transformers import TrainerCallback
 
     from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer
-    from posttrain.rollouts.workers.worker import ActiveClock
+    from posttrain.extensions.asynchronous.worker import ActiveClock
     from tests.conftest import build_model, build_tokenizer
 
     class UntilThen(TrainerCallback):
@@ -107,7 +107,7 @@ class Faults(threading.Thread):
 
     def run(self) -> None:
         """Until the run is over."""
-        from posttrain.rollouts.workers.worker import ActiveClock
+        from posttrain.extensions.asynchronous.worker import ActiveClock
 
         clock, next_fault, number = ActiveClock(GAP_S), self.every, 0
         while not self.over.wait(1.0):

@@ -31,11 +31,11 @@ import numpy as np
 
 from posttrain import AsyncGRPOConfig
 from posttrain.data.samplers import PromptStream
+from posttrain.extensions.asynchronous.ledger import Ledger, balanced_shares
+from posttrain.extensions.asynchronous.processes import GroupResult
+from posttrain.extensions.asynchronous.rollouts import AsyncRollouts, RolloutService
+from posttrain.extensions.asynchronous.samples import RolloutSample, TaskSource, Trajectory
 from posttrain.rollouts.base import Capabilities, RolloutEngine
-from posttrain.rollouts.workers.ledger import Ledger, balanced_shares
-from posttrain.rollouts.workers.processes import GroupResult
-from posttrain.rollouts.workers.samples import RolloutSample, TaskSource, Trajectory
-from posttrain.trainers.async_grpo.rollouts import AsyncRollouts, RolloutService
 from posttrain.types import Request, Rollout, Sampling
 
 ROOT = Path(__file__).resolve().parent.parent

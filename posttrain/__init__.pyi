@@ -1,9 +1,9 @@
 """Every public name and where it stands: type checkers read it, and `posttrain/__init__.py` loads names by it."""
 
-from .methods.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig
+from .extensions.asynchronous.grpo_config import AsyncGRPOConfig as AsyncGRPOConfig
 from .methods.bco import BCOConfig as BCOConfig
 from .methods.cpo import CPOConfig as CPOConfig
-from .methods.distillation.asynchronous import AsyncDistillationConfig as AsyncDistillationConfig
+from .extensions.asynchronous.distillation_method import AsyncDistillationConfig as AsyncDistillationConfig
 from .methods.distillation.config import DistillationConfig as DistillationConfig
 from .methods.distillation.presets import (
     GKDConfig as GKDConfig,
@@ -28,8 +28,8 @@ from .methods.rloo import RLOOConfig as RLOOConfig
 from .methods.sft import SFTConfig as SFTConfig
 from .methods.tpo import TPOConfig as TPOConfig
 from .trainers.a2po import A2POTrainer as A2POTrainer
-from .trainers.async_distillation import AsyncDistillationTrainer as AsyncDistillationTrainer
-from .trainers.async_grpo.trainer import AsyncGRPOTrainer as AsyncGRPOTrainer
+from .extensions.asynchronous.distillation import AsyncDistillationTrainer as AsyncDistillationTrainer
+from .extensions.asynchronous.grpo import AsyncGRPOTrainer as AsyncGRPOTrainer
 from .trainers.bco import BCOTrainer as BCOTrainer
 from .trainers.distillation import DistillationTrainer as DistillationTrainer
 from .trainers.distillation_presets import (
@@ -267,18 +267,18 @@ from .extensions.agents.verifiers import verifiers_environment as verifiers_envi
 from .rollouts.episodes.loop import Episode as Episode, roll_out_with_tools as roll_out_with_tools
 from .rollouts.hf import HFEngine as HFEngine
 from .rollouts.native.engine import NativeEngine as NativeEngine
-from .rollouts.workers.shared_weights import save_merged as save_merged
+from .rollouts.shared_weights import save_merged as save_merged
 from .rollouts.paged import PagedEngine as PagedEngine
 from .rollouts.server.client import VLLMClient as VLLMClient
 from .rollouts.server.engine import ServerEngine as ServerEngine
 from .extensions.vllm.engine import VLLMEngine as VLLMEngine
 from .rollouts.base import WeightTransferProtocol as WeightTransferProtocol
-from .rollouts.workers.samples import (
+from .extensions.asynchronous.samples import (
     RolloutSample as RolloutSample,
     RolloutWorkerProtocol as RolloutWorkerProtocol,
     Trajectory as Trajectory,
 )
-from .rollouts.workers.shared_weights import SharedWeights as SharedWeights, Weights as Weights
+from .rollouts.shared_weights import SharedWeights as SharedWeights, Weights as Weights
 from .extensions.serve.config import ServeConfig as ServeConfig
 from .extensions.serve.server import run_server as run_server
 from .methods.config import PostTrainingConfig as PostTrainingConfig

@@ -138,7 +138,7 @@ def _gkd(folder, tokenizer, **settings):
 
 
 def _async_grpo(folder, tokenizer, **settings):
-    from tests.methods.async_helpers import sample, trainer
+    from tests.extensions.asynchronous.helpers import sample, trainer
 
     def make(number, version):
         written = [(number * 7 + k) % 250 + 3 for k in range(1 + number % 5)]

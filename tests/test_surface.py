@@ -8,7 +8,7 @@ from pathlib import Path
 import transformers
 
 import posttrain
-from posttrain.methods.async_grpo.config import MEANINGLESS
+from posttrain.extensions.asynchronous.grpo_config import MEANINGLESS
 from posttrain.methods.online_config import VllmFields, VllmSyncFields
 from posttrain.methods.preference import UNREAD
 from posttrain.rollouts.episodes.options import HarnessFields

@@ -22,7 +22,10 @@ PARTS = {
     "data": ("Data", ("data",)),
     "models": ("Models", ("models",)),
     "losses": ("Losses", ("losses",)),
-    "rollouts": ("Rollouts and servers", ("rollouts", "extensions.agents", "extensions.serve", "extensions.vllm")),
+    "rollouts": (
+        "Rollouts and servers",
+        ("rollouts", "extensions.agents", "extensions.asynchronous", "extensions.serve", "extensions.vllm"),
+    ),
     "rewards": ("Rewards", ("rewards", "extensions.rewards")),
     "checks": ("Checks and reports", ("checks", "report", "cli")),
     "helpers": ("Helpers", ("extensions.trl_helpers", "integrations")),

@@ -49,7 +49,7 @@ import posttrain
 from posttrain.data.forest import collate
 from posttrain.models.forward import forward
 from tests import golden
-from tests.methods import test_async_distillation as asynchronous
+from tests.extensions.asynchronous import test_async_distillation as asynchronous
 from tests.methods.helpers import count_a, every_second, scripted
 from tests.methods.test_distillation import answers, make
 from tests.methods.test_distillation_presets import hinted

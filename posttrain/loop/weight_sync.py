@@ -37,7 +37,7 @@ from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.pool import AWAY
 from posttrain.rollouts.server.replies import derived_seed
-from posttrain.rollouts.workers.shared_weights import Weights, check_mergeable
+from posttrain.rollouts.shared_weights import Weights, check_mergeable
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from posttrain.models.heads import adapter_kind, adapters_of, unwrapped
 from posttrain.models.parallel import flattens_parameters, gathered, whole_tensor
 from posttrain.models.reference import moves_base
 from posttrain.rollouts.server.weight_sync import write_tensors
-from posttrain.rollouts.workers.shared_weights import Weights, checkpoint_weights, clean_name, plain_lora, renamed
+from posttrain.rollouts.shared_weights import Weights, checkpoint_weights, clean_name, plain_lora, renamed
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Fields of peft's ``LoraConfig`` with which an adapter is more, or elsewhere, than ``scale B A`` with one rank and one scale.

@@ -10,8 +10,8 @@ import torch
 from posttrain.checks.rules import check_log
 from posttrain.models.forward import sequence_logps
 from posttrain.types import Row
-from tests.methods.async_helpers import sample
-from tests.methods.async_helpers import trainer as async_trainer
+from tests.extensions.asynchronous.helpers import sample
+from tests.extensions.asynchronous.helpers import trainer as async_trainer
 
 
 def log(count, **curves):

@@ -13,9 +13,9 @@ import posttrain as pt
 from posttrain import ConfigError
 from posttrain.compat import trl_names
 from posttrain.compat.overrides import UNCALLED, hook_for, table
-from posttrain.methods.async_grpo import AsyncGRPOConfig
+from posttrain.extensions.asynchronous.grpo_config import AsyncGRPOConfig
 from tests.conftest import build_model
-from tests.methods import async_helpers
+from tests.extensions.asynchronous import helpers as async_helpers
 from tests.methods.every_trainer import EVERY, data, every
 from tests.methods.helpers import prompts
 

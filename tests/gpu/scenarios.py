@@ -107,6 +107,7 @@ SCENARIOS: dict[str, Scenario] = {
 def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
     """A trainer on a two-layer model."""
     from tests.conftest import build_model, build_tokenizer
+    from tests.extensions.asynchronous import helpers as asynchronous
     from tests.matrix import adapter, pictured
     from tests.methods import helpers
 
@@ -130,9 +131,7 @@ def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
             folder, tokenizer, helpers.count_a, **sampled | {"filter_all_incorrect": False}
         ),
         "online dpo": lambda: of("test_online_dpo").make(folder, tokenizer, **settings),
-        "async grpo": lambda: of("async_helpers").trainer(
-            folder, tokenizer, written(of("async_helpers").sample), **settings
-        ),
+        "async grpo": lambda: asynchronous.trainer(folder, tokenizer, written(asynchronous.sample), **settings),
         "gkd": lambda: gkd(folder, tokenizer, settings, of("test_distillation")),
         **{name: lambda name=name: of("test_judged").make(name, folder, tokenizer, **four) for name in ("kto", "bco")},
         **{

@@ -233,7 +233,7 @@ def test_an_adapter_that_is_lost_in_the_push_stops_the_run_at_the_first_update(
     import peft
 
     monkeypatch.setattr(
-        "posttrain.rollouts.workers.shared_weights._plus_delta", lambda layer, base, name: getattr(base, name).detach()
+        "posttrain.rollouts.shared_weights._plus_delta", lambda layer, base, name: getattr(base, name).detach()
     )
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = served(tmp_path, tiny_tokenizer, stub, peft_config=config, max_steps=5, learning_rate=1e-3)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from posttrain import Batch, GRPOConfig, ModelOutputs
+from posttrain.extensions.asynchronous.grpo_config import AsyncGRPOConfig
+from posttrain.extensions.asynchronous.grpo_method import async_grpo_objective
 from posttrain.losses.policy import LOSS_TYPES
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.methods.async_grpo import AsyncGRPOConfig
-from posttrain.methods.async_grpo.objective import async_grpo_objective
 from posttrain.methods.grpo import grpo_objective
 
 LIMIT = 8

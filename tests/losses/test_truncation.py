@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from posttrain import AsyncGRPOConfig, Batch, GRPOConfig, RLOOConfig
+from posttrain.extensions.asynchronous.grpo_method import async_grpo_objective
 from posttrain.losses.truncation import truncate
-from posttrain.methods.async_grpo.objective import async_grpo_objective
 from posttrain.methods.base import sampler_logp
 from posttrain.methods.grpo import grpo_objective
 from posttrain.methods.rloo import rloo_objective

@@ -10,7 +10,7 @@ from posttrain import ConfigError, ModelError, use_adapter
 from posttrain.models.probe import probe_head
 from posttrain.models.reference import Reference
 from posttrain.rollouts.engines import create_engine
-from posttrain.rollouts.workers.shared_weights import merged_weights
+from posttrain.rollouts.shared_weights import merged_weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.methods.helpers import chats, grpo, sft

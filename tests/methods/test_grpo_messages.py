@@ -7,9 +7,9 @@ import pytest
 from posttrain import Rollout, Sampling, ScriptedEngine, add_response_schema
 from posttrain.data.chat import with_template
 from posttrain.data.templates import FAMILIES, training_template
+from posttrain.extensions.asynchronous.samples import GroupTask
 from posttrain.rewards import reasoning_accuracy_reward, think_format_reward
-from posttrain.rollouts.workers.samples import GroupTask
-from tests.methods.async_helpers import generator_of
+from tests.extensions.asynchronous.helpers import generator_of
 from tests.methods.helpers import grpo, prompts
 
 EOS = 2

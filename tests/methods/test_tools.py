@@ -350,8 +350,8 @@ class Mute:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_observation_opens_no_turn_and_rewards_read_it_as_it_was(tokenizer, tmp_path, factory, asynchronous):
     from posttrain import Sampling
-    from posttrain.rollouts.workers.samples import GroupTask
-    from tests.methods.async_helpers import generator_of
+    from posttrain.extensions.asynchronous.samples import GroupTask
+    from tests.extensions.asynchronous.helpers import generator_of
 
     asked, read = [], []
 

@@ -455,7 +455,7 @@ SAME = {"per_device_train_batch_size": 16, "optim": "sgd", "max_steps": 3, "lr_s
 def asynchronous(tmp_path, make=None, name="llava", **options):
     """With a worker that hands over what ``make`` gives, or with a process of its own."""
     from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer
-    from tests.methods.async_helpers import StubTransfer, StubWorker
+    from tests.extensions.asynchronous.helpers import StubTransfer, StubWorker
 
     model, processor = build(name)
     given = {} if make is None else {"rollout_worker": StubWorker(make), "weight_transfer": StubTransfer()}
@@ -466,10 +466,10 @@ def asynchronous(tmp_path, make=None, name="llava", **options):
 
 
 def test_asynchronous_updates_on_equal_rollouts_are_synchronous_grpo_s(tmp_path):
+    from posttrain.extensions.asynchronous.jobs import score_group
     from posttrain.rewards.runner import RewardRunner
-    from posttrain.trainers.async_grpo.worker import score_group
-    from tests.methods.async_helpers import steps, within_groups
-    from tests.methods.test_async_against_sync import recorded
+    from tests.extensions.asynchronous.helpers import steps, within_groups
+    from tests.extensions.asynchronous.test_async_against_sync import recorded
 
     sync = trainer_of("grpo", tmp_path / "a", **SAME)
     groups = recorded(sync)
@@ -503,7 +503,7 @@ def seen_width(completions, images, **_):
 
 @pytest.mark.usefixtures("forked_workers")
 def test_a_worker_process_samples_under_the_pictures_of_its_prompts(tmp_path):
-    from tests.methods.async_helpers import steps
+    from tests.extensions.asynchronous.helpers import steps
 
     how = {"max_staleness": 0, "max_steps": 2, "per_device_train_batch_size": 16, "max_inflight_tasks": 16}
     run = asynchronous(tmp_path, name="qwen2_vl", reward_funcs=seen_width, **how)

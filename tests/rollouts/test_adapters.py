@@ -13,7 +13,7 @@ from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle, read_adapter
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.workers.shared_weights import Weights
+from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
 from tests.extensions.serve.support import VOCAB, serving

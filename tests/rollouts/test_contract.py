@@ -14,7 +14,7 @@ from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.paged import PagedEngine
 from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.workers.shared_weights import Weights
+from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
 from tests.rollouts.stub_server import StubServer

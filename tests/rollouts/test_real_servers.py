@@ -11,7 +11,7 @@ from posttrain.errors import ServerBusy
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.server import pool as fleet
 from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.workers.shared_weights import Weights
+from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model, build_tokenizer
 from tests.extensions.serve.test_process import process

@@ -11,7 +11,7 @@ from posttrain.rollouts.server import client as connection
 from posttrain.rollouts.server import engine as server
 from posttrain.rollouts.server import pool as fleet
 from posttrain.rollouts.server.engine import FollowingEngine, ServerEngine, ServerTransfer, ServerVersions
-from posttrain.rollouts.workers.shared_weights import Weights
+from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.rollouts.stub_server import StubServer

@@ -15,7 +15,7 @@ from posttrain.pictures.picture import read_picture
 from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.workers.shared_weights import Weights
+from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.extensions.serve.test_host import asked_about, copied, gap

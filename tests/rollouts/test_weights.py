@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
-import posttrain.rollouts.workers.shared_weights
+import posttrain.rollouts.shared_weights
 from posttrain.errors import ModelError
-from posttrain.rollouts.workers import shared_weights as merged
-from posttrain.rollouts.workers.shared_weights import Weights, as_dtype, check_mergeable, merged_weights, save_merged
+from posttrain.rollouts import shared_weights as merged
+from posttrain.rollouts.shared_weights import Weights, as_dtype, check_mergeable, merged_weights, save_merged
 from tests.conftest import build_model
 from tests.wordings import raises
 
@@ -58,7 +58,7 @@ def same_as_trainer(trainer_model, sent, vocabulary=37, build=build_model, **con
 
 
 def test_examples_in_docstrings_run():
-    for module in (merged, posttrain.rollouts.workers.shared_weights):
+    for module in (merged, posttrain.rollouts.shared_weights):
         assert doctest.testmod(module).attempted > 0
         assert doctest.testmod(module).failed == 0
 

@@ -27,7 +27,7 @@ from posttrain.rollouts.sampling import reshapes
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK, check_token, derived_seed, sampling_body
 from posttrain.rollouts.server.tokens import write_token
 from posttrain.rollouts.server.weight_sync import SharedFolder
-from posttrain.rollouts.workers.shared_weights import as_dtype
+from posttrain.rollouts.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:

@@ -641,7 +641,7 @@ class VLLMClient:
     def update_model_params(self, model: nn.Module, version: str | None = None) -> None:
         """Replace all weights by those of a model; ``version`` names them, and every later reply says so."""
         from posttrain.rollouts.server.weight_sync import Pusher
-        from posttrain.rollouts.workers.shared_weights import Weights
+        from posttrain.rollouts.shared_weights import Weights
 
         pusher = Pusher()
         try:

@@ -25,7 +25,7 @@ from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
 from posttrain.rollouts.server.replies import derived_seed, read_choice, reading, sampling_body, shape_of
 from posttrain.rollouts.server.weight_sync import Pusher, as_sync_error
-from posttrain.rollouts.workers.shared_weights import VERSIONS_KEPT, as_dtype
+from posttrain.rollouts.shared_weights import VERSIONS_KEPT, as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class ServerEngine(RolloutEngine):
         Where no server is there, one is waited for, before the first tensor is read.
 
         Args:
-            named_tensors: All weights: `posttrain.rollouts.workers.shared_weights.Weights`, or pairs; read to the end in any
+            named_tensors: All weights: `posttrain.rollouts.shared_weights.Weights`, or pairs; read to the end in any
                 case. Or a LoRA adapter alone, `posttrain.rollouts.adapters.AdapterWeights`.
             version: The trainer's.
 

@@ -13,12 +13,12 @@ from posttrain.rollouts.adapters import AdapterWeights
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
-from posttrain.rollouts.workers.shared_weights import Weights
+from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Rollout, Sampling
 from tests.conftest import build_model, build_tokenizer
+from tests.extensions.asynchronous.helpers import Evidence, assert_exact, steps
+from tests.extensions.asynchronous.helpers import trainer as async_trainer
 from tests.extensions.vllm import real_vllm as real
-from tests.methods.async_helpers import Evidence, assert_exact, steps
-from tests.methods.async_helpers import trainer as async_trainer
 from tests.methods.helpers import grpo, grpo_args, prompts
 from tests.methods.test_distillation import answers
 from tests.methods.test_distillation_scores import FakeServer

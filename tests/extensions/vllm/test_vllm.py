@@ -16,7 +16,7 @@ if not is_available("vllm"):
 from posttrain.checks.server import check_parity, probe_sequences
 from posttrain.extensions.vllm.engine import VLLMEngine
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.workers.shared_weights import Weights
+from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Row, Sampling
 from tests.conftest import build_model, build_tokenizer
 from tests.rollouts import test_contract as contract

@@ -5,7 +5,7 @@ import torch
 
 from posttrain.integrations import is_available
 from posttrain.rollouts.adapters import AdapterWeights
-from posttrain.rollouts.workers.shared_weights import Weights
+from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model, build_tokenizer
 from tests.extensions.vllm.test_vllm import SHAPE

@@ -26,7 +26,7 @@ from posttrain.extensions.vllm.engine import VLLMEngine
 from posttrain.pictures.picture import read_picture
 from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.workers.shared_weights import Weights
+from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.extensions.vllm import real_vllm as real
 from tests.methods.test_vision_online import QUICK, prompts, short

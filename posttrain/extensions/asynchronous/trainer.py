@@ -15,14 +15,14 @@ from transformers import TrainerCallback
 from posttrain.data.forest import collate
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
+from posttrain.extensions.asynchronous.ledger import Ledger, MismatchGuard
+from posttrain.extensions.asynchronous.rollouts import AsyncRollouts, RolloutService
+from posttrain.extensions.asynchronous.samples import TaskSource
+from posttrain.extensions.asynchronous.worker import check_picklable
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.rollout import settings_of
 from posttrain.models import parallel
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.rollouts.workers.ledger import Ledger, MismatchGuard
-from posttrain.rollouts.workers.samples import TaskSource
-from posttrain.rollouts.workers.worker import check_picklable
-from posttrain.trainers.async_grpo.rollouts import AsyncRollouts, RolloutService
 from posttrain.types import Batch
 
 if TYPE_CHECKING:

@@ -10,12 +10,14 @@ from typing import Any, ClassVar
 import torch
 
 from posttrain.errors import ConfigError
-from posttrain.methods.distillation.asynchronous import AsyncDistillation, AsyncDistillationConfig
+from posttrain.extensions.asynchronous.distillation_method import AsyncDistillation, AsyncDistillationConfig
+from posttrain.extensions.asynchronous.rollouts import AsyncRollouts
+from posttrain.extensions.asynchronous.samples import RolloutSample, Trajectory
+from posttrain.extensions.asynchronous.trainer import AsyncTrainer
 from posttrain.methods.distillation.teacher import asked_servers
 from posttrain.metrics import Metric, mean
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.rollouts.workers.samples import RolloutSample, Trajectory
 from posttrain.trainers.arguments import (
     Adapter,
     Callbacks,
@@ -28,8 +30,6 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.trainers.async_grpo.loop import AsyncTrainer
-from posttrain.trainers.async_grpo.rollouts import AsyncRollouts
 from posttrain.trainers.distillation import DistillationTrainer
 from posttrain.types import Advantages
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RolloutError
-from posttrain.rollouts.workers.ledger import FailureBudget, Ledger
-from posttrain.rollouts.workers.samples import GroupTask, RolloutBuffer, TaskSource, Trajectory
-from posttrain.rollouts.workers.worker import GAP_S, JOIN_S, ActiveClock, WorkerJob, WorkerProcess
+from posttrain.extensions.asynchronous.ledger import FailureBudget, Ledger
+from posttrain.extensions.asynchronous.samples import GroupTask, RolloutBuffer, TaskSource, Trajectory
+from posttrain.extensions.asynchronous.worker import GAP_S, JOIN_S, ActiveClock, WorkerJob, WorkerProcess
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 import posttrain as pt
 from posttrain.errors import ConfigError, DataError
 from tests.conftest import build_model
-from tests.methods.async_helpers import StubTransfer, StubWorker, sample, steps
+from tests.extensions.asynchronous.helpers import StubTransfer, StubWorker, sample, steps
 from tests.methods.helpers import SHORT, losses, prompts
 from tests.methods.test_distillation_scores import FakeServer
 from tests.methods.test_distillation_teachers import NAMES, dense_mixture, named, teachers

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.rollouts.workers.ledger import balanced_shares
-from posttrain.rollouts.workers.samples import RolloutSample
-from posttrain.trainers.async_grpo.rollouts import by_context, rollout_batch
+from posttrain.extensions.asynchronous.ledger import balanced_shares
+from posttrain.extensions.asynchronous.rollouts import by_context, rollout_batch
+from posttrain.extensions.asynchronous.samples import RolloutSample
 
 
 def test_lengths_four_three_two_one_in_two_shares_load_sixteen_and_fourteen():

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 from transformers import TrainerCallback
 
-from posttrain.methods.async_grpo import AsyncGRPOConfig
-from posttrain.methods.async_grpo.objective import AsyncGRPO
+from posttrain.extensions.asynchronous.engine import ResumableGenerator
+from posttrain.extensions.asynchronous.grpo import AsyncGRPOTrainer
+from posttrain.extensions.asynchronous.grpo_config import AsyncGRPOConfig
+from posttrain.extensions.asynchronous.grpo_method import AsyncGRPO
+from posttrain.extensions.asynchronous.jobs import GroupGenerator, RolloutGroup
+from posttrain.extensions.asynchronous.samples import GroupTask, RolloutSample
 from posttrain.rollouts.base import WeightTransfer
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
-from posttrain.rollouts.workers.engine import ResumableGenerator
-from posttrain.rollouts.workers.samples import GroupTask, RolloutSample
-from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
-from posttrain.trainers.async_grpo.worker import GroupGenerator, RolloutGroup
 from tests.conftest import build_model
 from tests.methods.helpers import GROUPS, count_a, prompts
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from posttrain import DataError, RolloutError
 from posttrain.data.samplers import PromptStream
-from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, FailureBudget, Ledger, MismatchGuard
-from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
+from posttrain.extensions.asynchronous.ledger import DROP_REASONS, DropWatch, FailureBudget, Ledger, MismatchGuard
+from posttrain.extensions.asynchronous.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
 from tests.wordings import raises
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from posttrain import AsyncGRPOConfig, GRPOConfig
+from posttrain.extensions.asynchronous.jobs import score_group
 from posttrain.rewards.runner import RewardRunner
-from posttrain.trainers.async_grpo.worker import score_group
-from tests.methods.async_helpers import group_of, steps, trainer, within_groups
+from tests.extensions.asynchronous.helpers import group_of, steps, trainer, within_groups
 from tests.methods.helpers import count_a, grpo, weights
 
 # One step is 4 prompts x 4 completions; temperature and decay so that neither can be forgotten.

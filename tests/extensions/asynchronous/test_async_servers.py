@@ -9,10 +9,10 @@ import pytest
 import requests
 
 from posttrain.errors import ConfigError
-from posttrain.trainers.async_grpo import rollouts as rollouts_module
+from posttrain.extensions.asynchronous import rollouts as rollouts_module
 from tests.conftest import build_model, build_tokenizer
+from tests.extensions.asynchronous.helpers import At, Evidence, Recovering, assert_exact, sample, steps, trainer
 from tests.extensions.serve.test_process import process, with_token
-from tests.methods.async_helpers import At, Evidence, Recovering, assert_exact, sample, steps, trainer
 from tests.methods.helpers import prompts
 from tests.rollouts.stub_server import Refused, Restarting, StubServer
 

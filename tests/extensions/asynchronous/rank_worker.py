@@ -2,9 +2,9 @@
 
 import sys
 
-from posttrain.trainers.async_grpo import rollouts
+from posttrain.extensions.asynchronous import rollouts
 from tests.conftest import build_tokenizer
-from tests.methods.async_helpers import Recovering, sample, trainer
+from tests.extensions.asynchronous.helpers import Recovering, sample, trainer
 from tests.ranks import leave, part, step_taken, weights
 
 

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from posttrain.errors import ConfigError
+from posttrain.extensions.asynchronous.grpo_config import AsyncGRPOConfig
+from posttrain.extensions.asynchronous.grpo_method import AsyncGRPO
+from posttrain.extensions.asynchronous.rollouts import warn_of_reward_models
+from posttrain.extensions.asynchronous.trainer import AsyncTrainer
 from posttrain.loop.rollout import Online, logps_of_sampler
-from posttrain.methods.async_grpo.config import AsyncGRPOConfig
-from posttrain.methods.async_grpo.objective import AsyncGRPO
 from posttrain.methods.online_config import reject_reshaped_sampling
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.episodes.driver import take_harness
@@ -26,8 +28,6 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.trainers.async_grpo.loop import AsyncTrainer
-from posttrain.trainers.async_grpo.rollouts import warn_of_reward_models
 
 
 class AsyncGRPOTrainer(AsyncTrainer):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain import NativeEngine, RolloutError, RolloutInterrupted, ScriptedEngine
-from posttrain.rollouts.workers.engine import ResumableGenerator, begin_completions
+from posttrain.extensions.asynchronous.engine import ResumableGenerator, begin_completions
 from posttrain.types import Request, Rollout, Sampling
 from tests.conftest import build_model
 from tests.wordings import raises

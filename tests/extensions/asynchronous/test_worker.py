@@ -13,14 +13,14 @@ import torch
 from posttrain import ArgumentTypeError, RolloutError
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ModelError, WeightSyncError
-from posttrain.rollouts.workers.engine import EngineRecipe, WorkerEngine
-from posttrain.rollouts.workers.ledger import Ledger
-from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
-from posttrain.rollouts.workers.samples import RolloutBuffer, TaskSource
-from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights, copy_into, read_weights
-from posttrain.rollouts.workers.worker import check_picklable
+from posttrain.extensions.asynchronous.engine import EngineRecipe, WorkerEngine
+from posttrain.extensions.asynchronous.ledger import Ledger
+from posttrain.extensions.asynchronous.processes import PoolSettings, WorkerPool
+from posttrain.extensions.asynchronous.samples import RolloutBuffer, TaskSource
+from posttrain.extensions.asynchronous.worker import check_picklable
+from posttrain.rollouts.shared_weights import SharedWeights, Weights, copy_into, read_weights
 from tests.conftest import build_model
-from tests.rollouts.worker_jobs import Broken, Echo, Environment, Slow, Unreadable
+from tests.extensions.asynchronous.worker_jobs import Broken, Echo, Environment, Slow, Unreadable
 
 
 def pool(tmp_path, job, workers=1, inflight=8, prompts=50, buffer=None, **settings):
@@ -268,7 +268,7 @@ def test_pacing_writes_no_more_than_can_be_trained_in_time(tmp_path, running):
 
 
 def test_a_worker_that_does_not_listen_is_killed(tmp_path, monkeypatch, forked_workers):
-    monkeypatch.setattr("posttrain.rollouts.workers.processes.JOIN_S", 0.2)
+    monkeypatch.setattr("posttrain.extensions.asynchronous.processes.JOIN_S", 0.2)
     given = pool(tmp_path, Slow())
     given.start()
     process = given.workers[0].process
@@ -349,7 +349,7 @@ def test_pacing_counts_what_the_current_step_holds(tmp_path, running):
 
 TRAINER_IS_GONE = """
 import multiprocessing, pathlib, sys, time
-from posttrain.rollouts.workers.worker import Link
+from posttrain.extensions.asynchronous.worker import Link
 
 ours, theirs = multiprocessing.Pipe()
 link = Link(theirs, 0)

@@ -6,8 +6,8 @@ import sys
 import time
 from dataclasses import dataclass
 
-from posttrain.rollouts.workers.processes import GroupResult
-from posttrain.rollouts.workers.samples import RolloutSample, Trajectory
+from posttrain.extensions.asynchronous.processes import GroupResult
+from posttrain.extensions.asynchronous.samples import RolloutSample, Trajectory
 
 
 def conversation(task, version, index=0):

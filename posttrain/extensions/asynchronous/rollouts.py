@@ -18,6 +18,13 @@ from torch import Tensor, nn
 
 from posttrain.checks.server import Probe
 from posttrain.errors import RolloutError
+from posttrain.extensions.asynchronous.engine import EngineRecipe
+from posttrain.extensions.asynchronous.grpo_config import AsyncGRPOConfig
+from posttrain.extensions.asynchronous.jobs import RolloutJob
+from posttrain.extensions.asynchronous.ledger import DROP_REASONS, DropWatch, Ledger, balanced_shares
+from posttrain.extensions.asynchronous.processes import PoolSettings, WorkerPool
+from posttrain.extensions.asynchronous.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
+from posttrain.extensions.asynchronous.worker import ActiveClock
 from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.scoring import (
     completion_lengths,
@@ -28,7 +35,6 @@ from posttrain.loop.scoring import (
     reward_spread,
 )
 from posttrain.loop.weight_sync import WeightSync, server_options, whole_update
-from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
 from posttrain.models.heads import causal_lm
@@ -40,13 +46,7 @@ from posttrain.rollouts.batch import (
     decoded,
 )
 from posttrain.rollouts.episodes.driver import EpisodeSetup
-from posttrain.rollouts.workers.engine import EngineRecipe
-from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, Ledger, balanced_shares
-from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
-from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
-from posttrain.rollouts.workers.shared_weights import SharedWeights, check_mergeable
-from posttrain.rollouts.workers.worker import ActiveClock
-from posttrain.trainers.async_grpo.worker import RolloutJob
+from posttrain.rollouts.shared_weights import SharedWeights, check_mergeable
 from posttrain.types import Advantages, Sampling
 
 if TYPE_CHECKING:

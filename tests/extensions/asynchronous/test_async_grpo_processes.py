@@ -21,20 +21,28 @@ from posttrain import GRPOTrainer, HFEngine, NativeEngine, ScriptedEngine
 from posttrain.data.chat import tokenize_prompts, with_template
 from posttrain.data.templates import FAMILIES, training_template
 from posttrain.errors import WeightSyncError
+from posttrain.extensions.asynchronous.engine import EngineRecipe, WorkerEngine
+from posttrain.extensions.asynchronous.grpo import AsyncGRPOTrainer
+from posttrain.extensions.asynchronous.grpo_method import AsyncGRPO
+from posttrain.extensions.asynchronous.jobs import RolloutJob, RolloutWorkerLoop, score_group
+from posttrain.extensions.asynchronous.samples import GroupTask
 from posttrain.loop.scoring import reward_runner
-from posttrain.methods.async_grpo.objective import AsyncGRPO
 from posttrain.methods.grpo.objective import GRPO
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rollouts.episodes.driver import EpisodeSetup
 from posttrain.rollouts.server.weight_sync import shared_root
-from posttrain.rollouts.workers.engine import EngineRecipe, WorkerEngine
-from posttrain.rollouts.workers.samples import GroupTask
-from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
-from posttrain.trainers.async_grpo.worker import RolloutJob, RolloutWorkerLoop, score_group
 from posttrain.types import Sampling
 from tests.conftest import build_model
+from tests.extensions.asynchronous.helpers import (
+    At,
+    Evidence,
+    assert_exact,
+    generator_of,
+    steps,
+    trainer,
+    within_groups,
+)
 from tests.forks import PIPE, Forked
-from tests.methods.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer, within_groups
 from tests.methods.helpers import count_a, grpo_args, prompts, scripted, weights
 from tests.wordings import raises
 
@@ -44,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("forked_workers")  # Those of `ENDLESS` are
 ENDLESS = """
 import sys
 from transformers import TrainerCallback
-from tests.methods.async_helpers import trainer
+from tests.extensions.asynchronous.helpers import trainer
 from tests.conftest import build_tokenizer
 
 class Told(TrainerCallback):
@@ -102,7 +110,7 @@ def test_advantages_of_a_subclass_are_those_of_trainer_and_workers(tmp_path, tin
 
 def test_an_adapter_that_workers_do_not_get_stops_the_run(tmp_path, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(
-        "posttrain.rollouts.workers.shared_weights._plus_delta", lambda layer, base, name: getattr(base, name).detach()
+        "posttrain.rollouts.shared_weights._plus_delta", lambda layer, base, name: getattr(base, name).detach()
     )
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     run = trainer(tmp_path, tiny_tokenizer, max_steps=40, learning_rate=1e-3, peft_config=config)

@@ -12,7 +12,7 @@ from posttrain.models.forward import plain_logps
 from posttrain.models.vision import install_pictures
 from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.engines import IN_WORKERS, create_engine
-from posttrain.rollouts.workers.shared_weights import as_dtype, copy_into, read_weights
+from posttrain.rollouts.shared_weights import as_dtype, copy_into, read_weights
 from posttrain.types import FinishReason, Request, Rollout, Sampling
 
 
@@ -28,7 +28,7 @@ class EngineRecipe:
         dtype: Of the copy, as ``torch`` calls it.
         pad_token_id: Of the tokenizer.
         trust_remote_code: For models whose code is in their repository.
-        weights: Folder of a `posttrain.rollouts.workers.shared_weights.SharedWeights`.
+        weights: Folder of a `posttrain.rollouts.shared_weights.SharedWeights`.
         factory: ``() -> RolloutEngine``, picklable.
     """
 

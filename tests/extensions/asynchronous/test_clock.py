@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from posttrain.rollouts.workers import worker as clock
-from posttrain.rollouts.workers.worker import WorkerProcess
+from posttrain.extensions.asynchronous import worker as clock
+from posttrain.extensions.asynchronous.worker import WorkerProcess
 
 
 @pytest.fixture

@@ -20,6 +20,16 @@ import torch
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational, is_messages
 from posttrain.errors import RolloutError
+from posttrain.extensions.asynchronous.engine import (
+    EngineRecipe,
+    PartialCompletion,
+    ResumableGenerator,
+    WorkerEngine,
+    begin_completions,
+)
+from posttrain.extensions.asynchronous.processes import GroupResult
+from posttrain.extensions.asynchronous.samples import GroupTask, RolloutSample, Trajectory
+from posttrain.extensions.asynchronous.worker import Link
 from posttrain.loop.scoring import reward_runner, score_rollouts
 from posttrain.losses.advantages import MOST_ADVANTAGE
 from posttrain.methods.base import Method
@@ -30,17 +40,7 @@ from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch, decoded, sampled_logps, shared_requests
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
 from posttrain.rollouts.episodes.loop import Batches, Episode
-from posttrain.rollouts.workers.engine import (
-    EngineRecipe,
-    PartialCompletion,
-    ResumableGenerator,
-    WorkerEngine,
-    begin_completions,
-)
-from posttrain.rollouts.workers.processes import GroupResult
-from posttrain.rollouts.workers.samples import GroupTask, RolloutSample, Trajectory
-from posttrain.rollouts.workers.shared_weights import remove_weights
-from posttrain.rollouts.workers.worker import Link
+from posttrain.rollouts.shared_weights import remove_weights
 from posttrain.types import ALONE, WHOLE, Prompt, Request, Rollout, Sampling, Truncation
 
 if TYPE_CHECKING:

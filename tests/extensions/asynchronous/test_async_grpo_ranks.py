@@ -8,7 +8,13 @@ from tests.ranks import assert_same_step, run_ranks
 @pytest.mark.distributed
 def test_trap_s36_two_ranks_take_the_steps_of_one_however_unequal_their_tokens(tmp_path):
     one, two = (
-        run_ranks("tests.methods.async_rank_worker", tmp_path / f"{n}", 4 // n, processes=n, folder=tmp_path / f"{n}")
+        run_ranks(
+            "tests.extensions.asynchronous.rank_worker",
+            tmp_path / f"{n}",
+            4 // n,
+            processes=n,
+            folder=tmp_path / f"{n}",
+        )
         for n in (1, 2)
     )
     assert_same_step(one, two)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from posttrain.extensions.asynchronous.grpo_config import AsyncGRPOConfig
 from posttrain.losses.advantages import group_advantages, within_groups
 from posttrain.losses.policy import (
     clip_metrics,
@@ -15,7 +16,6 @@ from posttrain.losses.policy import (
     sequence_weight,
 )
 from posttrain.losses.reduce import spread
-from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.base import SAMPLES, Method, mismatch_sums, sampler_logp
 from posttrain.metrics import Metric, maximum, mean
 from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, State

@@ -10,19 +10,33 @@ import torch
 
 from posttrain import ConfigError, DataError, GRPOConfig, ModelOutputs, RewardError, RolloutError
 from posttrain.data.forest import collate
+from posttrain.extensions.asynchronous.grpo import AsyncGRPOTrainer
+from posttrain.extensions.asynchronous.grpo_config import AsyncGRPOConfig
+from posttrain.extensions.asynchronous.grpo_method import async_grpo_objective
+from posttrain.extensions.asynchronous.jobs import score_group
+from posttrain.extensions.asynchronous.rollouts import (
+    by_context,
+    rollout_batch,
+    trajectory_batch,
+    warn_of_reward_models,
+)
+from posttrain.extensions.asynchronous.samples import Trajectory
 from posttrain.loop.scoring import completion_metrics
 from posttrain.losses.advantages import group_advantages
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.methods.async_grpo import AsyncGRPOConfig, async_grpo_objective
 from posttrain.methods.grpo.objective import grpo_objective
 from posttrain.rewards.runner import RewardRunner
-from posttrain.rollouts.workers.samples import Trajectory
-from posttrain.trainers.async_grpo.rollouts import by_context, rollout_batch, trajectory_batch, warn_of_reward_models
-from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
-from posttrain.trainers.async_grpo.worker import score_group
 from posttrain.types import WHOLE, Rollout, Truncation
 from tests.conftest import build_model
-from tests.methods.async_helpers import StubTransfer, assert_exact, group_of, sample, steps, trainer, within_groups
+from tests.extensions.asynchronous.helpers import (
+    StubTransfer,
+    assert_exact,
+    group_of,
+    sample,
+    steps,
+    trainer,
+    within_groups,
+)
 from tests.methods.helpers import count_a, grpo, prompts, weights
 from tests.wordings import raises
 

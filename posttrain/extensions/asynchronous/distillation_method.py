@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from posttrain.errors import ConfigError
+from posttrain.extensions.asynchronous.grpo_config import MEANINGLESS, AsyncGRPOConfig
 from posttrain.fields import PositiveFloat, PositiveInt, config, option
 from posttrain.losses.policy import k3
-from posttrain.methods.async_grpo.config import MEANINGLESS, AsyncGRPOConfig
 from posttrain.methods.base import mismatch_sums
 from posttrain.methods.distillation.config import OF_REWARDS, Axes, DistillationFields, preset
 from posttrain.methods.distillation.objective import Distillation

@@ -1,1 +1,0 @@
-"""Asynchronous rollouts: worker processes, their queue, and the ledger of what they wrote."""

@@ -1,1 +1,0 @@
-"""Asynchronous GRPO: the trainer, the queue it takes rollouts from, and the workers that fill it."""
