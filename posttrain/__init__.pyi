@@ -5,8 +5,8 @@ from .methods.bco import BCOConfig as BCOConfig
 from .methods.cpo import CPOConfig as CPOConfig
 from .extensions.asynchronous.distillation_method import AsyncDistillationConfig as AsyncDistillationConfig
 from .methods.distillation.config import DistillationConfig as DistillationConfig
+from .methods.distillation.gkd import GKDConfig as GKDConfig
 from .methods.distillation.presets import (
-    GKDConfig as GKDConfig,
     IWOPDConfig as IWOPDConfig,
     MiniLLMConfig as MiniLLMConfig,
     SDFTConfig as SDFTConfig,
@@ -32,8 +32,8 @@ from .extensions.asynchronous.distillation import AsyncDistillationTrainer as As
 from .extensions.asynchronous.grpo import AsyncGRPOTrainer as AsyncGRPOTrainer
 from .trainers.bco import BCOTrainer as BCOTrainer
 from .trainers.distillation import DistillationTrainer as DistillationTrainer
+from .trainers.gkd import GKDTrainer as GKDTrainer
 from .trainers.distillation_presets import (
-    GKDTrainer as GKDTrainer,
     IWOPDTrainer as IWOPDTrainer,
     MiniLLMTrainer as MiniLLMTrainer,
     SDFTTrainer as SDFTTrainer,

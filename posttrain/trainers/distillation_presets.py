@@ -15,14 +15,12 @@ from posttrain.loop.samplers import SingleTurn
 from posttrain.losses.distillation import discounted_returns
 from posttrain.methods.distillation.data import joined_text, text_of
 from posttrain.methods.distillation.presets import (
-    GKD,
     IWOPD,
     SDFT,
     SDPO,
     SHORT,
     SSD,
     THINKING,
-    GKDConfig,
     IWOPDConfig,
     MiniLLM,
     MiniLLMConfig,
@@ -53,73 +51,6 @@ from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, SampleSe
 
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset
-
-
-class GKDTrainer(DistillationTrainer):
-    """Generalised knowledge distillation: the dataset's answers mixed with the student's own (or the teacher's).
-
-    Reference: GKD, arXiv:2306.13649.
-    """
-
-    METHOD = GKD
-    args: GKDConfig
-
-    def __init__(
-        self,
-        model: Model,
-        teacher_model: Model | None = None,
-        args: GKDConfig | None = None,
-        data_collator: Callable | None = None,
-        train_dataset: TrainSet | None = None,
-        eval_dataset: EvalSets | None = None,
-        processing_class: Tokenizer | None = None,
-        compute_metrics: Metrics | None = None,
-        callbacks: Callbacks | None = None,
-        optimizers: Optimizers = (None, None),
-        preprocess_logits_for_metrics: Callable | None = None,
-        peft_config: Adapter | None = None,
-        formatting_func: Callable[[dict], str] | None = None,
-        *,
-        teacher_processing_class: Tokenizer | None = None,
-        teacher_server: Any = None,
-        reward_funcs: Rewards | None = None,
-        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
-        quantization_config: Quantization | None = None,
-        tools: Sequence[Callable] | None = None,
-        rollout_engine: RolloutEngine | None = None,
-        model_init: Callable | None = None,
-        compute_loss_func: Callable | None = None,
-        optimizer_cls_and_kwargs: OptimizerClass | None = None,
-        rollout_func: Callable | None = None,
-        environment_factory: Callable | Mapping[str, Callable] | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            teacher_model,
-            args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-            teacher_processing_class=teacher_processing_class,
-            teacher_server=teacher_server,
-            reward_funcs=reward_funcs,
-            reward_processing_classes=reward_processing_classes,
-            quantization_config=quantization_config,
-            tools=tools,
-            rollout_engine=rollout_engine,
-            model_init=model_init,
-            compute_loss_func=compute_loss_func,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
 
 
 class IWOPDTrainer(DistillationTrainer):

@@ -16,8 +16,9 @@ from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, PositiveFloat, config, option
 from posttrain.loop.pictures import Vision
 from posttrain.methods.distillation.config import Axes, logit_width, preset
+from posttrain.methods.distillation.gkd import GKDConfig
 from posttrain.methods.distillation.objective import AlignedComparison, Distillation
-from posttrain.methods.distillation.presets import OF_BUFFER, GKDConfig
+from posttrain.methods.distillation.presets import OF_BUFFER
 from posttrain.methods.distillation.teacher import own_tokenizer, teacher_id
 from posttrain.metrics import mean
 from posttrain.models import load

@@ -25,20 +25,6 @@ if TYPE_CHECKING:
 
 THINKING = re.compile(r"<think>.*?</think>\s*|(<think>.*)", re.DOTALL)
 SHORT = 10  # A single line of fewer characters is no answer (SSD).
-# Fields that the peer's configs have from SFT, whose preparation of rows its trainers switch off.
-OF_SFT: dict[str, tuple[Any, str]] = {
-    "assistant_only_loss": (False, "The last message is the completion, and it alone is trained."),
-    "completion_only_loss": (None, "The completion alone is trained."),
-    "dataset_kwargs": (None, "Prepare the dataset with dataset.map."),
-    "dataset_num_proc": (None, "Prepare the dataset with dataset.map(num_proc=...)."),
-    "dataset_text_field": ("text", "The columns are prompt and completion, or messages."),
-    "eval_packing": (None, "Rows share forward passes without padding where the model allows it."),
-    "loss_type": ("nll", "beta chooses the divergence."),
-    "packing": (False, "Rows share forward passes without padding where the model allows it."),
-    "packing_strategy": ("bfd", "See packing."),
-    "padding_free": (False, "See packing."),
-    "truncation_mode": ("keep_start", "Of a prompt that is too long the end is kept, as the peer's collator does."),
-}
 # Of GRPO's trainer, and not of its loss.
 OF_GRPO: dict[str, tuple[Any, str]] = {
     "cast_lm_head_to_fp32": (False, "Both models' logits are in float32 anyway."),
@@ -82,40 +68,6 @@ def _require_context(dataset: AnyDataset, name: str) -> None:
     names = known_columns(dataset)
     if names and "privileged_context" not in names:
         raise DataError(f"{name} has no column 'privileged_context'; its columns are {sorted(names)}.")
-
-
-# GKD --------------------------------------------------------------------------------------------------------------------
-
-
-@config
-@preset(
-    unread=OF_SFT, learning_rate=2e-5, lmbda=0.5, beta=0.5, max_length=1024, max_completion_length=128, disable_dropout=True,
-    temperature=(0.9, "Sampling only: the loss is at temperature 1; > 0."),
-)  # fmt: skip
-class GKDConfig(DistillationConfig):
-    """Arguments of `GKDTrainer`."""
-
-    _loss_temperature: ClassVar[str | float] = 1.0
-    max_new_tokens: PositiveInt | None = option(None, "TRL's name of max_completion_length.")
-    chat_template_path: str | None = option(
-        None, "Template file, or a folder or hub id whose template and tokens to take."
-    )
-    eos_token: str | None = option(None, "End-of-sequence token; None: the tokenizer's.")
-    pad_token: str | None = option(None, "Padding token; None: the tokenizer's, else its end-of-sequence token.")
-
-    def __post_init__(self) -> None:
-        self.check_fields()
-        self.max_new_tokens = self.max_completion_length = self.max_new_tokens or self.max_completion_length
-        super().__post_init__()
-
-
-class GKD(Distillation):
-    """Generalised knowledge distillation: the dataset's answers mixed with the student's own (or the teacher's).
-
-    Reference: GKD, arXiv:2306.13649.
-    """
-
-    config_class = GKDConfig
 
 
 # IW-OPD -----------------------------------------------------------------------------------------------------------------
