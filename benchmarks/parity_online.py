@@ -191,7 +191,7 @@ def peer_case(method: str, settings: dict[str, Any], count: int) -> dict[str, An
 def our_terms(method: str, settings: dict[str, Any]) -> Any:
     """A function from outputs and a batch to loss terms."""
     import posttrain
-    from posttrain.methods.experimental.a2po import a2po_objective
+    from posttrain.extensions.experimental.a2po_method import a2po_objective
     from posttrain.methods.grpo.objective import grpo_objective
     from posttrain.methods.online_dpo import pair_terms, sequence_sums
     from posttrain.methods.rloo import rloo_objective

@@ -6,7 +6,7 @@ from .methods.cpo import CPOConfig as CPOConfig
 from .extensions.asynchronous.distillation_method import AsyncDistillationConfig as AsyncDistillationConfig
 from .methods.distillation.config import DistillationConfig as DistillationConfig
 from .methods.distillation.gkd import GKDConfig as GKDConfig
-from .methods.distillation.presets import (
+from .extensions.experimental.distillation_methods import (
     IWOPDConfig as IWOPDConfig,
     MiniLLMConfig as MiniLLMConfig,
     SDFTConfig as SDFTConfig,
@@ -15,25 +15,25 @@ from .methods.distillation.presets import (
     ServerDistillationConfig as ServerDistillationConfig,
 )
 from .methods.dpo import DPOConfig as DPOConfig
-from .methods.experimental.a2po import A2POConfig as A2POConfig
-from .methods.experimental.gmpo import GMPOConfig as GMPOConfig
+from .extensions.experimental.a2po_method import A2POConfig as A2POConfig
+from .extensions.experimental.gmpo_method import GMPOConfig as GMPOConfig
 from .methods.grpo import GRPO as GRPO, GRPOConfig as GRPOConfig
 from .methods.kto import KTOConfig as KTOConfig
 from .methods.online_dpo import OnlineDPOConfig as OnlineDPOConfig
 from .methods.orpo import ORPOConfig as ORPOConfig
-from .methods.ppo import PPOConfig as PPOConfig
+from .extensions.experimental.ppo_config import PPOConfig as PPOConfig
 from .methods.preference import AnswerConfig as AnswerConfig, ComparedConfig as ComparedConfig
 from .methods.reward import RewardConfig as RewardConfig
 from .methods.rloo import RLOOConfig as RLOOConfig
 from .methods.sft import SFTConfig as SFTConfig
 from .methods.tpo import TPOConfig as TPOConfig
-from .trainers.a2po import A2POTrainer as A2POTrainer
+from .extensions.experimental.a2po import A2POTrainer as A2POTrainer
 from .extensions.asynchronous.distillation import AsyncDistillationTrainer as AsyncDistillationTrainer
 from .extensions.asynchronous.grpo import AsyncGRPOTrainer as AsyncGRPOTrainer
 from .trainers.bco import BCOTrainer as BCOTrainer
 from .trainers.distillation import DistillationTrainer as DistillationTrainer
 from .trainers.gkd import GKDTrainer as GKDTrainer
-from .trainers.distillation_presets import (
+from .extensions.experimental.distillation import (
     IWOPDTrainer as IWOPDTrainer,
     MiniLLMTrainer as MiniLLMTrainer,
     SDFTTrainer as SDFTTrainer,
@@ -41,17 +41,17 @@ from .trainers.distillation_presets import (
     SSDTrainer as SSDTrainer,
 )
 from .trainers.dpo import DPOTrainer as DPOTrainer
-from .trainers.gmpo import GMPOTrainer as GMPOTrainer
-from .trainers.gold import GOLDConfig as GOLDConfig, GOLDTrainer as GOLDTrainer
+from .extensions.experimental.gmpo import GMPOTrainer as GMPOTrainer
+from .extensions.experimental.gold import GOLDConfig as GOLDConfig, GOLDTrainer as GOLDTrainer
 from .trainers.grpo import GRPOTrainer as GRPOTrainer
 from .trainers.kto import KTOTrainer as KTOTrainer
 from .trainers.online_dpo import OnlineDPOTrainer as OnlineDPOTrainer
-from .trainers.ppo import PPOTrainer as PPOTrainer
+from .extensions.experimental.ppo import PPOTrainer as PPOTrainer
 from .trainers.preference import PreferenceTrainer as PreferenceTrainer
 from .trainers.reference_free import CPOTrainer as CPOTrainer, ORPOTrainer as ORPOTrainer, TPOTrainer as TPOTrainer
 from .trainers.reward import RewardTrainer as RewardTrainer
 from .trainers.rloo import RLOOTrainer as RLOOTrainer
-from .trainers.server_distillation import ServerDistillationTrainer as ServerDistillationTrainer
+from .extensions.experimental.server_distillation import ServerDistillationTrainer as ServerDistillationTrainer
 from .trainers.sft import SFTTrainer as SFTTrainer
 from .checks.tokenizers import (
     TokenizerMatch as TokenizerMatch,

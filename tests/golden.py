@@ -104,8 +104,8 @@ def _rloo(folder, tokenizer, **settings):
 
 
 def _ppo(folder, tokenizer, **settings):
+    from tests.extensions.experimental.test_ppo import ppo
     from tests.methods.helpers import prompts
-    from tests.methods.test_ppo import ppo
 
     tokenizer.pad_token = "<|endoftext|>"
     return ppo(folder, tokenizer, **(COMMON | {"engine": "native", "eval_dataset": prompts(4)} | settings))
@@ -119,8 +119,8 @@ def _online_dpo(folder, tokenizer, **settings):
 
 
 def _a2po(folder, tokenizer, **settings):
+    from tests.extensions.experimental.test_a2po import build
     from tests.methods.helpers import count_a
-    from tests.methods.test_a2po import build
 
     own = {"eval_strategy": "no", "filter_all_incorrect": False}
     return build(folder, tokenizer, rewards=count_a, engine="native", **(COMMON | own | settings))

@@ -50,9 +50,9 @@ from posttrain.data.forest import collate
 from posttrain.models.forward import forward
 from tests import golden
 from tests.extensions.asynchronous import test_async_distillation as asynchronous
+from tests.extensions.experimental.test_distillation_presets import hinted
 from tests.methods.helpers import count_a, every_second, scripted
 from tests.methods.test_distillation import answers, make
-from tests.methods.test_distillation_presets import hinted
 from tests.methods.test_distillation_scores import served
 from tests.methods.test_distillation_teachers import teachers
 from tests.ranks import FREE, leave, part, run_ranks

@@ -19,7 +19,7 @@ from posttrain.errors import ConfigError, did_you_mean
 WRITTEN = {"PLANNED": "8"}  # Values of defaults that are named constants.
 RUN, FAMILY = "the run", "of its family"
 ROOT = Path(__file__).parents[1]
-SOURCES = ("methods/**/*.py", "trainers/gold.py", "cli/train.py", "models/load.py")
+SOURCES = ("methods/**/*.py", "extensions/experimental/gold.py", "cli/train.py", "models/load.py")
 # Common options of transformers.TrainingArguments, whose source would import torch.
 COMMON = {
     "output_dir": "Folder of the run: checkpoints, metrics, the model.",

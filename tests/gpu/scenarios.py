@@ -118,7 +118,7 @@ def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
     model = build_model(len(tokenizer)).to(settings.pop("weights", torch.float32))
     model.set_attn_implementation(settings.pop("attention", "sdpa"))
     # The helpers of each method's own tests.
-    of = lambda name: importlib.import_module(f"tests.methods.{name}")  # noqa: E731
+    of = lambda name, place="methods": importlib.import_module(f"tests.{place}.{name}")  # noqa: E731
     four, sampled = settings | {"per_device_train_batch_size": 4}, settings | {"engine": "native"}
     makers: dict[str, Callable[[], Any]] = {
         "sft": lambda: helpers.sft(folder, tokenizer, model, **settings),
@@ -126,8 +126,8 @@ def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
         "reward": lambda: of("test_reward").reward(folder, tokenizer, **four),
         "grpo": lambda: helpers.grpo(folder, tokenizer, beta=0.05, **sampled),
         "rloo": lambda: of("test_rloo").rloo(folder, tokenizer, **sampled),
-        "ppo": lambda: of("test_ppo").ppo(folder, tokenizer, **sampled),
-        "a2po": lambda: of("test_a2po").build(
+        "ppo": lambda: of("test_ppo", "extensions.experimental").ppo(folder, tokenizer, **sampled),
+        "a2po": lambda: of("test_a2po", "extensions.experimental").build(
             folder, tokenizer, helpers.count_a, **sampled | {"filter_all_incorrect": False}
         ),
         "online dpo": lambda: of("test_online_dpo").make(folder, tokenizer, **settings),

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError
+from posttrain.extensions.experimental.gmpo_method import GMPOConfig
 from posttrain.losses.policy import geometric_ratio
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.methods.experimental.gmpo import GMPOConfig
 from posttrain.methods.grpo.objective import grpo_objective
 from tests.losses.properties import (
     Case,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import datasets
 
 import posttrain as pt
-from posttrain.methods.experimental.a2po import A2POConfig
+from posttrain.extensions.experimental.a2po import A2POTrainer
+from posttrain.extensions.experimental.a2po_method import A2POConfig
+from posttrain.extensions.experimental.ppo import PPOTrainer
+from posttrain.extensions.experimental.ppo_config import PPOConfig
 from posttrain.methods.online_dpo import OnlineDPOConfig
-from posttrain.methods.ppo import PPOConfig
-from posttrain.trainers.a2po import A2POTrainer
 from posttrain.trainers.online_dpo import OnlineDPOTrainer
-from posttrain.trainers.ppo import PPOTrainer
 from tests.conftest import build_model
 from tests.methods.helpers import SHORT, scripted
 from tests.methods.test_reward import scorer

@@ -36,7 +36,7 @@ def main(kind, folder, batch, accumulation):
         own = {"lmbda": 0.0, "max_grad_norm": 0.0, "max_new_tokens": 8}
         trainer = make(folder, tokenizer, cls=GKDTrainer, config=GKDConfig, data=answers(8), **(common | own))
     elif kind == "a2po":
-        from tests.methods.test_a2po import build
+        from tests.extensions.experimental.test_a2po import build
 
         own = {"num_generations": 1, "beta2": 0.1, "num_value_samples": 4, "filter_all_incorrect": False}
         trainer = build(folder, tokenizer, rewards=count_a, data=prompts(16), **(common | own))

@@ -25,8 +25,8 @@ from posttrain import (
 )
 from posttrain.cli.main import main
 from tests.conftest import build_model
+from tests.extensions.experimental.test_ppo import ppo
 from tests.methods.helpers import grpo
-from tests.methods.test_ppo import ppo
 from tests.wordings import raises
 
 METHODS = {

@@ -13,12 +13,12 @@ from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
 from posttrain.data.chat import common_prefix, terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import sequences
 from posttrain.errors import ConfigError
+from posttrain.extensions.experimental.distillation_methods import OF_BUFFER
 from posttrain.fields import NonNegativeFloat, PositiveFloat, config, option
 from posttrain.loop.pictures import Vision
 from posttrain.methods.distillation.config import Axes, logit_width, preset
 from posttrain.methods.distillation.gkd import GKDConfig
 from posttrain.methods.distillation.objective import AlignedComparison, Distillation
-from posttrain.methods.distillation.presets import OF_BUFFER
 from posttrain.methods.distillation.teacher import own_tokenizer, teacher_id
 from posttrain.metrics import mean
 from posttrain.models import load

@@ -19,13 +19,13 @@ from tqdm.auto import tqdm
 
 from posttrain.data.formats import plain_rows
 from posttrain.errors import DataError
+from posttrain.extensions.experimental.a2po_method import A2PO, A2POConfig
 from posttrain.loop.checkpoint import last_complete_checkpoint, saved_state
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.prompts import named_sets
 from posttrain.loop.rollout import Online, settings_of
 from posttrain.loop.scoring import score_rollouts
 from posttrain.losses.advantages import weighted_total
-from posttrain.methods.experimental.a2po import A2PO, A2POConfig
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_module, hash_tensors
 from posttrain.report.files import read_line

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 import posttrain as pt
 from posttrain.errors import ConfigError
+from posttrain.extensions.experimental.gold import byte_groups
 from posttrain.losses.distillation import hybrid_divergence, sorted_l1
-from posttrain.trainers.gold import byte_groups
 from tests.checks.test_tokenizers import byte_level, word_level
 from tests.conftest import build_model, build_tokenizer
 from tests.methods.helpers import losses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.methods.experimental.gmpo import GMPO, GMPOConfig
+from posttrain.extensions.experimental.gmpo_method import GMPO, GMPOConfig
 from posttrain.trainers.grpo import GRPOTrainer
 
 

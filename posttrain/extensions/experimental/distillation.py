@@ -10,11 +10,7 @@ import datasets
 import torch
 
 from posttrain.errors import ConfigError
-from posttrain.loop.rollout import batch_number
-from posttrain.loop.samplers import SingleTurn
-from posttrain.losses.distillation import discounted_returns
-from posttrain.methods.distillation.data import joined_text, text_of
-from posttrain.methods.distillation.presets import (
+from posttrain.extensions.experimental.distillation_methods import (
     IWOPD,
     SDFT,
     SDPO,
@@ -29,6 +25,10 @@ from posttrain.methods.distillation.presets import (
     SSDConfig,
     _require_context,
 )
+from posttrain.loop.rollout import batch_number
+from posttrain.loop.samplers import SingleTurn
+from posttrain.losses.distillation import discounted_returns
+from posttrain.methods.distillation.data import joined_text, text_of
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.rollouts.base import RolloutEngine

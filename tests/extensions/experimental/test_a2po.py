@@ -10,11 +10,11 @@ import torch
 
 from posttrain import ScriptedEngine
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.experimental.a2po import A2POTrainer, ValueCache, _computed_by, optimal_value, row_key
+from posttrain.extensions.experimental.a2po_method import A2POConfig, a2po_objective
 from posttrain.loop.rollout import settings_of
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.methods.experimental.a2po import A2POConfig, a2po_objective
 from posttrain.rollouts.base import Capabilities
-from posttrain.trainers.a2po import A2POTrainer, ValueCache, _computed_by, optimal_value, row_key
 from tests.conftest import build_model
 from tests.losses.properties import Case, double, layouts, outputs, policy, toy_rows
 from tests.methods.helpers import losses, prompts, scripted, weights

@@ -12,9 +12,9 @@ import torch
 import posttrain as pt
 from posttrain import ScriptedEngine
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.experimental.distillation_methods import THINKING
 from posttrain.loop.rollout import settings_of
 from posttrain.losses.distillation import divergence
-from posttrain.methods.distillation.presets import THINKING
 from posttrain.models import parallel
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Advantages, Rollout

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from posttrain.errors import ConfigError
+from posttrain.extensions.experimental.distillation_methods import ServerDistillation, ServerDistillationConfig
 from posttrain.loop.build import as_config
-from posttrain.methods.distillation.presets import ServerDistillation, ServerDistillationConfig
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.trainers.arguments import (
     Adapter,

@@ -17,10 +17,11 @@ import posttrain
 from posttrain import CheckpointError, ConfigError, DataError, ModelError, RewardError, Row
 from posttrain.data import trie
 from posttrain.data.forest import Layout, collate
+from posttrain.extensions.experimental.ppo import PPOTrainer
+from posttrain.extensions.experimental.ppo_config import PPOConfig
+from posttrain.extensions.experimental.ppo_method import ppo_objective
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.online_config import RewardFields
-from posttrain.methods.ppo import PPOConfig, ppo_objective
-from posttrain.trainers.ppo import PPOTrainer
 from posttrain.types import ModelOutputs
 from tests.conftest import build_masked_model, build_model, build_tokenizer, told_of_calls
 from tests.losses.properties import TABLE, layouts, outputs, policy
@@ -289,7 +290,7 @@ def test_5_5_e_two_ranks_equal_one_with_twice_the_accumulation(tmp_path):
 
 
 def ranks(folder, processes, accumulation):
-    return run_ranks("tests.methods.test_ppo", folder, accumulation, processes=processes, folder=folder)
+    return run_ranks("tests.extensions.experimental.test_ppo", folder, accumulation, processes=processes, folder=folder)
 
 
 def worker(folder, accumulation):
@@ -1141,7 +1142,7 @@ def test_responses_to_one_prompt_share_its_computation_and_nothing_else_changes(
     for shares in (True, False):
         if not shares:
             monkeypatch.setattr(
-                "posttrain.trainers.ppo.share_prompts", lambda rows: (list(rows), list(range(len(rows))))
+                "posttrain.extensions.experimental.ppo.share_prompts", lambda rows: (list(rows), list(range(len(rows))))
             )
             monkeypatch.setattr("posttrain.data.forest._grow", lambda members, layout, **_: trie.alone(members))
         trainer = ppo(tmp_path / str(shares), tokenizer, data=data, max_steps=4, learning_rate=1e-4)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from posttrain.extensions.experimental.ppo_config import PPOConfig
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.policy import clipped
 from posttrain.losses.ppo import (
@@ -22,7 +23,6 @@ from posttrain.losses.ppo import (
     whiten,
 )
 from posttrain.methods.base import SAMPLES, Method
-from posttrain.methods.ppo.config import PPOConfig
 from posttrain.metrics import Metric, mean
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, Row, State

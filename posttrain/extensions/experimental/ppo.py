@@ -21,18 +21,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from posttrain.data.forest import collate, share_prompts, split_by_sequence
 from posttrain.data.samplers import check_prompts
 from posttrain.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from posttrain.extensions.experimental.ppo_config import PPOConfig
+from posttrain.extensions.experimental.ppo_method import (
+    PPO,
+    plain_rows,
+    training_rows,
+)
 from posttrain.loop import rollout
 from posttrain.loop.build import as_config
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.prompts import PromptSource
 from posttrain.loop.rollout import Online
 from posttrain.loop.scoring import completion_rows
-from posttrain.methods.ppo.config import PPOConfig
-from posttrain.methods.ppo.objective import (
-    PPO,
-    plain_rows,
-    training_rows,
-)
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.architecture import config_of, get_config_model_id

@@ -1,0 +1,1 @@
+"""Methods that are experimental in TRL, or rarely used: A2PO, GMPO, PPO, GOLD, and kinds of distillation."""

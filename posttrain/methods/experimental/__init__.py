@@ -1,1 +1,0 @@
-"""Methods whose place in practice is not proven; nothing outside this room knows them."""
