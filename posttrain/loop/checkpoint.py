@@ -789,6 +789,20 @@ class EvaluationStopped(Exception):
     """An evaluation was left in its middle, because the run was asked to stop."""
 
 
+def owes_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
+    """Return whether an interruption left out the evaluation that was due after the last step of ``state``."""
+    if not state.global_step or any(
+        row.get("step") == state.global_step and any(key.startswith("eval_") for key in row)
+        for row in state.log_history
+    ):
+        return False
+    if args.eval_strategy == transformers.IntervalStrategy.EPOCH:
+        epoch = float(state.epoch or 0)
+        return epoch.is_integer() and epoch >= args.eval_delay
+    due = state.global_step % (state.eval_steps or 1) == 0 or state.global_step >= state.max_steps
+    return args.eval_strategy == transformers.IntervalStrategy.STEPS and due and state.global_step >= args.eval_delay
+
+
 class GracefulInterrupt(transformers.TrainerCallback):
     """While training runs, the first SIGINT, SIGTERM or SIGHUP asks it to stop after the current step, or batch of an
     evaluation; the second stops it at once.

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 from transformers import TrainerCallback
@@ -77,6 +78,29 @@ def test_a_signal_ends_an_evaluation_after_its_batch_and_the_run_at_that_step(
     again = sft(tmp_path / "again", tiny_tokenizer, model=trainer.model, eval_dataset=chats(12), **settings).evaluate()
     for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
         assert whole[name] == again[name]
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize(("event", "step"), [("on_step_end", 3), ("on_step_end", 6), ("on_prediction_step", 3)])
+def test_a_resumed_run_evaluates_the_step_at_which_it_was_interrupted(tiny_tokenizer, tmp_path, strategy, event, step):
+    """So that this checkpoint can be the best one; also if no step is left."""
+    settings = {"max_steps": 6, "eval_strategy": strategy, "eval_steps": 3, "save_strategy": strategy, "save_steps": 3}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "per_device_train_batch_size": 4}
+    settings |= {"learning_rate": 0.5, "data": chats(12), "eval_dataset": chats(12)}  # Three steps an epoch.
+    whole = sft(tmp_path / "whole", tiny_tokenizer, **settings)
+    whole.train()
+    part = tmp_path / "part"
+    sft(part, tiny_tokenizer, callbacks=[RaisesIn(event, signal.SIGTERM, step)], **settings).train()
+    resumed = sft(part, tiny_tokenizer, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    losses, expected = (
+        [(row["step"], row["eval_loss"]) for row in trainer.state.log_history if "eval_loss" in row]
+        for trainer in (resumed, whole)
+    )
+    assert losses == expected and len(expected) == 2
+    best, truth = resumed.state.best_model_checkpoint, whole.state.best_model_checkpoint
+    assert best is not None and Path(best).name == Path(truth).name
+    assert resumed.state.best_metric == whole.state.best_metric == min(loss for _, loss in expected)
 
 
 def test_a_signal_in_the_evaluation_before_training_ends_the_run_after_its_first_step(tiny_tokenizer, tmp_path):
