@@ -484,8 +484,7 @@ class Checkpointer:
                 refuse_unreadable(Path(resume), model)
         if resume:
             parallel.refuse_other_optimizer(Path(resume), self.accelerator)
-        if resume:
-            logger.warning("Going on from %s.", resume)
+            logger.info("Resuming from %s.", resume)
         own = (marker(Path(resume)) or {}).get("run") if resume else None
         self._run = parallel.all_gather_objects([own or self.lock.run], self.accelerator)[0]
         self.lock.run, self.place = self._run, Place(resume, self.accelerator)

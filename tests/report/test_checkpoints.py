@@ -326,9 +326,10 @@ def test_a_run_goes_on_with_its_own_rows_alone_says_from_where_and_trains_no_ste
     settings = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
     sft(tmp_path, tiny_tokenizer, max_steps=2, **settings).train()
     again = sft(tmp_path, tiny_tokenizer, max_steps=1, **settings)
-    again.train(resume_from_checkpoint=True)
+    with caplog.at_level("INFO", "posttrain"):
+        again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2 and "nothing is left to train" in caplog.text
-    assert f"Going on from {tmp_path / 'checkpoint-2'}" in caplog.text
+    assert f"Resuming from {tmp_path / 'checkpoint-2'}" in caplog.text
     assert not (tmp_path / "checkpoint-3").exists()
     rows = chats(12).select(range(11, -1, -1))
     other = sft(tmp_path, tiny_tokenizer, data=rows, max_steps=4, **settings)
