@@ -10,33 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import plugins
 from posttrain.checks.registry import codes_of
-from posttrain.checks.server import (
-    Parity,
-    Probe,
-    check_info,
-    check_negative_control,
-    mean_gap,
-    needs_of,
-    probe_logprobs,
-    probe_sequences,
-)
+from posttrain.checks.server import Parity, Probe, check_negative_control, mean_gap, probe_sequences
 from posttrain.data.chat import inner_tokenizer
-from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
-from posttrain.integrations.network import host_and_port
+from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable, WeightSyncError
 from posttrain.loop.run import Run
 from posttrain.methods.online_config import resolve_auto
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.architecture import context_length, sliding_window
 from posttrain.models.forward import plain_logps
-from posttrain.models.heads import adapters_of, picture_encoder
+from posttrain.models.heads import adapters_of
 from posttrain.models.probe import rounded_otherwise
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine, require_engine
 from posttrain.rollouts.engines import create_engine
-from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.server.pool import AWAY
-from posttrain.rollouts.server.replies import derived_seed
+from posttrain.rollouts.sampling import derived_seed
 from posttrain.rollouts.shared_weights import Weights, check_mergeable
 from posttrain.types import Request, Rollout, Sampling
 
@@ -52,24 +40,6 @@ logger = logging.getLogger(__name__)
 
 
 Asked = tuple[Sequence[Request], Sampling]
-
-
-class NonMainRankEngine(RolloutEngine):
-    """Stand-in engine on ranks > 0: rank 0 owns the client and sends the requests of all ranks."""
-
-    def __init__(self, name: str, capabilities: Capabilities) -> None:
-        self.name, self.capabilities = name, capabilities
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Rank 0 does this."""
-        raise AssertionError("rank 0 asks the servers for all ranks")
-
-    def load_weights(self, named_tensors: Any, version: int) -> None:
-        """Rank 0 does this."""
-        raise AssertionError("rank 0 pushes weights to the servers for all ranks")
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: Tokenizer, pad_token_id: int) -> Any:
@@ -129,39 +99,12 @@ def engine_of(
     return run.vision.check_engine(engine, rewards.functions)
 
 
-def server_options(args: PostTrainingConfig) -> dict[str, Any]:
-    """What a config says of rollout servers, as `posttrain.rollouts.server.engine.ServerEngine` takes it."""
-    return {
-        "request_timeout": args.vllm_request_timeout,
-        "sync_timeout": args.vllm_sync_timeout,
-        "bucket_mb": args.vllm_weight_bucket_mb,
-        "group_port": args.vllm_group_port,
-        "patience": args.vllm_server_timeout,
-        "api_key": args.vllm_server_api_key,
-    }
-
-
 def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> Any:
-    """The engine of ``use_vllm=True``: in process, or one that asks servers (a stand-in on ranks other than 0)."""
+    """Return the engine of ``use_vllm=True``: in process, or one that asks servers."""
     check_mergeable(model)
     if args.vllm_mode != "server":
         return plugins.module("extensions.vllm.engine").VLLMEngine.for_training(model, args, accelerator)
-    from posttrain.rollouts.server.engine import ServerEngine
-
-    urls = args.vllm_server_base_url or f"http://{host_and_port(args.vllm_server_host, args.vllm_server_port)}"
-    encoder = picture_encoder(model)
-
-    def connect() -> Any:
-        if not accelerator.is_main_process:
-            return None
-        reader = None if encoder is None else encoder.processor
-        return ServerEngine(urls, connection_timeout=args.vllm_server_timeout, reader=reader, **server_options(args))
-
-    with parallel.failing_together(accelerator):
-        engine = connect()
-    facts = [] if engine is None else [engine.capabilities]
-    shared = parallel.all_gather_objects(facts, accelerator)[0]
-    return engine or NonMainRankEngine("server", shared)
+    return plugins.module("rollouts.server.engine").ServerEngine.for_training(model, args, accelerator)
 
 
 def whole_update(push: Callable[[], None], tries: int) -> None:
@@ -225,12 +168,9 @@ class WeightSync:
             self.run.checks.report(parallel.all_gather_objects(list(findings), self.accelerator))
 
     def _engine_findings(self, engine: Any) -> list[Any]:
-        if not self.accelerator.is_main_process or not isinstance(engine, ServerEngine):
+        if not self.accelerator.is_main_process:
             return []
-        needs = needs_of(self.accelerator.unwrap_model(self.run.model), self.args)
-        return [f for s in engine.fleet.live for f in check_info(s.url, s.info, needs)] + [
-            f for s in engine.fleet.live for f in probe_logprobs(s.client, needs)
-        ]
+        return engine.findings(self.accelerator.unwrap_model(self.run.model), self.args)
 
     # Asking it -------------------------------------------------------------------------------------------------------
 
@@ -295,7 +235,10 @@ class WeightSync:
             try:
                 with self.parity.timed():
                     self._check_parity()
-            except AWAY as error:  # The next generation waits for the server, pushes again and compares again.
+            except (
+                ServerUnreachable,
+                ServerBusy,
+            ) as error:  # The next generation waits for the server, pushes again and compares again.
                 logger.warning("%s Its weights are compared after the next push.", error)
                 self._pushed_at, self.parity.ended = None, None
 

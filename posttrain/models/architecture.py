@@ -103,3 +103,13 @@ def image_token(config: PretrainedConfig | None) -> int | None:
 def label_count(model: object) -> int | None:
     """Return the number of labels of a classifier, or None if the config has no such field."""
     return getattr(config_of(model), "num_labels", None)
+
+
+def shape_of(text: Any) -> dict[str, Any]:
+    """What a server says of a model's shape, and a trainer compares with its own.
+
+    Args:
+        text: Config of the language model.
+    """
+    names = ("hidden_size", "num_hidden_layers", "num_key_value_heads")
+    return {name: getattr(text, name, None) for name in names}

@@ -15,7 +15,7 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.models.heads import adapter_kind, adapters_of, unwrapped
 from posttrain.models.parallel import flattens_parameters, gathered, whole_tensor
 from posttrain.models.reference import moves_base
-from posttrain.rollouts.server.weight_sync import write_tensors
+from posttrain.rollouts.shared_memory import write_tensors
 from posttrain.rollouts.shared_weights import Weights, checkpoint_weights, clean_name, plain_lora, renamed
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
 from posttrain.models.heads import adapter_kind, learns_prompts, picture_encoder, unwrapped
-from posttrain.types import Request, Rollout, Sampling
+from posttrain.types import Finding, Request, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,15 @@ class RolloutEngine(abc.ABC):
 
     def mark_stale(self) -> None:  # noqa: B027
         """Treat the weights of every copy as outdated, so that the next push reaches all of them."""
+
+    def findings(self, model: nn.Module, args: Any) -> list[Finding]:
+        """Return what would go wrong in a run with this engine. The main process calls it before anything is generated.
+
+        Args:
+            model: Policy.
+            args: Config of the run.
+        """
+        return []
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
         """Log-probs of given tokens behind their prompts: by the name of each copy, one list a sequence."""

@@ -21,7 +21,7 @@ from posttrain.models.architecture import generation_config_of
 from posttrain.models.heads import causal_lm
 from posttrain.models.load import resolve_pad_token
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.server.weight_sync import remove_orphans
+from posttrain.rollouts.shared_memory import remove_orphans
 from posttrain.types import Request, Sampling
 
 if TYPE_CHECKING:

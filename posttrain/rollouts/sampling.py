@@ -142,3 +142,15 @@ def configured_sampling(args: PostTrainingConfig, *, stop_token_ids: tuple[int, 
     overrides = generation_fields(args.generation_kwargs or {})
     overrides.pop("do_sample", None)
     return Sampling(**(settings | overrides))
+
+
+# Seeds stay within the signed integers of every engine.
+SEEDS = 2**62
+
+
+def derived_seed(seed: int | None, index: int) -> int | None:
+    """The seed of request ``index`` in a call with ``seed``: the same whichever server answers it.
+
+    Multiplier and increment are Knuth's of MMIX, so that seeds of neighbours lie far apart (engines count on from them).
+    """
+    return None if seed is None else (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % SEEDS

@@ -21,7 +21,7 @@ from posttrain.models.heads import adapter_kind, adapters_of, causal_lm, learns_
 from posttrain.models.load import ADDS_LAYERS
 from posttrain.models.parallel import flattens_parameters, gathered, is_partitioned, summoned, whole_tensor
 from posttrain.models.reference import use_adapter
-from posttrain.rollouts.server.weight_sync import SharedFolder, file_tensors, write_tensors
+from posttrain.rollouts.shared_memory import SharedFolder, file_tensors, write_tensors
 
 # What parallelism, compilation and checkpointing put into names.
 WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")

@@ -14,6 +14,7 @@ import datasets
 import torch
 from torch import Tensor, nn
 
+from posttrain import plugins
 from posttrain.checks.tokenizers import TokenizerMatch, compare_tokenizers, require_same_tokens
 from posttrain.data.chat import inner_tokenizer, is_processor, terminal_token_ids
 from posttrain.data.forest import Layout
@@ -58,7 +59,6 @@ from posttrain.models.vision import install_pictures
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch, decoded
-from posttrain.rollouts.server.client import VLLMClient
 from posttrain.trainers.arguments import (
     Adapter,
     Callbacks,
@@ -275,7 +275,9 @@ class DistillationTrainer(OnlineTrainer):
         probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
         trust = {"trust_remote_code": args.trust_remote_code, "revision": args.teacher_model_revision}
         for name, teacher in servers.items():
-            client = VLLMClient(teacher, role="teacher") if isinstance(teacher, str) else teacher
+            client = teacher
+            if isinstance(teacher, str):
+                client = plugins.module("rollouts.server.client").VLLMClient(teacher, role="teacher")
             expected = named.get(name)
             self.servers[name] = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
             own = tokenizer or own_tokenizer(expected or self.servers[name].name, required=False, **trust)

@@ -15,11 +15,11 @@ from posttrain.errors import ConfigError, RolloutServerError, ServerUnreachable,
 from posttrain.loop.rollout import settings_of
 from posttrain.models import parallel
 from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.sampling import derived_seed
 from posttrain.rollouts.server import client as connection
 from posttrain.rollouts.server import engine as server
 from posttrain.rollouts.server import pool as fleet
 from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.server.replies import derived_seed
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model, build_tokenizer
 from tests.methods.helpers import count_a, grpo, grpo_args, losses, prompts, weights
@@ -305,7 +305,7 @@ def test_every_setting_of_servers_reaches_them_from_synchronous_and_asynchronous
     import inspect
 
     from posttrain import AsyncGRPOConfig
-    from posttrain.loop.weight_sync import server_options
+    from posttrain.rollouts.server.engine import server_options
 
     given = {
         "vllm_request_timeout": 31.0,

@@ -16,7 +16,7 @@ from posttrain.methods.online_config import resolve_auto
 from posttrain.rollouts import paged
 from posttrain.rollouts.engines import choose_engine, create_engine
 from posttrain.rollouts.native import engine as native
-from posttrain.rollouts.server.weight_sync import SHARED_FOLDER
+from posttrain.rollouts.shared_memory import SHARED_FOLDER
 from tests.conftest import build_model
 from tests.wordings import raises
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save
 import posttrain.rollouts.server.weight_sync
 from posttrain.errors import ConfigError, ModelError
 from posttrain.rollouts.engines import create_engine
-from posttrain.rollouts.server.weight_sync import (
+from posttrain.rollouts.server.weight_sync import buckets
+from posttrain.rollouts.shared_memory import (
     SharedFolder,
-    buckets,
     checksum,
     file_tensors,
     hold,
@@ -61,7 +61,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
 
 def test_a_file_that_another_account_could_have_written_is_refused(tmp_path, monkeypatch):
     """Also where there is no shared memory: both ends take the folder for temporary files then."""
-    monkeypatch.setattr(posttrain.rollouts.server.weight_sync, "SHARED_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(posttrain.rollouts.shared_memory, "SHARED_FOLDER", tmp_path / "none")
     folder = SharedFolder()
     try:
         file = folder.path / "bucket-0.safetensors"
@@ -104,7 +104,7 @@ def test_folders_of_processes_that_ended_are_removed_and_those_that_are_held_sta
 
 
 def test_a_folder_is_held_and_goes_with_its_last_reference(monkeypatch, tmp_path):
-    monkeypatch.setattr(posttrain.rollouts.server.weight_sync, "SHARED_FOLDER", tmp_path)
+    monkeypatch.setattr(posttrain.rollouts.shared_memory, "SHARED_FOLDER", tmp_path)
     (tmp_path / "posttrain-4194999-orphan").mkdir()
     folder = SharedFolder()
     path = folder.path

@@ -7,7 +7,8 @@ import torch
 
 from posttrain.rollouts.server import weight_sync
 from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.server.weight_sync import SHARED_FOLDER, Pusher
+from posttrain.rollouts.server.weight_sync import Pusher
+from posttrain.rollouts.shared_memory import SHARED_FOLDER
 from tests.conftest import build_model
 from tests.rollouts.stub_server import StubServer
 

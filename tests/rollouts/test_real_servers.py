@@ -6,10 +6,11 @@ import threading
 import pytest
 import torch
 
-from posttrain.checks.server import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
+from posttrain.checks.server import check_parity, probe_sequences
 from posttrain.errors import ServerBusy
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.server import pool as fleet
+from posttrain.rollouts.server.checks import check_info, needs_of, probe_logprobs
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Row, Sampling

@@ -34,7 +34,7 @@ from posttrain.loop.scoring import (
     reward_options,
     reward_spread,
 )
-from posttrain.loop.weight_sync import WeightSync, server_options, whole_update
+from posttrain.loop.weight_sync import WeightSync, whole_update
 from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
 from posttrain.models.heads import causal_lm
@@ -304,6 +304,8 @@ class RolloutService:
         return "custom" if self.given["engine_factory"] is not None else self.args.resolved_engine
 
     def _server_options(self) -> dict[str, Any]:
+        from posttrain.rollouts.server.engine import server_options
+
         return server_options(self.args) | {"reader": self.reader}
 
     def make_worker(self) -> WorkerPool:

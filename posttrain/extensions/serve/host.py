@@ -36,7 +36,7 @@ from posttrain.rollouts.sampling import reshapes, structured_guide
 from posttrain.rollouts.server.bodies import first_errors, read_json
 from posttrain.rollouts.server.guard import guard_for
 from posttrain.rollouts.server.replies import LOOPBACK, error_body
-from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
+from posttrain.rollouts.shared_memory import file_tensors, shared_path
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling
 

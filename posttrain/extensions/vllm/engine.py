@@ -23,10 +23,10 @@ from posttrain.redaction import hide_secrets
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, refuse_virtual_tokens
 from posttrain.rollouts.native.requests import check_requests
-from posttrain.rollouts.sampling import reshapes
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK, check_token, derived_seed, sampling_body
+from posttrain.rollouts.sampling import derived_seed, reshapes
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK, check_token, sampling_body
 from posttrain.rollouts.server.tokens import write_token
-from posttrain.rollouts.server.weight_sync import SharedFolder
+from posttrain.rollouts.shared_memory import SharedFolder
 from posttrain.rollouts.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 

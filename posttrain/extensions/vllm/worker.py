@@ -19,8 +19,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from posttrain.errors import ModelError
-from posttrain.rollouts.server.replies import shape_of
-from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
+from posttrain.models.architecture import shape_of
+from posttrain.rollouts.shared_memory import file_tensors, shared_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

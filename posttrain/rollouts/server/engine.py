@@ -14,21 +14,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from posttrain.errors import BadRequest, RolloutServerError, ServerUnreachable, WeightSyncError
-from posttrain.models.heads import causal_lm
+from posttrain.integrations.network import host_and_port
+from posttrain.models import parallel
+from posttrain.models.architecture import shape_of
+from posttrain.models.heads import causal_lm, picture_encoder
 from posttrain.rollouts.adapters import AdapterWeights
 from posttrain.rollouts.base import Capabilities, RolloutEngine, WeightTransfer, check_followed
 from posttrain.rollouts.native.requests import check_requests
+from posttrain.rollouts.sampling import derived_seed
+from posttrain.rollouts.server.checks import check_info, needs_of, probe_logprobs
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
-from posttrain.rollouts.server.replies import derived_seed, read_choice, reading, sampling_body, shape_of
+from posttrain.rollouts.server.replies import read_choice, reading, sampling_body
 from posttrain.rollouts.server.weight_sync import Pusher, as_sync_error
 from posttrain.rollouts.shared_weights import VERSIONS_KEPT, as_dtype
-from posttrain.types import Request, Rollout, Sampling
+from posttrain.types import Finding, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from posttrain.methods.config import PostTrainingConfig
     from posttrain.pictures.processors import PictureProcessor
 
 logger = logging.getLogger(__name__)
@@ -42,6 +50,36 @@ Found = TypeVar("Found")
 Answers = dict[VLLMClient, WeightSyncError | None]
 # Requests with their places in a call; of one number of completions and one sampling but for the seeds.
 Chunk = list[tuple[int, Request]]
+
+
+def server_options(args: PostTrainingConfig) -> dict[str, Any]:
+    """What a config says of rollout servers, as `ServerEngine` takes it."""
+    return {
+        "request_timeout": args.vllm_request_timeout,
+        "sync_timeout": args.vllm_sync_timeout,
+        "bucket_mb": args.vllm_weight_bucket_mb,
+        "group_port": args.vllm_group_port,
+        "patience": args.vllm_server_timeout,
+        "api_key": args.vllm_server_api_key,
+    }
+
+
+class NonMainRankEngine(RolloutEngine):
+    """Stand-in engine on ranks > 0: rank 0 owns the client and sends the requests of all ranks."""
+
+    def __init__(self, name: str, capabilities: Capabilities) -> None:
+        self.name, self.capabilities = name, capabilities
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        """Rank 0 does this."""
+        raise AssertionError("rank 0 asks the servers for all ranks")
+
+    def load_weights(self, named_tensors: Any, version: int) -> None:
+        """Rank 0 does this."""
+        raise AssertionError("rank 0 pushes weights to the servers for all ranks")
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class ServerEngine(RolloutEngine):
@@ -103,7 +141,30 @@ class ServerEngine(RolloutEngine):
         # Also when the process ends.
         self._ending = weakref.finalize(self, _end, self.fleet, self.pusher)
 
+    @classmethod
+    def for_training(cls, model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> RolloutEngine:
+        """Return the engine that the config names. Ranks other than 0 get a stand-in."""
+        urls = args.vllm_server_base_url or f"http://{host_and_port(args.vllm_server_host, args.vllm_server_port)}"
+        encoder = picture_encoder(model)
+
+        def connect() -> ServerEngine | None:
+            if not accelerator.is_main_process:
+                return None
+            reader = None if encoder is None else encoder.processor
+            return cls(urls, connection_timeout=args.vllm_server_timeout, reader=reader, **server_options(args))
+
+        with parallel.failing_together(accelerator):
+            engine = connect()
+        shared = parallel.all_gather_objects([] if engine is None else [engine.capabilities], accelerator)[0]
+        return engine or NonMainRankEngine("server", shared)
+
     # What it is
+
+    def findings(self, model: nn.Module, args: PostTrainingConfig) -> list[Finding]:
+        """Compare what servers say of themselves with what a run needs."""
+        needs, servers = needs_of(model, args), self.fleet.live
+        found = [finding for server in servers for finding in check_info(server.url, server.info, needs)]
+        return found + [finding for server in servers for finding in probe_logprobs(server.client, needs)]
 
     def version_name(self, version: int) -> str:
         """What servers call a version of this run."""

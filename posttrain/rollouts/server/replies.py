@@ -22,8 +22,6 @@ API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Version of the weights during an update, and after one that failed.
 INCOMPLETE = "incomplete"
-# Seeds stay within the signed integers of every engine.
-SEEDS = 2**62
 # What vLLM writes in place of minus infinity.
 NO_LOGP = -9999.0
 # vLLM's endpoint for token ids with pictures beside them; ``/v1/completions`` takes none.
@@ -48,14 +46,6 @@ def check_token(host: str, api_key: str | None) -> None:
 def error_body(status: int, message: str) -> dict[str, Any]:
     """Return the body of an error in the form of vLLM's server."""
     return {"error": {"message": message, "code": status}}
-
-
-def derived_seed(seed: int | None, index: int) -> int | None:
-    """The seed of request ``index`` in a call with ``seed``: the same whichever server answers it.
-
-    Multiplier and increment are Knuth's of MMIX, so that seeds of neighbours lie far apart (engines count on from them).
-    """
-    return None if seed is None else (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % SEEDS
 
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
@@ -260,13 +250,3 @@ def scores_of(ids: Sequence[int], begin: int, entries: Sequence[Any], top: int) 
         own = at.get(str(ids[t]))
         scores.logps.append(math.nan if own is None else float(own["logprob"]))
     return scores
-
-
-def shape_of(text: Any) -> dict[str, Any]:
-    """What a server says of a model's shape, and a trainer compares with its own.
-
-    Args:
-        text: Config of the language model.
-    """
-    names = ("hidden_size", "num_hidden_layers", "num_key_value_heads")
-    return {name: getattr(text, name, None) for name in names}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx2
 
-from posttrain.rollouts.server.weight_sync import shared_root
+from posttrain.rollouts.shared_memory import shared_root
 
 
 def token_pattern(port: object) -> Path:

@@ -30,7 +30,7 @@ from posttrain.loop.scoring import reward_runner
 from posttrain.methods.grpo.objective import GRPO
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rollouts.episodes.driver import EpisodeSetup
-from posttrain.rollouts.server.weight_sync import shared_root
+from posttrain.rollouts.shared_memory import shared_root
 from posttrain.types import Sampling
 from tests.conftest import build_model
 from tests.extensions.asynchronous.helpers import (

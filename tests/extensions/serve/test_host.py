@@ -25,7 +25,7 @@ from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
-from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
+from posttrain.rollouts.shared_memory import SharedFolder, checksum
 from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model, scale_logits
 from tests.extensions.serve.support import VOCAB, serving

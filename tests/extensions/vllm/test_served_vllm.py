@@ -7,9 +7,10 @@ import requests
 import torch
 
 import posttrain
-from posttrain.checks.server import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
+from posttrain.checks.server import check_parity, probe_sequences
 from posttrain.errors import ServerUnreachable, WeightSyncError
 from posttrain.rollouts.adapters import AdapterWeights
+from posttrain.rollouts.server.checks import check_info, needs_of, probe_logprobs
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
