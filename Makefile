@@ -81,7 +81,7 @@ test-serving: $(SERVING_NEEDS)  ## a real vLLM, and servers in processes of thei
 	$(REAL_VLLM) tests/extensions/vllm/test_served_vllm.py $(ARGS)
 	$(REAL_VLLM) tests/extensions/vllm/test_vllm_training.py $(ARGS)
 	$(REAL_VLLM) tests/extensions/vllm/test_vllm_pictures.py $(ARGS)
-	$(DEV_PYTHON) -m pytest tests/rollouts/test_real_servers.py tests/extensions/asynchronous/test_async_servers.py \
+	$(DEV_PYTHON) -m pytest tests/extensions/server/test_real_servers.py tests/extensions/asynchronous/test_async_servers.py \
 		tests/extensions/serve/test_process.py -m "not gpu" $(ARGS)
 
 # With DeepSpeed's ways: make test-ranks ARGS="--python PATH/TO/PYTHON", an environment that has it.

@@ -28,13 +28,13 @@ from urllib.parse import urlsplit
 import harness
 import torch
 
+from posttrain.extensions.server.client import VLLMClient
+from posttrain.extensions.server.replies import API_KEY_VARIABLE
+from posttrain.extensions.server.tokens import find_token
+from posttrain.extensions.server.weight_sync import Pusher
 from posttrain.models.load import create_model_from_path, load_tokenizer
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.layers import processors
-from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE
-from posttrain.rollouts.server.tokens import find_token
-from posttrain.rollouts.server.weight_sync import Pusher
 from posttrain.types import Request, Sampling
 
 SEED = 3

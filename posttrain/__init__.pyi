@@ -269,8 +269,8 @@ from .rollouts.hf import HFEngine as HFEngine
 from .rollouts.native.engine import NativeEngine as NativeEngine
 from .rollouts.shared_weights import save_merged as save_merged
 from .rollouts.paged import PagedEngine as PagedEngine
-from .rollouts.server.client import VLLMClient as VLLMClient
-from .rollouts.server.engine import ServerEngine as ServerEngine
+from .extensions.server.client import VLLMClient as VLLMClient
+from .extensions.server.engine import ServerEngine as ServerEngine
 from .extensions.vllm.engine import VLLMEngine as VLLMEngine
 from .rollouts.base import WeightTransferProtocol as WeightTransferProtocol
 from .extensions.asynchronous.samples import (

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 OF_ANOTHER_NAME = {"openenv": "openenv-core"}  # Distributions that need not be installed here.
 OF_EXTRAS = (
     "posttrain.extensions.serve", "posttrain.extensions.vllm.worker", "posttrain.extensions.agents.proxy",
-    *(f"posttrain.rollouts.server.{name}" for name in ("bodies", "guard", "listening")),
+    *(f"posttrain.extensions.server.{name}" for name in ("bodies", "guard", "listening")),
 )  # fmt: skip
 
 

@@ -24,7 +24,14 @@ PARTS = {
     "losses": ("Losses", ("losses",)),
     "rollouts": (
         "Rollouts and servers",
-        ("rollouts", "extensions.agents", "extensions.asynchronous", "extensions.serve", "extensions.vllm"),
+        (
+            "rollouts",
+            "extensions.agents",
+            "extensions.asynchronous",
+            "extensions.serve",
+            "extensions.server",
+            "extensions.vllm",
+        ),
     ),
     "rewards": ("Rewards", ("rewards", "extensions.rewards")),
     "checks": ("Checks and reports", ("checks", "report", "cli")),

@@ -81,7 +81,6 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     driver: Any = None
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _in_loop = False
-    _owes_evaluation = False
     _losses: list[step.Loss] | None = None  # Of ours, while the user's function computes the loss of a pass.
     _window_start: float | None = None
     _head: DatasetHead | None = None
@@ -392,7 +391,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         began = time.perf_counter()
         drawn = list(itertools.islice(epoch_iterator, num_batches))
         self.checkpoints.place.draw(epoch_iterator, len(drawn), num_batches)
-        self._load_rng_state(self.checkpoints.place.checkpoint)  # Before rollouts are sampled and scored.
+        if self.checkpoints.place.checkpoint is not None:
+            self._load_rng_state(self.checkpoints.place.checkpoint)  # Before rollouts are sampled and scored.
         if not drawn:  # A stream has come to its end; it begins again with the next epoch.
             return [], None
         self._window_start = began
@@ -660,8 +660,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         start = super()._init_training_state(*args, **kwargs)
-        resumed = self.checkpoints.place.checkpoint is not None
-        self._owes_evaluation = resumed and checkpoint.owes_evaluation(self.args, self.state)
+        owed = checkpoint.owes_evaluation(self.args, self.state)
+        self._unevaluated = self.checkpoints.place.checkpoint if owed else None
         if self.state.global_step >= self.state.max_steps > 0 and self.checkpoints.place.checkpoint:
             logger.warning(
                 "the checkpoint has taken %d steps, and max_steps is %d: nothing is left to train.",
@@ -672,20 +672,15 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self.checkpoints.place.restores_random():  # Once: the loop would again, after the first step's rollouts.
+            self._evaluate_resumed()  # It may draw random numbers.
             super()._load_rng_state(checkpoint)
 
-    def _run_epoch(self, *, trial: Any, ignore_keys_for_eval: list[str] | None, **kwargs: Any) -> None:
-        self._evaluate_resumed(trial, ignore_keys_for_eval)
-        super()._run_epoch(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval, **kwargs)
-
-    def _evaluate_resumed(self, trial: Any = None, ignore_keys: list[str] | None = None) -> None:
+    def _evaluate_resumed(self) -> None:
         """Evaluate the checkpoint that a run resumes from, if the run was interrupted before this evaluation."""
-        if not self._owes_evaluation:
-            return
-        self._owes_evaluation = False
-        metrics = self._evaluate(trial, ignore_keys)
-        if metrics and self._determine_best_metric(metrics, trial):
-            self.state.best_model_checkpoint = self.checkpoints.place.checkpoint
+        folder, self._unevaluated = self._unevaluated, None
+        metrics = None if folder is None else self._evaluate(None, None)
+        if metrics and self._determine_best_metric(metrics, None):
+            self.state.best_model_checkpoint = folder
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._evaluate_resumed()  # Of a run that had no step left.

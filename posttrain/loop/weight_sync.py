@@ -104,7 +104,7 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
     check_mergeable(model)
     if args.vllm_mode != "server":
         return plugins.module("extensions.vllm.engine").VLLMEngine.for_training(model, args, accelerator)
-    return plugins.module("rollouts.server.engine").ServerEngine.for_training(model, args, accelerator)
+    return plugins.module("extensions.server.engine").ServerEngine.for_training(model, args, accelerator)
 
 
 def whole_update(push: Callable[[], None], tries: int) -> None:

@@ -277,7 +277,7 @@ class DistillationTrainer(OnlineTrainer):
         for name, teacher in servers.items():
             client = teacher
             if isinstance(teacher, str):
-                client = plugins.module("rollouts.server.client").VLLMClient(teacher, role="teacher")
+                client = plugins.module("extensions.server.client").VLLMClient(teacher, role="teacher")
             expected = named.get(name)
             self.servers[name] = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
             own = tokenizer or own_tokenizer(expected or self.servers[name].name, required=False, **trust)

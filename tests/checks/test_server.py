@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 from posttrain.checks import registry as core
 from posttrain.checks import server as checks
 from posttrain.checks.server import Parity, Probe, check_negative_control, check_parity, mean_gap, probe_sequences
+from posttrain.extensions.server.checks import Needs, check_info, needs_of, probe_logprobs
 from posttrain.models.forward import plain_logps
 from posttrain.models.probe import rounded_otherwise
-from posttrain.rollouts.server.checks import Needs, check_info, needs_of, probe_logprobs
 from tests.conftest import build_model
 
 SHAPE = {"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2}

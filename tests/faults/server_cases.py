@@ -6,9 +6,9 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from tests.extensions.server.stub_server import StubServer
 from tests.faults import build
 from tests.faults.scene import Case, Scene
-from tests.rollouts.stub_server import StubServer
 
 
 def served(lie: Callable[[Any, int], None] | None = None, *, by: int = 0, other: int | None = None, **info: Any) -> Any:
@@ -22,7 +22,7 @@ def served(lie: Callable[[Any, int], None] | None = None, *, by: int = 0, other:
     """
 
     def act(scene: Scene) -> None:
-        from posttrain.rollouts.server.engine import ServerEngine
+        from posttrain.extensions.server.engine import ServerEngine
         from tests.conftest import build_model
 
         policy = build.model(scene)
@@ -50,7 +50,7 @@ def served(lie: Callable[[Any, int], None] | None = None, *, by: int = 0, other:
 
 def unreachable(scene: Scene) -> None:
     """Nobody listens at the address."""
-    from posttrain.rollouts.server.engine import ServerEngine
+    from posttrain.extensions.server.engine import ServerEngine
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 from posttrain.errors import ConfigError, ModelError, WeightSyncError
 from posttrain.extensions.serve.engine import ServedEngine
+from posttrain.extensions.server.engine import ServerEngine
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle, read_adapter
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-import posttrain.rollouts.server.weight_sync
+import posttrain.extensions.server.weight_sync
 from posttrain.errors import ConfigError, ModelError
+from posttrain.extensions.server.weight_sync import buckets
 from posttrain.rollouts.engines import create_engine
-from posttrain.rollouts.server.weight_sync import buckets
 from posttrain.rollouts.shared_memory import (
     SharedFolder,
     checksum,
@@ -24,8 +24,8 @@ from tests.conftest import build_model
 
 
 def test_examples_in_docstrings_run():
-    assert doctest.testmod(posttrain.rollouts.server.weight_sync).attempted > 0
-    assert doctest.testmod(posttrain.rollouts.server.weight_sync).failed == 0
+    assert doctest.testmod(posttrain.extensions.server.weight_sync).attempted > 0
+    assert doctest.testmod(posttrain.extensions.server.weight_sync).failed == 0
 
 
 def test_trap_s10_s44_buckets_hold_one_dtype_and_every_tensor_once():

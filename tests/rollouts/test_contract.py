@@ -7,17 +7,17 @@ import torch
 from scipy.stats import chisquare
 
 from posttrain.errors import ConfigError, RolloutError
+from posttrain.extensions.server.engine import ServerEngine
 from posttrain.models import tree_attention
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.base import Capabilities, RolloutEngine, ScriptedEngine, require_engine
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.paged import PagedEngine
-from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
-from tests.rollouts.stub_server import StubServer
+from tests.extensions.server.stub_server import StubServer
 from tests.wordings import raises
 
 VOCAB = 37

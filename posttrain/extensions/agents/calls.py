@@ -20,9 +20,9 @@ from posttrain.data.responses import add_response_schema, parse_response
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import BadRequest, DataError, ModelError, RolloutError
 from posttrain.extensions.agents.session import CapturedCall, Session
+from posttrain.extensions.server.bodies import read_json
 from posttrain.rollouts.episodes.tokens import PlainText
 from posttrain.rollouts.native.requests import check_requests
-from posttrain.rollouts.server.bodies import read_json
 from posttrain.types import Request, Rollout, Sampling
 
 # What OpenAI's own service takes, and what changes nothing that is sampled.

@@ -31,10 +31,10 @@ from posttrain.extensions.agents.calls import (
     read_body,
 )
 from posttrain.extensions.agents.session import CapturedCall, Session
+from posttrain.extensions.server.guard import bounded
+from posttrain.extensions.server.listening import server_config
 from posttrain.integrations.machine import listen, raise_file_limit
 from posttrain.integrations.network import host_and_port
-from posttrain.rollouts.server.guard import bounded
-from posttrain.rollouts.server.listening import server_config
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling
 

@@ -291,7 +291,7 @@ class RolloutService:
         """Shared memory for engines that hold a copy, the servers' own way for servers."""
         if self._engine_kind != "server":
             return SharedWeights()
-        from posttrain.rollouts.server.engine import ServerEngine, ServerTransfer
+        from posttrain.extensions.server.engine import ServerEngine, ServerTransfer
 
         urls = self.args.server_urls
         options = self._server_options() | {"connection_timeout": self.args.vllm_server_timeout}
@@ -304,7 +304,7 @@ class RolloutService:
         return "custom" if self.given["engine_factory"] is not None else self.args.resolved_engine
 
     def _server_options(self) -> dict[str, Any]:
-        from posttrain.rollouts.server.engine import server_options
+        from posttrain.extensions.server.engine import server_options
 
         return server_options(self.args) | {"reader": self.reader}
 
@@ -357,7 +357,7 @@ class RolloutService:
     def _engine_recipe(self) -> EngineRecipe:
         kind, inner, factory = self._engine_kind, causal_lm(self.sync.run.model), self.given["engine_factory"]
         if kind == "server":
-            from posttrain.rollouts.server.engine import FollowingEngine
+            from posttrain.extensions.server.engine import FollowingEngine
 
             factory = functools.partial(FollowingEngine, **self._server_options())
         return EngineRecipe(

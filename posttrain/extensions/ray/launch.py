@@ -25,10 +25,10 @@ from posttrain.cli.launch_ray import STARTED, RayArguments
 from posttrain.cli.parser import PosttrainArgumentParser
 from posttrain.errors import ConfigError
 from posttrain.extensions.serve.config import ServeConfig
+from posttrain.extensions.server.replies import API_KEY_VARIABLE
 from posttrain.extensions.vllm.engine import vllm_command
 from posttrain.integrations import is_available, require
 from posttrain.integrations.network import host_and_port
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 
 # Prefixes of environment variables that are passed to tasks; Ray passes no others.
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from posttrain.errors import ConfigError
+from posttrain.extensions.server.replies import API_KEY_VARIABLE, check_token
 from posttrain.fields import Port, PositiveInt, check_fields, option
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token
 
 
 @dataclass

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError, WeightSyncError
+from posttrain.extensions.server.replies import INCOMPLETE
 from posttrain.models.architecture import shape_of
 from posttrain.models.heads import LogitRule, causal_lm, evaluating, placeholder_of, trunk
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.server.replies import INCOMPLETE
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout
 

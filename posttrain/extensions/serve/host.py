@@ -24,6 +24,9 @@ from posttrain.data.chat import terminal_token_ids
 from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, RolloutError, WeightSyncError
 from posttrain.extensions.serve.config import ServeConfig
 from posttrain.extensions.serve.engine import NOT_WHOLE, Job, ServedEngine
+from posttrain.extensions.server.bodies import first_errors, read_json
+from posttrain.extensions.server.guard import guard_for
+from posttrain.extensions.server.replies import LOOPBACK, error_body
 from posttrain.models.architecture import context_length
 from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
@@ -33,9 +36,6 @@ from posttrain.rollouts.adapters import TENSORS, read_adapter
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.native.requests import check_requests
 from posttrain.rollouts.sampling import reshapes, structured_guide
-from posttrain.rollouts.server.bodies import first_errors, read_json
-from posttrain.rollouts.server.guard import guard_for
-from posttrain.rollouts.server.replies import LOOPBACK, error_body
 from posttrain.rollouts.shared_memory import file_tensors, shared_path
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling

@@ -8,10 +8,10 @@ import socket
 
 from posttrain.errors import ConfigError
 from posttrain.extensions.serve.config import ServeConfig
+from posttrain.extensions.server.tokens import write_token
 from posttrain.integrations import require
 from posttrain.integrations.machine import listen, raise_file_limit
 from posttrain.integrations.network import host_and_port
-from posttrain.rollouts.server.tokens import write_token
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def run_server(config: ServeConfig) -> int:
     import uvicorn
 
     from posttrain.extensions.serve.host import create_app, make_host
-    from posttrain.rollouts.server.listening import server_config
+    from posttrain.extensions.server.listening import server_config
 
     raise_file_limit()
     host = make_host(config)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, WeightSyncError
+from posttrain.extensions.server.replies import API_KEY_VARIABLE, LOOPBACK, check_token, sampling_body
+from posttrain.extensions.server.tokens import write_token
 from posttrain.integrations import require
 from posttrain.integrations.machine import port_is_free
 from posttrain.models.heads import causal_lm, picture_encoder
@@ -24,8 +26,6 @@ from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, refuse_virtual_tokens
 from posttrain.rollouts.native.requests import check_requests
 from posttrain.rollouts.sampling import derived_seed, reshapes
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK, check_token, sampling_body
-from posttrain.rollouts.server.tokens import write_token
 from posttrain.rollouts.shared_memory import SharedFolder
 from posttrain.rollouts.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 # Of weights through shared memory, by its documented path (`posttrain.compat.paths.MOVED`).
 EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
 TRANSFER = '{"backend": "posttrain"}'
-GUARDS = "posttrain.rollouts.server.guard"
+GUARDS = "posttrain.extensions.server.guard"
 TRANSFERS = ("posttrain", "nccl")
 # Options of vLLM that have one value with which training works, and why.
 CHECKED = {

@@ -152,7 +152,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Asked of every backend by vLLM 0.27, not by 0.32; `posttrain.rollouts.server.weight_sync.Pusher` is what sends."""
+        """Asked of every backend by vLLM 0.27, not by 0.32; `posttrain.extensions.server.weight_sync.Pusher` is what sends."""
         raise NotImplementedError("buckets in shared memory are written by posttrain's trainer.")
 
     def shutdown(self) -> None:

@@ -235,7 +235,7 @@ class ServerTeacher:
     """Scores of completions that a server gives (``vllm serve``, ``posttrain serve``), by the client that rollouts use too.
 
     Args:
-        client: A `posttrain.rollouts.server.client.VLLMClient`, or what has its ``info`` and ``score``.
+        client: A `posttrain.extensions.server.client.VLLMClient`, or what has its ``info`` and ``score``.
         axes: Of the run: k and temperature.
         expected: ``teacher_model_name_or_path``, which the server's model must be; None: any.
         probe: Token ids that the server scores before anything is trained.

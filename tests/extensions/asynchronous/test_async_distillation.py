@@ -10,10 +10,10 @@ import posttrain as pt
 from posttrain.errors import ConfigError, DataError
 from tests.conftest import build_model
 from tests.extensions.asynchronous.helpers import StubTransfer, StubWorker, sample, steps
+from tests.extensions.server.stub_server import StubServer
 from tests.methods.helpers import SHORT, losses, prompts
 from tests.methods.test_distillation_scores import FakeServer
 from tests.methods.test_distillation_teachers import NAMES, dense_mixture, named, teachers
-from tests.rollouts.stub_server import StubServer
 from tests.wordings import raises
 
 ASYNC = SHORT | {"per_device_train_batch_size": 4, "max_completion_length": 8, "use_cpu": True, "optim": "sgd"}

@@ -13,8 +13,8 @@ from posttrain.extensions.asynchronous import rollouts as rollouts_module
 from tests.conftest import build_model, build_tokenizer
 from tests.extensions.asynchronous.helpers import At, Evidence, Recovering, assert_exact, sample, steps, trainer
 from tests.extensions.serve.test_process import process, with_token
+from tests.extensions.server.stub_server import Refused, Restarting, StubServer
 from tests.methods.helpers import prompts
-from tests.rollouts.stub_server import Refused, Restarting, StubServer
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 

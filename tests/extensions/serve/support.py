@@ -11,9 +11,9 @@ import uvicorn
 from posttrain.extensions.serve.config import ServeConfig
 from posttrain.extensions.serve.engine import ServedEngine
 from posttrain.extensions.serve.host import Host, create_app
+from posttrain.extensions.server.listening import server_config
+from posttrain.extensions.server.tokens import write_token
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.server.listening import server_config
-from posttrain.rollouts.server.tokens import write_token
 from tests.conftest import build_model
 
 VOCAB = 37

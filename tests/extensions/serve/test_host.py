@@ -17,14 +17,14 @@ from posttrain.errors import ConfigError
 from posttrain.extensions.serve.config import ServeConfig
 from posttrain.extensions.serve.engine import Job, ServedEngine
 from posttrain.extensions.serve.host import create_app, make_host
+from posttrain.extensions.server.engine import ServerEngine
+from posttrain.extensions.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.loop.rollout import sample
 from posttrain.losses.truncation import truncate
 from posttrain.models.vision import install_pictures
 from posttrain.pictures.picture import read_picture
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.rollouts.shared_memory import SharedFolder, checksum
 from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model, scale_logits

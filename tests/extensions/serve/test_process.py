@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import requests
 
+from posttrain.extensions.server.client import VLLMClient
+from posttrain.extensions.server.tokens import find_token
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.server.tokens import find_token
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.forks import Forked

@@ -9,11 +9,11 @@ import torch
 import posttrain
 from posttrain.checks.server import check_parity, probe_sequences
 from posttrain.errors import ServerUnreachable, WeightSyncError
+from posttrain.extensions.server.checks import check_info, needs_of, probe_logprobs
+from posttrain.extensions.server.client import VLLMClient
+from posttrain.extensions.server.engine import ServerEngine
+from posttrain.extensions.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.adapters import AdapterWeights
-from posttrain.rollouts.server.checks import check_info, needs_of, probe_logprobs
-from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.server.engine import ServerEngine
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Rollout, Sampling
 from tests.conftest import build_model, build_tokenizer

@@ -3,11 +3,11 @@
 import pytest
 
 from posttrain.errors import ConfigError, MissingDependencyError
+from posttrain.extensions.server.replies import API_KEY_VARIABLE
+from posttrain.extensions.server.tokens import find_token, write_token
 from posttrain.extensions.vllm import engine as vllm
 from posttrain.extensions.vllm.engine import EXTENSION, vllm_command
 from posttrain.integrations.machine import listen
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE
-from posttrain.rollouts.server.tokens import find_token, write_token
 from tests.wordings import raises
 
 BASE = ["--model", "m"]
@@ -32,7 +32,7 @@ def test_vllm_s_own_options_are_kept_and_those_of_training_are_added():
     assert found == {
         "--model": "m", "--max-model-len": "512", "--logprobs-mode": "processed_logprobs", "--max-logprobs": "-1",
         "--generation-config": "vllm", "--worker-extension-cls": EXTENSION, "--host": "127.0.0.1",
-        "--weight-transfer-config": '{"backend": "posttrain"}', "--middleware": "posttrain.rollouts.server.guard.LoopbackGuard",
+        "--weight-transfer-config": '{"backend": "posttrain"}', "--middleware": "posttrain.extensions.server.guard.LoopbackGuard",
     }  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_options_in_a_file_are_refused_because_nothing_here_reads_them():
 def test_trap_s52_with_a_token_every_path_is_guarded_and_other_addresses_are_open(monkeypatch):
     monkeypatch.setenv(API_KEY_VARIABLE, "secret")
     words = vllm_command([*BASE, "--host", "0.0.0.0"], cpu=False)
-    assert words[words.index("--middleware") + 1] == "posttrain.rollouts.server.guard.Guard"
+    assert words[words.index("--middleware") + 1] == "posttrain.extensions.server.guard.Guard"
     assert "secret" not in words
 
 

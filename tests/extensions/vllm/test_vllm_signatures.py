@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import posttrain.rollouts.server as server
+import posttrain.extensions.server as server
+from posttrain.extensions.server.weight_sync import NcclSender
 from posttrain.extensions.vllm.engine import EXTENSION, VLLMEngine, vllm_refusal
-from posttrain.rollouts.server.weight_sync import NcclSender
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.extensions.vllm.vllm_signatures import FILE, TRANSFER, checked, module, read, signature

@@ -10,11 +10,11 @@ import httpx2
 import pytest
 
 from posttrain.errors import ConfigError, RolloutServerError
-from posttrain.rollouts.server import listening
-from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.server.guard import Guard, LoopbackGuard, guard_for
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE
-from posttrain.rollouts.server.tokens import find_token, token_pattern, write_token
+from posttrain.extensions.server import listening
+from posttrain.extensions.server.client import VLLMClient
+from posttrain.extensions.server.guard import Guard, LoopbackGuard, guard_for
+from posttrain.extensions.server.replies import API_KEY_VARIABLE
+from posttrain.extensions.server.tokens import find_token, token_pattern, write_token
 from tests.extensions.serve.support import serving
 
 TOKEN = {"authorization": "Bearer open sesame", "content-type": "application/json"}

@@ -8,15 +8,15 @@ import torch
 
 from posttrain.checks.server import check_parity, probe_sequences
 from posttrain.errors import ServerBusy
+from posttrain.extensions.server import pool as fleet
+from posttrain.extensions.server.checks import check_info, needs_of, probe_logprobs
+from posttrain.extensions.server.engine import ServerEngine
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.server import pool as fleet
-from posttrain.rollouts.server.checks import check_info, needs_of, probe_logprobs
-from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model, build_tokenizer
 from tests.extensions.serve.test_process import process
-from tests.loop.test_far_rollouts import PLAIN, Seeded
+from tests.extensions.server.test_far_rollouts import PLAIN, Seeded
 from tests.methods.helpers import grpo, grpo_args, losses, weights
 from tests.rollouts import test_contract as contract
 

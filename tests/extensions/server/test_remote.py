@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from posttrain.errors import ServerUnreachable, WeightSyncError
-from posttrain.rollouts.server import client as connection
-from posttrain.rollouts.server import engine as server
-from posttrain.rollouts.server import pool as fleet
-from posttrain.rollouts.server.engine import FollowingEngine, ServerEngine, ServerTransfer, ServerVersions
+from posttrain.extensions.server import client as connection
+from posttrain.extensions.server import engine as server
+from posttrain.extensions.server import pool as fleet
+from posttrain.extensions.server.engine import FollowingEngine, ServerEngine, ServerTransfer, ServerVersions
 from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
-from tests.rollouts.stub_server import StubServer
+from tests.extensions.server.stub_server import StubServer
 
 VOCAB = 37
 REQUESTS = [Request([5, 6, 7, 8], 2), Request([9, 10], 2)]

@@ -17,8 +17,8 @@ from filelock import FileLock, Timeout
 
 from posttrain.data.formats import warn_once
 from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable
+from posttrain.extensions.server.client import VLLMClient
 from posttrain.redaction import hide_secrets
-from posttrain.rollouts.server.client import VLLMClient
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ import errno
 import pytest
 import torch
 
-from posttrain.rollouts.server import weight_sync
-from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.server.weight_sync import Pusher
+from posttrain.extensions.server import weight_sync
+from posttrain.extensions.server.client import VLLMClient
+from posttrain.extensions.server.weight_sync import Pusher
 from posttrain.rollouts.shared_memory import SHARED_FOLDER
 from tests.conftest import build_model
-from tests.rollouts.stub_server import StubServer
+from tests.extensions.server.stub_server import StubServer
 
 pytestmark = pytest.mark.skipif(not SHARED_FOLDER.is_dir(), reason="no shared memory here")
 

@@ -12,19 +12,19 @@ import torch
 
 from posttrain import GRPOTrainer
 from posttrain.errors import ConfigError, RolloutServerError, ServerUnreachable, WeightSyncError
+from posttrain.extensions.server import client as connection
+from posttrain.extensions.server import engine as server
+from posttrain.extensions.server import pool as fleet
+from posttrain.extensions.server.engine import ServerEngine
 from posttrain.loop.rollout import settings_of
 from posttrain.models import parallel
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.sampling import derived_seed
-from posttrain.rollouts.server import client as connection
-from posttrain.rollouts.server import engine as server
-from posttrain.rollouts.server import pool as fleet
-from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model, build_tokenizer
+from tests.extensions.server.stub_server import Restarting, StubServer
 from tests.methods.helpers import count_a, grpo, grpo_args, losses, prompts, weights
 from tests.ranks import leave, part, run_ranks
-from tests.rollouts.stub_server import Restarting, StubServer
 from tests.wordings import raises
 
 # Adam makes steps of one size out of gradients that are noise; plain descent keeps them as small as they are.
@@ -305,7 +305,7 @@ def test_every_setting_of_servers_reaches_them_from_synchronous_and_asynchronous
     import inspect
 
     from posttrain import AsyncGRPOConfig
-    from posttrain.rollouts.server.engine import server_options
+    from posttrain.extensions.server.engine import server_options
 
     given = {
         "vllm_request_timeout": 31.0,
@@ -365,7 +365,7 @@ def test_trap_s16_s19_two_ranks_share_one_server_its_errors_too_and_one_may_have
     tmp_path, tiny_tokenizer, stub
 ):
     (tmp_path / "url").write_text(stub.url)
-    found = run_ranks("tests.loop.test_far_rollouts", tmp_path, processes=2, folder=tmp_path, timeout=200)
+    found = run_ranks("tests.extensions.server.test_far_rollouts", tmp_path, processes=2, folder=tmp_path, timeout=200)
     assert [f["holds_engine"] for f in found] == [True, False]
     for rank in range(2):
         first, second, third = found[rank]["rounds"]

@@ -17,6 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor, nn
 
 from posttrain.errors import BadRequest, RolloutServerError, ServerUnreachable, WeightSyncError
+from posttrain.extensions.server.checks import check_info, needs_of, probe_logprobs
+from posttrain.extensions.server.client import VLLMClient
+from posttrain.extensions.server.pool import AWAY, Server, ServerPool, Urls
+from posttrain.extensions.server.replies import read_choice, reading, sampling_body
+from posttrain.extensions.server.weight_sync import Pusher, as_sync_error
 from posttrain.integrations.network import host_and_port
 from posttrain.models import parallel
 from posttrain.models.architecture import shape_of
@@ -25,11 +30,6 @@ from posttrain.rollouts.adapters import AdapterWeights
 from posttrain.rollouts.base import Capabilities, RolloutEngine, WeightTransfer, check_followed
 from posttrain.rollouts.native.requests import check_requests
 from posttrain.rollouts.sampling import derived_seed
-from posttrain.rollouts.server.checks import check_info, needs_of, probe_logprobs
-from posttrain.rollouts.server.client import VLLMClient
-from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
-from posttrain.rollouts.server.replies import read_choice, reading, sampling_body
-from posttrain.rollouts.server.weight_sync import Pusher, as_sync_error
 from posttrain.rollouts.shared_weights import VERSIONS_KEPT, as_dtype
 from posttrain.types import Finding, Request, Rollout, Sampling
 

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from fastapi import HTTPException
 
 from posttrain.errors import ConfigError
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK, error_body
-from posttrain.rollouts.server.tokens import token_pattern
+from posttrain.extensions.server.replies import API_KEY_VARIABLE, LOOPBACK, error_body
+from posttrain.extensions.server.tokens import token_pattern
 
 # Bytes of a body, and of one that may hold images.
 MOST_BYTES, MOST_BYTES_WITH_IMAGES = 8 * 2**20, 64 * 2**20

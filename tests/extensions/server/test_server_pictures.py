@@ -10,17 +10,17 @@ from PIL import Image
 
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.errors import BadRequest, RolloutError, RolloutServerError
+from posttrain.extensions.server.engine import ServerEngine
 from posttrain.models.vision import install_pictures
 from posttrain.pictures.picture import read_picture
 from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.extensions.serve.test_host import asked_about, copied, gap
+from tests.extensions.server.stub_server import Refused, StubServer
 from tests.methods.test_vision_online import QUICK, prompts, short
-from tests.rollouts.stub_server import Refused, StubServer
 from tests.vision_families import build
 from tests.wordings import raises
 

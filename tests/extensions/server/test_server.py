@@ -18,14 +18,14 @@ from posttrain.errors import (
     ServerUnreachable,
     WeightSyncError,
 )
-from posttrain.rollouts.server import client as connection
-from posttrain.rollouts.server import pool as fleet
-from posttrain.rollouts.server.engine import ServerEngine, VLLMClient
-from posttrain.rollouts.server.replies import sampling_body
+from posttrain.extensions.server import client as connection
+from posttrain.extensions.server import pool as fleet
+from posttrain.extensions.server.engine import ServerEngine, VLLMClient
+from posttrain.extensions.server.replies import sampling_body
 from posttrain.rollouts.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
-from tests.rollouts.stub_server import StubServer
+from tests.extensions.server.stub_server import StubServer
 
 VOCAB = 37
 REQUESTS = [Request([5, 6, 7, 8], 2), Request([9, 10], 2), Request([11, 12, 13], 2), Request([14], 2)]
@@ -303,7 +303,7 @@ def test_a_failed_push_still_reads_all_tensors_because_other_ranks_may_wait_in_e
 
 
 def test_a_bucket_that_was_changed_on_its_way_is_refused(engine, stub, model, monkeypatch):
-    monkeypatch.setattr("posttrain.rollouts.server.weight_sync.checksum", lambda data: "0" * 32)
+    monkeypatch.setattr("posttrain.extensions.server.weight_sync.checksum", lambda data: "0" * 32)
     with pytest.raises(WeightSyncError, match="checksum"):
         engine.load_weights(Weights(model), 2)
 

@@ -21,7 +21,7 @@ from posttrain.rollouts.shared_memory import (
 )
 
 if TYPE_CHECKING:
-    from posttrain.rollouts.server.client import VLLMClient
+    from posttrain.extensions.server.client import VLLMClient
 
 
 Bucket = list[tuple[str, Tensor]]

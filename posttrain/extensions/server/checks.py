@@ -49,7 +49,7 @@ class Needs:
 
 def needs_of(model: nn.Module, args: PostTrainingConfig) -> Needs:
     """Return the requirements of a trainer with this model and these arguments."""
-    from posttrain.rollouts.server.replies import shape_of
+    from posttrain.extensions.server.replies import shape_of
 
     base = causal_lm(model)
     text = base.config.get_text_config()
@@ -162,7 +162,7 @@ def _restart(info: Mapping[str, Any], needs: Needs) -> str:
 
 def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     """Check, with two tiny requests at two temperatures, whether log-probs are those of the sampled distribution."""
-    from posttrain.rollouts.server.replies import ranked, sampling_body
+    from posttrain.extensions.server.replies import ranked, sampling_body
 
     prompt = [min(7, needs.vocabulary - 1)]
     settings = [Sampling(1, temperature, top_logps=PROBE_TOP) for temperature in (0.5, 1.0)]

@@ -27,8 +27,7 @@ from posttrain.errors import (
     ServerUnreachable,
     WeightSyncError,
 )
-from posttrain.integrations.network import CONNECTIONS, host_and_port, network_advice
-from posttrain.rollouts.server.replies import (
+from posttrain.extensions.server.replies import (
     API_KEY_VARIABLE,
     GENERATE,
     INCOMPLETE,
@@ -44,7 +43,8 @@ from posttrain.rollouts.server.replies import (
     reading,
     scores_of,
 )
-from posttrain.rollouts.server.tokens import LocalToken
+from posttrain.extensions.server.tokens import LocalToken
+from posttrain.integrations.network import CONNECTIONS, host_and_port, network_advice
 from posttrain.types import Request
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class VLLMClient:
         user, _, password = urlsplit(self.base_url).netloc.rpartition("@")[0].partition(":")
         self.base_url = re.sub(r"(?<=://)[^/]*@", "", self.base_url)
         self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
-        self.communicator: Any = None  # `posttrain.rollouts.server.weight_sync.NcclSender`
+        self.communicator: Any = None  # `posttrain.extensions.server.weight_sync.NcclSender`
         self.facts: dict[str, Any] = {}
         self.adapter = ""  # Of a vLLM: the LoRA adapter that is asked, by the version it is named after.
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
@@ -634,13 +634,13 @@ class VLLMClient:
 
     def init_communicator(self, device: torch.device | str = 0) -> None:
         """Join the server's weight-update group over NCCL, as TRL's client does; needs vLLM and a GPU of one's own."""
-        from posttrain.rollouts.server.weight_sync import NcclSender
+        from posttrain.extensions.server.weight_sync import NcclSender
 
         self.communicator = NcclSender(self, device)
 
     def update_model_params(self, model: nn.Module, version: str | None = None) -> None:
         """Replace all weights by those of a model; ``version`` names them, and every later reply says so."""
-        from posttrain.rollouts.server.weight_sync import Pusher
+        from posttrain.extensions.server.weight_sync import Pusher
         from posttrain.rollouts.shared_weights import Weights
 
         pusher = Pusher()

@@ -1,1 +1,0 @@
-"""Rollout servers as the trainer sees them: client, pool, weight sync."""
