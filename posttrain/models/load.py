@@ -467,6 +467,8 @@ NEEDS_MORE = ADDS_LAYERS | {
 NEEDS_MORE_WITH = {
     "alora_invocation_tokens": "the position of the invocation tokens in each row, and rows hold several sequences here",
     "use_asa": "a mask update after each optimizer step",
+    "kasa_config": "two regularization terms in the loss (peft's _get_kasa_loss)",
+    "monteclora_config": "a variational term in the loss (peft's _get_monteclora_loss)",
     "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not hold",
 }
 # Prefixes of init_lora_weights values that change the base weights in a way that peft cannot reproduce at load time. They use

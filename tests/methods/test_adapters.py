@@ -60,6 +60,8 @@ TARGETS = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
         (peft.LilyConfig(**TARGETS), "LILY"),
         (peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1), "ADAPTION_PROMPT"),
         (peft.LoraConfig(alora_invocation_tokens=[5], **TARGETS), "alora_invocation_tokens"),
+        (peft.LoraConfig(kasa_config=peft.KasaConfig(), **TARGETS), "_get_kasa_loss"),
+        (peft.LoraConfig(monteclora_config=peft.MontecloraConfig(), **TARGETS), "_get_monteclora_loss"),
         (peft.VBLoRAConfig(save_only_topk_weights=True, num_vectors=8, vector_length=4, **TARGETS), "save_only_topk"),
     ],
     ids=lambda value: type(value).__name__,

@@ -165,7 +165,7 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 raise ModelError(
                     f"a {type(tuner).__module__}.{type(tuner).__name__} adapter cannot be merged into the base layer's {name}, "
-                    f"which a rollout engine with a copy of the weights needs: {error} Fix: rollout_engine='hf', in the "
+                    f"which a rollout engine with a copy of the weights needs: {str(error).rstrip('.')}. Fix: rollout_engine='hf', in the "
                     "trainer's process; or LoRA without a bias of its own (lora_bias=False)."
                 ) from error
             return whole_tensor(getattr(twin.get_base_layer(), name).detach())
