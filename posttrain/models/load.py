@@ -23,7 +23,7 @@ from posttrain.fields import PositiveInt, Share, check_fields, option
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
 from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, text_of
-from posttrain.models.heads import adapter_kind, causal_lm
+from posttrain.models.heads import adapter_kind, causal_lm, output_layer
 from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.quantised import prepare_adapter
 
@@ -441,6 +441,7 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
     if isinstance(model, peft.PeftMixedModel):
         raise ConfigError("a peft.PeftMixedModel cannot be trained here. Fix: give one adapter to peft.get_peft_model.")
     if isinstance(model, peft.PeftModel):
+        _name_tied_layers(model)
         _check_adapter(model, activation_checkpointing)
     if isinstance(model, peft.PeftModel) and activation_checkpointing:
         # With frozen embeddings, the input of the first checkpointed layer needs no gradient, so adapters would get none.
@@ -467,11 +468,48 @@ NEEDS_MORE = ADDS_LAYERS | {
 NEEDS_MORE_WITH = {
     "alora_invocation_tokens": "the position of the invocation tokens in each row, and rows hold several sequences here",
     "use_asa": "a mask update after each optimizer step",
+    "kasa_config": "two regularization terms in the loss (peft's _get_kasa_loss)",
+    "monteclora_config": "a variational term in the loss (peft's _get_monteclora_loss)",
     "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not hold",
 }
 # Prefixes of init_lora_weights values that change the base weights in a way that peft cannot reproduce at load time. They use
 # a randomized decomposition of the weights, or a decomposition of gradients.
 UNREPEATABLE_STARTS = ("pissa_niter_", "lora_ga")
+
+
+def _name_tied_layers(model: Any) -> None:
+    """Add the names of layers that peft ties to the embeddings (``ensure_weight_tying``) back to the adapter configs.
+
+    peft removes them. It finds tied layers by the names ``embed_tokens`` and ``lm_head``, so for an embedding with another name
+    (``wte``) a saved adapter, or a second one made of the config, would leave the output layer out.
+    """
+    for config in model.peft_config.values():
+        for field, tied in (("target_modules", "target_modules_to_tie"), ("modules_to_save", "modules_to_tie")):
+            names = getattr(config, field, None)
+            if names and not isinstance(names, str):
+                setattr(config, field, type(names)(dict.fromkeys([*names, *(getattr(config, tied, None) or ())])))
+
+
+def _check_tied_layers(model: Any) -> None:
+    """Raise if ``ensure_weight_tying`` had no effect on tied embeddings."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    base = causal_lm(model)
+    adapted = [
+        isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        for layer in (base.get_input_embeddings(), output_layer(base))
+    ]
+    ties = getattr(model.active_peft_config, "ensure_weight_tying", False) and getattr(
+        base, "all_tied_weights_keys", None
+    )
+    if ties and adapted == [True, False]:
+        raise ConfigError(
+            "the adapter has ensure_weight_tying=True, but it changes the embeddings and not the output layer that is tied to "
+            "them: peft ties layers only if the config names 'embed_tokens' or 'lm_head'. Fix: add 'lm_head' to target_modules "
+            "or modules_to_save, where the embeddings are named. For an adapter that was loaded, do so in its "
+            "adapter_config.json and load it again."
+        )
 
 
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
@@ -490,6 +528,7 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             "not hold that start, so a loaded one would be added to other base weights than those it was trained on. Fix: "
             "init_lora_weights='pissa' or 'olora', which peft can compute again, or True."
         )
+    _check_tied_layers(model)
     if any(getattr(module, "merged", False) is True for module in model.modules()):
         raise ModelError(
             "the model's adapter is merged into the base weights, where it cannot be trained. Fix: model.unmerge_adapter()."

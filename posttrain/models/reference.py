@@ -243,10 +243,19 @@ class Reference:
             return
         learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         config = copy.deepcopy(model.peft_config[active])
+        if getattr(config, "target_modules_to_tie", None):
+            raise ModelError(
+                "the reference would be a frozen copy of this adapter, and peft cannot make a second adapter of layers that it "
+                "tied (ensure_weight_tying=True). Fix: load model and adapter a second time and pass them as ref_model."
+            )
         # Creating the copy must neither change the base weights nor replicate layers a second time.
         for name, neutral in (("init_lora_weights", True), ("layer_replication", None)):
             if hasattr(config, name):
                 setattr(config, name, neutral)
+        if tied := getattr(
+            config, "modules_to_tie", None
+        ):  # peft ties the copy of the embeddings to the output layer itself.
+            config.modules_to_save = [name for name in config.modules_to_save if name not in tied]
         model.add_adapter(REF_ADAPTER, config)
         model.set_adapter(active)
         parameters = dict(model.named_parameters())

@@ -163,9 +163,10 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
             try:
                 twin.merge()
             except (RuntimeError, ValueError, NotImplementedError) as error:
+                reason = str(error).rstrip(".")
                 raise ModelError(
                     f"a {type(tuner).__module__}.{type(tuner).__name__} adapter cannot be merged into the base layer's {name}, "
-                    f"which a rollout engine with a copy of the weights needs: {error} Fix: rollout_engine='hf', in the "
+                    f"which a rollout engine with a copy of the weights needs: {reason}. Fix: rollout_engine='hf', in the "
                     "trainer's process; or LoRA without a bias of its own (lora_bias=False)."
                 ) from error
             return whole_tensor(getattr(twin.get_base_layer(), name).detach())

@@ -5,8 +5,10 @@ import copy
 import peft
 import pytest
 import torch
+import transformers
 
 from posttrain import ConfigError, ModelError, use_adapter
+from posttrain.models.load import wrap_with_peft
 from posttrain.models.probe import probe_head
 from posttrain.models.reference import Reference
 from posttrain.rollouts.engines import create_engine
@@ -60,6 +62,8 @@ TARGETS = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
         (peft.LilyConfig(**TARGETS), "LILY"),
         (peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1), "ADAPTION_PROMPT"),
         (peft.LoraConfig(alora_invocation_tokens=[5], **TARGETS), "alora_invocation_tokens"),
+        (peft.LoraConfig(kasa_config=peft.KasaConfig(), **TARGETS), "_get_kasa_loss"),
+        (peft.LoraConfig(monteclora_config=peft.MontecloraConfig(), **TARGETS), "_get_monteclora_loss"),
         (peft.VBLoRAConfig(save_only_topk_weights=True, num_vectors=8, vector_length=4, **TARGETS), "save_only_topk"),
     ],
     ids=lambda value: type(value).__name__,
@@ -84,6 +88,50 @@ def test_a_reference_that_shares_trained_base_weights_is_refused(branch):
         Reference(model, **given)
     other = copy.deepcopy(model)
     assert Reference(model, given=other, **given).copy is other  # A copy does not move with the policy.
+
+
+def gpt2(seed=0):
+    """A tied model whose embeddings have another name than those peft looks for."""
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(
+        vocab_size=37, n_embd=16, n_layer=1, n_head=2, n_positions=32, initializer_range=0.2
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("field", ["target_modules", "modules_to_save"])
+def test_an_adapter_of_tied_embeddings_is_loaded_with_its_output_layer(tmp_path, field):
+    """peft takes lm_head out of the config; loaded, the output layer would be that of the base model (off by 3)."""
+    names = {"target_modules": ["c_attn"]}
+    names[field] = [*names.get(field, []), "wte", "lm_head"]
+    config = peft.LoraConfig(r=4, ensure_weight_tying=True, task_type="CAUSAL_LM", **names)
+    model = wrap_with_peft(gpt2(), config, activation_checkpointing=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    ids = torch.arange(8)[None]
+    trained, start = model(ids).logits, gpt2()(ids).logits
+    assert (trained - start).abs().max() > 0.5
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(gpt2(), tmp_path, is_trainable=True)
+    torch.testing.assert_close(loaded(ids).logits, trained)
+    assert type(loaded.get_base_model().lm_head) is not torch.nn.Linear
+    wrap_with_peft(loaded, None, activation_checkpointing=False)
+    if field == "target_modules":
+        with raises(ModelError, "ensure_weight_tying=True", "ref_model"):
+            Reference(loaded)
+        return
+    with Reference(loaded).active(loaded) as reference:
+        torch.testing.assert_close(reference(ids).logits, trained)
+
+
+def test_an_adapter_that_lost_its_tied_output_layer_is_refused():
+    """So peft loads one that it saved without the name of the output layer."""
+    config = peft.LoraConfig(r=4, target_modules=["c_attn", "wte"], ensure_weight_tying=True, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(gpt2(), config)
+    with raises(ConfigError, "ensure_weight_tying=True", "'lm_head'", "adapter_config.json"):
+        wrap_with_peft(model, None, activation_checkpointing=False)
 
 
 def test_an_adapter_that_is_merged_is_refused_and_so_is_a_mixed_model(tiny_tokenizer, tmp_path):
