@@ -43,6 +43,7 @@ from posttrain.models.heads import (
     install_token_head,
     train_new_tokens,
     train_score_head,
+    unsaved_encoders,
 )
 from posttrain.models.load import check_model_source, wrap_with_peft
 from posttrain.models.memory import check_offloading, recomputes
@@ -453,6 +454,12 @@ def prepared_model(
     model = wrap_with_peft(model, peft_config, activation_checkpointing=recomputes(args))
     install_token_head(model)
     refuse_float16(model, args)
+    if args.load_best_model_at_end and (encoded := unsaved_encoders(model)):
+        raise ConfigError(
+            f"load_best_model_at_end=True cannot load the adapter {encoded[0]!r}: checkpoints hold its virtual tokens without "
+            "the encoder that computes them, which peft does not save. Fix: load_best_model_at_end=False, PROMPT_TUNING, or "
+            "prefix_projection=False."
+        )
     return model
 
 

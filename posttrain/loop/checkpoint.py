@@ -30,7 +30,7 @@ from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.loop.checks import Checks
 from posttrain.models import parallel
-from posttrain.models.heads import adapter_kind, adapters_of
+from posttrain.models.heads import adapters_of, unsaved_encoders
 from posttrain.models.memory_estimate import optimizer_bytes
 from posttrain.report.files import read_json
 from posttrain.types import Finding
@@ -226,12 +226,7 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
             f"{str(folder)!r} holds an adapter, and this run trains the whole model. Fix: give the adapter's settings (use_peft "
             f"with lora_r and its other options, or peft_config; they stand in {str(folder / 'adapter_config.json')!r})."
         )
-    encoded = [
-        name
-        for name, config in ours.items()
-        if adapter_kind(config) == "P_TUNING" or getattr(config, "prefix_projection", False)
-    ]
-    if encoded:
+    if encoded := unsaved_encoders(model):
         raise CheckpointError(
             f"{str(folder)!r} holds the virtual tokens of the adapter {encoded[0]!r} without the encoder that computes "
             "them, which peft does not save: training cannot go on. Fix: train without an interruption, or use PROMPT_TUNING or "

@@ -194,6 +194,15 @@ def adapter_kind(config: PeftConfig) -> str:
     return str(config.peft_type).rsplit(".", 1)[-1]
 
 
+def unsaved_encoders(model: nn.Module) -> list[str]:
+    """Return the adapters whose virtual tokens come from an encoder, which peft does not save."""
+    return [
+        name
+        for name, config in adapters_of(model).items()
+        if adapter_kind(config) == "P_TUNING" or getattr(config, "prefix_projection", False)
+    ]
+
+
 def learns_prompts(model: nn.Module) -> bool:
     """Return whether an enabled peft wrapper prepends virtual tokens to every row and accepts only 2-D masks."""
     bare = unwrapped(model)

@@ -35,8 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 def _active_dropout(model: nn.Module) -> str:
-    """The first dropout that acts in training, as ``name=rate`` (an adapter's own included); empty where there is none."""
+    """Return the first noise of training, as ``name=rate`` (an adapter's own included). Empty without noise."""
     for name, module in model.named_modules():
+        if hasattr(module, "pvera_lambda_d"):
+            return f"the noise of the PVeRA adapter in {name}"
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"{name}={module.p}"
     rate = getattr(text_of(config_of(model)), "attention_dropout", 0.0)
@@ -127,7 +129,7 @@ class GRPOTrainer(OnlineTrainer):
         if dropout := _active_dropout(self.model):
             logger.warning(
                 "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
-                "disable_dropout=True.", dropout,
+                "disable_dropout=True, or train another adapter than PVeRA.", dropout,
             )  # fmt: skip
 
     # The entropy bonus -------------------------------------------------------------------------------------------

@@ -332,3 +332,11 @@ def snapshot(trainer):
     bare = build_model(trainer.model.config.vocab_size)
     bare.load_state_dict(trainer.model.get_base_model().state_dict())
     return model, bare
+
+
+def test_rows_without_the_trained_tokens_do_not_end_a_run(tiny_tokenizer, tmp_path):
+    adapter = peft.TrainableTokensConfig(token_indices=[len(tiny_tokenizer) - 1], target_modules=["embed_tokens"])
+    model = build_model(len(tiny_tokenizer), tie_word_embeddings=False)
+    trainer = sft(tmp_path, tiny_tokenizer, model, peft_config=adapter, max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import datasets
+import peft
 import pytest
 import torch
 
@@ -162,6 +163,10 @@ def test_r38_active_dropout_is_warned_of(tiny_tokenizer, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         grpo(tmp_path, tiny_tokenizer, model=model, disable_dropout=True)
     assert "is active" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        adapter = peft.PveraConfig(r=4, target_modules=["q_proj"])
+        grpo(tmp_path, tiny_tokenizer, disable_dropout=True, peft_config=adapter)
+    assert "the noise of the PVeRA adapter" in caplog.text
 
 
 @pytest.mark.parametrize("groups", [2, 1])

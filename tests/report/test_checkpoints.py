@@ -601,6 +601,9 @@ def test_a_checkpoint_without_the_encoder_of_virtual_tokens_is_refused(tmp_path,
     sft(tmp_path, tiny_tokenizer, **settings).train()
     with raises(CheckpointError, "checkpoint-1", "PROMPT_TUNING"):
         sft(tmp_path, tiny_tokenizer, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": chats(2), "load_best_model_at_end": True}
+    with raises(ConfigError, "load_best_model_at_end", "PROMPT_TUNING"):
+        sft(tmp_path / "best", tiny_tokenizer, **settings | evaluated)
 
 
 @pytest.mark.parametrize(
