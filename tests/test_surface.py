@@ -49,7 +49,7 @@ def fields_and_readers():
                 elif isinstance(node, ast.FunctionDef):  # getattr(args, "name"), and loops over names.
                     found = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
                 for name in found:
-                    place = "vllm" if path.parent.name in ("vllm", "server") else path.stem
+                    place = "vllm" if path.parent.name == "vllm" else path.stem
                     readers.setdefault(name, set()).add((place, getattr(top, "name", "")))
     return options, readers
 
@@ -67,6 +67,7 @@ def test_what_vllm_alone_reads_is_refused_where_there_is_none():
     names = {*VllmFields.__dataclass_fields__, *VllmSyncFields.__dataclass_fields__}
     of_vllm = {
         ("vllm", ""),
+        ("engine", "ServerEngine"),
         ("machine", "ports_of_servers"),
         ("online_config", "OnlineConfig"),
     }

@@ -20,7 +20,7 @@ PAGE = PACKAGE.parent / "docs" / "concepts.md"
 ASIDE = ("checks/", "report/", "integrations/", "errors.py", "fields.py", "metrics.py", "types.py")
 ASIDE += ("redaction.py", "compat/overrides.py")
 ASIDE += ("__init__.py",)  # Its finder is asked for each optional package that is not installed.
-ASIDE += ("rollouts/engines.py",)
+ASIDE += ("rollouts/engines.py", "rollouts/shared_memory.py")
 ASIDE += (
     "models/load.py",
     "models/parallel.py",

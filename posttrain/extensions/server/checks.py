@@ -49,7 +49,7 @@ class Needs:
 
 def needs_of(model: nn.Module, args: PostTrainingConfig) -> Needs:
     """Return the requirements of a trainer with this model and these arguments."""
-    from posttrain.extensions.server.replies import shape_of
+    from posttrain.models.architecture import shape_of
 
     base = causal_lm(model)
     text = base.config.get_text_config()

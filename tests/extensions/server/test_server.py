@@ -303,7 +303,7 @@ def test_a_failed_push_still_reads_all_tensors_because_other_ranks_may_wait_in_e
 
 
 def test_a_bucket_that_was_changed_on_its_way_is_refused(engine, stub, model, monkeypatch):
-    monkeypatch.setattr("posttrain.extensions.server.weight_sync.checksum", lambda data: "0" * 32)
+    monkeypatch.setattr("posttrain.rollouts.shared_memory.checksum", lambda data: "0" * 32)
     with pytest.raises(WeightSyncError, match="checksum"):
         engine.load_weights(Weights(model), 2)
 
