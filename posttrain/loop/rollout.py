@@ -242,7 +242,7 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
         columns["rollout_logp"] = sampled
     elif known and can.has_logprobs and run.method.temperature == run.args.temperature:
         columns["engine_logp"] = sampled
-    outlived = rollouts.mode == "train" and outlives_weights(run)
+    outlived = rollouts.mode == "train" and run.args.outlives_weights
     if run.method.needs_old_logp(outlived):
         if known and old_is_sampled(run):
             columns["old_logp"] = sampled
@@ -258,12 +258,6 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
         given = not (run.method.traits.beta_is_kl and run.args.beta)
         check_rules(run.args, [("beta", given, "needs a reference, made with the trainer: set it in the config")])
     return columns
-
-
-def outlives_weights(run: Run) -> bool:
-    """Return whether a slice may outlive the weights that sampled it."""
-    args = run.args
-    return args.gradient_accumulation_steps % ((args.steps_per_generation or 1) * args.num_iterations) != 0
 
 
 def old_is_sampled(run: Run) -> bool:

@@ -416,6 +416,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
                 )
 
     @property
+    def outlives_weights(self) -> bool:
+        """Whether completions may be trained after an update of the weights that sampled them."""
+        return self.gradient_accumulation_steps % ((self.steps_per_generation or 1) * self.num_iterations) != 0
+
+    @property
     def generation_config(self) -> transformers.GenerationConfig:
         """A copy of the sampling settings for ``model.generate``; changing it changes nothing here."""
         return transformers.GenerationConfig(

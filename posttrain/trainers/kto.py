@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -143,12 +143,6 @@ class KTOTrainer(PreferenceTrainer):
 
         return precomputed_logps(self.run, done, reference, ("ref_KL_logps",), name=name, batches_of=mismatched)
 
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
-        """All micro-batches of a step, and the mismatched ones beside them."""
-        self._mismatched: list[Batch] = []
-        self._judged = 0
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
         """The baseline of the step."""
         super().before_step(micro_batches)
@@ -167,6 +161,9 @@ class KTOTrainer(PreferenceTrainer):
     def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
         """Judged batches with the reference's log-probs; the mismatched ones are kept for the baseline."""
         judged, mismatched = inputs
+        if index == 0:
+            self._mismatched: list[Batch] = []
+            self._judged = 0
         self._mismatched += mismatched
         self._judged += sum(batch.num_sequences for batch in judged)
         return super().micro_batch(judged, index)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 from posttrain.loop.online import OnlineTrainer
-from posttrain.loop.rollout import outlives_weights
 from posttrain.loop.scoring import by_column
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.methods.rloo import CLIPPED_MOST, CLIPPED_STEPS, RLOO, RLOOConfig
@@ -26,7 +24,6 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Batch, LossTerms, ModelOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +56,6 @@ class RLOOTrainer(OnlineTrainer):
         "id": "2402.14740",
     }
     args: RLOOConfig
-    _told = False
 
     @property
     def _logs(self) -> dict[str, list]:
@@ -114,23 +110,14 @@ class RLOOTrainer(OnlineTrainer):
             environment_factory=environment_factory,
         )
         self._clipped_steps, self._last_logged = 0, 0
-        if self.args.sync_ref_model and self.reference is not None:
-            self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
-
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """See `rloo_objective`."""
-        if batch.rollout_logp is not None and self.args.vllm_importance_sampling_correction and not self._told:
-            self._told = True
+        if self.args.vllm_importance_sampling_correction and not self.run.online.samples_policy:
             logger.warning(
                 "completions come from another engine than the trainer's: their weight is the ratio of both probabilities "
                 "(vllm_importance_sampling_mode=%r). vllm_importance_sampling_correction=False turns that off.",
                 self.args.vllm_importance_sampling_mode,
             )
-        # While the policy has not moved the ratio is 1. Stored log-probs would add half precision's rounding of every token
-        # of a completion: ratios up to 2.9 were seen for 8 tokens in bfloat16, and the clip would act on them.
-        if not outlives_weights(self.run):
-            batch = replace(batch, old_logp=None)
-        return super().objective(outputs, batch)
+        if self.args.sync_ref_model and self.reference is not None:
+            self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
         metrics = super().reduced_metrics(mode)
@@ -140,7 +127,7 @@ class RLOOTrainer(OnlineTrainer):
 
     def _watch_clipping(self, share: float) -> None:
         """A ratio of whole sequences leaves the clip's band after tiny updates: then most of a generation trains nothing."""
-        if not outlives_weights(self.run):
+        if not self.args.outlives_weights:
             return
         steps, self._last_logged = self.state.global_step - self._last_logged, self.state.global_step
         before = self._clipped_steps
