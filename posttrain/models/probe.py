@@ -22,6 +22,7 @@ from posttrain.models.architecture import (
     config_of,
     head_size,
     key_value_heads,
+    layer_configs,
     layer_kinds,
     query_heads,
 )
@@ -370,7 +371,9 @@ def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | N
     if not heads:
         return ""
     dtype = autocast or (coarsest_dtype(model) if coarsest_dtype(model).is_floating_point else weight.dtype)
-    return tree_attention.kernel_fault(device, dtype, heads, key_value_heads(text), head_size(text))
+    kinds = dict.fromkeys((key_value_heads(one), head_size(one)) for one in layer_configs(text))
+    faults = (tree_attention.kernel_fault(device, dtype, heads, kv, size) for kv, size in kinds)
+    return next(filter(None, faults), "")
 
 
 def _forest_fault(model: Module, layout: Layout) -> str:

@@ -62,7 +62,7 @@ ARCHITECTURES = {
     "olmo2": ("olmo2", {}, True, True),
     "olmo3": ("olmo3", MIXED, True, True),
     "smollm3": ("smollm3", MIXED | {"use_sliding_window": True}, True, True),
-    "gpt-oss": ("gpt_oss", MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}, True, False),
+    "gpt-oss": ("gpt_oss", MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}, True, True),
     "gpt-neox": ("gpt_neox", {"rotary_pct": 0.5}, True, True),
     "gpt2": ("gpt2", {}, True, True),
     "gpt-neo": (
@@ -83,7 +83,7 @@ ARCHITECTURES = {
             "floor_scale": WINDOW,
         },
         False,
-        False,
+        True,
     ),
     "jamba": (
         "jamba",

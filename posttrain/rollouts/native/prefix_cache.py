@@ -339,6 +339,7 @@ class Filler:
         shared = len(self.shared) if self.store.common is not None else 0
         self.store.filling = fill = Fill(past, shared=shared, known=known, room=room)
         fill.span = None if seen is None else seen.span
+        self.store.positions = positions
         try:
             output = self.engine.trunk(input_ids=ids, position_ids=positions, use_cache=False, **inputs)
             fill.states = output.last_hidden_state

@@ -156,8 +156,9 @@ class Run:
         if self.steps == PACK_FROM and self.packed is not None and not self.packed.weights:
             self._pack()
         self.store.begin_step(max(len(c.tokens) for c in self.live) - 1)
+        self.store.positions = self.positions[:, None]
         hidden = self.engine.trunk(
-            input_ids=self.tokens[:, None], position_ids=self.positions[:, None], use_cache=False
+            input_ids=self.tokens[:, None], position_ids=self.store.positions, use_cache=False
         ).last_hidden_state[:, 0]
         self.tokens = self.chooser.draw(self.engine.logits(hidden), self.live)
         self.positions = self.positions + 1
