@@ -69,12 +69,14 @@ class Block:
         prompts: Numbers of the prompts, in batch order.
         lengths: ``(P,)`` tokens of each.
         keys, values: Per layer ``(P, KV heads, width, head size)``.
+        states: ``(P, ...)`` states of recurrent layers at the end of each prompt, see `posttrain.models.recurrent.states`.
     """
 
     prompts: list[int]
     lengths: Tensor
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+    states: list[Tensor] = field(default_factory=list)
 
     def append(self, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
         """Add the next positions of all prompts."""
@@ -98,14 +100,24 @@ class Block:
         i = self.prompts.index(prompt)
         return {n: (self.keys[n][i : i + 1, :, :length], self.values[n][i : i + 1, :, :length]) for n in self.keys}
 
+    def states_of(self, prompt: int) -> list[Tensor]:
+        """Return copies ``(1, ...)`` of the states of one prompt."""
+        return one_row(self.states, self.prompts.index(prompt))
+
     def keep(self, prompts: list[int]) -> None:
         """Free the memory of all other prompts."""
         index = torch.tensor([self.prompts.index(p) for p in prompts], device=self.lengths.device)
         self.prompts, self.lengths = prompts, self.lengths[index]
+        self.states = [state[index] for state in self.states]
         width = int(self.lengths.max())
         for memory in (self.keys, self.values):
             for layer, tensor in memory.items():
                 memory[layer] = tensor[index, :, :width]
+
+
+def one_row(states: list[Tensor], row: int) -> list[Tensor]:
+    """Return copies ``(1, ...)`` of the states of one row."""
+    return [state[row : row + 1].clone() for state in states]
 
 
 @dataclass(slots=True)
@@ -222,6 +234,8 @@ class Store:
         lengths: ``(n,)`` suffix tokens stored so far by each live row, the current one not included.
         longest: The largest of them, on the host.
         keys, values: Per layer ``(slots, KV heads, capacity, head size)``.
+        states: ``(slots, ...)`` states of recurrent layers, see `posttrain.models.recurrent.states`.
+        repeats: Calls so far in the running pass of attention layers that stand in several places.
         unseen: By window and chunk, what each row may not see in this step; computed once for all layers.
         places: By key-value heads and capacity, where this step's keys go in a layer's memory; computed once too.
         plan: What compiled layers know of the groups (`posttrain.rollouts.native.layers`).
@@ -237,9 +251,30 @@ class Store:
     longest: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+    states: list[Tensor] = field(default_factory=list)
+    repeats: int = 0
     unseen: dict[Sight, Tensor] = field(default_factory=dict)
     places: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     plan: Any = None
+
+    def begin_pass(self, positions: Tensor) -> None:
+        """Note the positions ``(n, t)`` of the tokens of the next pass."""
+        self.positions, self.repeats = positions, 0
+
+    def layer_of(self, module: Any) -> int:
+        """Return the key of a layer's memory. Zamba 2 has the same attention layers in several places, all with index -1."""
+        if module.layer_idx >= 0:
+            return module.layer_idx
+        self.repeats += 1
+        return -self.repeats
+
+    def begin_rows(self, rows: slice, block: Block, prompt: int) -> None:
+        """Give rows the states at the end of their prompt."""
+        if not self.states:
+            self.states = [state.new_empty(self.slots, *state.shape[1:]) for state in block.states]
+        index = block.prompts.index(prompt)
+        for memory, state in zip(self.states, block.states, strict=True):
+            memory[rows] = state[index]
 
     def begin_step(self, longest: int) -> None:
         """One position more for every live row; ``longest`` of them are the most that one has so far."""
@@ -333,13 +368,15 @@ class Store:
 
     def clear(self) -> None:
         """Free all suffixes."""
-        self.keys, self.values = {}, {}
+        self.keys, self.values, self.states = {}, {}, []
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy one row's suffix to another row, to close the gap a finished sequence leaves."""
+        """Copy one row's suffix and states to another row, to close the gap a finished sequence leaves."""
         for memory in (self.keys, self.values):
             for tensor in memory.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
+        for state in self.states:
+            state[target] = state[source]
 
 
 class _Running(threading.local):
@@ -358,7 +395,7 @@ def current_store() -> Store:
 
 
 def native_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -379,20 +416,18 @@ def native_attention(
     if sliding_window is ...:
         sliding_window = getattr(module, "sliding_window", None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    rule = Rule(scale, softcap, sliding_window, _chunk(module), s_aux)  # type: ignore[arg-type]
-    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+    rule = Rule(scale, softcap, sliding_window, _chunk(module), s_aux)
+    if module.config.model_type == "llama4_text" and module.attn_temperature_tuning and not module.use_rope:
         query = _tempered(module, query, store.positions)
     # Under autocast the rotary embedding leaves queries and keys in float32 beside half-precision values.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    return store.attend(module.layer_idx, query, key, value, rule), None  # type: ignore[arg-type]
+    return store.attend(store.layer_of(module), query, key, value, rule), None
 
 
-def _chunk(module: nn.Module) -> int | None:
+def _chunk(module: Any) -> int | None:
     """Return the chunk size of a layer of Llama 4, or None for other layers."""
-    config: Any = getattr(module, "config", None)
-    kinds = () if config is None else layer_kinds(config)
-    chunked = bool(kinds) and kinds[module.layer_idx] == "chunked_attention"  # type: ignore[index]
-    return config.attention_chunk_size if chunked else None
+    chunked = "chunked_attention" in layer_kinds(module.config)[module.layer_idx :][:1]
+    return module.config.attention_chunk_size if chunked else None
 
 
 def _tempered(module: Any, query: Tensor, positions: Tensor) -> Tensor:
