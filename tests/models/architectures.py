@@ -29,6 +29,12 @@ KIMI = {
 }  # fmt: skip
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+
 # By name: the model type, fields of its config, whether it takes a forest, whether the native engine runs it.
 ARCHITECTURES = {
     "llama": ("llama", {}, True, True),
@@ -83,6 +89,7 @@ ARCHITECTURES = {
         False,
         True,
     ),
+    "deepseek v3": ("deepseek_v3", LATENT, True, True),
     "jamba": (
         "jamba",
         {

@@ -19,6 +19,7 @@ CHANGES = {
     | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB},
     "gpt-oss": {},
     "llama4": {"floor_scale": 8},
+    "deepseek v3": {},
     **{name: {} for name in HYBRIDS},
     # Clamps that change most step sizes; two places of one attention layer.
     "nemotron h": {"time_step_min": 0.5},
