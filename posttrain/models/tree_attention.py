@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from posttrain.errors import ModelError
 from posttrain.models.architecture import OWN_NAMES
@@ -390,7 +391,7 @@ def tree_attention(
     Args:
         q: ``(B, heads, T, d)``.
         k: ``(B, KV heads, T, d)``; heads are a multiple of KV heads.
-        v: Likewise.
+        v: Likewise; the size of its heads may be another.
         forest: The tries of the batch.
         scale: Of the scores.
         window: A token sees so many positions, its own included; None: all before it.
@@ -404,20 +405,22 @@ def tree_attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     elif not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
+    # Kernels need heads of one size. In latent attention (DeepSeek), keys are longer than values.
+    size = v.shape[-1]
+    most = max(size, q.shape[-1])
+    q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
-        return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale))
+        return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale))[..., :size]
 
 
 # Its calls depend on the tries, which are others in every pass: nothing to compile.
 _uncompiled: Any = torch.compiler.disable(tree_attention)
 
 
-def refusal(module: nn.Module, q: Tensor, v: Tensor, dropout: float, forest: Forest, rest: dict[str, Any]) -> str:
+def refusal(module: nn.Module, q: Tensor, dropout: float, forest: Forest, rest: dict[str, Any]) -> str:
     """Why a layer's attention is not computed by parts; empty where it is."""
     if q.device.type != "cpu" and (fault := no_varlen(q, forest, rest.get("sliding_window"))):
         return fault
-    if q.shape[-1] != v.shape[-1]:
-        return f"heads of keys have {q.shape[-1]} numbers, those of values {v.shape[-1]}"
     if dropout:
         return f"attention_dropout={dropout}"
     if rest.get("is_causal", getattr(module, "is_causal", True)) is False:
@@ -479,7 +482,7 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
         window = rest.get("sliding_window")
-        reason = refusal(module, query, value, dropout, forest, rest)
+        reason = refusal(module, query, dropout, forest, rest)
         if reason and _strict:
             raise ModelError(reason)
         if reason:

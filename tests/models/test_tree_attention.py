@@ -76,12 +76,13 @@ def inputs(batch, heads, kv, size, dtype=torch.float32, seed=0):
     return [x.detach().requires_grad_() for x in (q, k, v)]
 
 
-def assert_equal(batch, heads=4, kv=2, size=16, window=None, sinked=False, tolerance=1e-5):
+def assert_equal(batch, heads=4, kv=2, size=16, window=None, sinked=False, tolerance=1e-5, values=None):
     q, k, v = inputs(batch, heads, kv, size)
+    v = v if values is None else inputs(batch, heads, kv, values)[2]
     sinks = torch.linspace(-1, 2, heads).requires_grad_() if sinked else None
     given = [q, k, v, *[sinks] * sinked]
-    weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
     expected = truth(q, k, v, batch, 0.3, window, sinks)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((expected * weight).sum(), given)
     found = tree_attention.tree_attention(q, k, v, Forest(batch), scale=0.3, window=window, sinks=sinks)
     got = torch.autograd.grad((found * weight).sum(), given)
@@ -110,6 +111,8 @@ def test_parts_equal_a_dense_mask(parents):
     assert_equal(forest(parents, [300, *lengths[1:]]), window=32)
     for heads, kv in ((1, 1), (6, 6), (6, 1)):
         assert_equal(forest(parents, lengths), heads, kv, size=8)
+    for values in (12, 24):
+        assert_equal(forest(parents, lengths, rows=2), window=5, sinked=True, values=values)
 
 
 @st.composite
