@@ -30,6 +30,7 @@ class States:
         self.tensors, self.lengths = tensors, lengths
         self._used = 0
         self._layouts: dict[int, tuple[Tensor, Chunks]] = {}
+        self._columns: dict[int, Tensor] = {}
 
     def _next(self, like: Tensor, *shape: int) -> Tensor:
         """Return the state of the next layer."""
@@ -49,8 +50,7 @@ class States:
         if self.lengths is None:
             state.copy_(inputs[:, :, 1:])
         else:
-            ends = torch.tensor(self.lengths)[:, None] + torch.arange(before)
-            state.copy_(inputs.gather(2, ends.to(x.device)[:, None].expand(-1, x.shape[1], -1)))
+            state.copy_(inputs.gather(2, self._ends(before, x.device)[:, None].expand(-1, x.shape[1], -1)))
         return out if bias is None else out + bias[:, None]
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
@@ -77,6 +77,13 @@ class States:
             out, after = kda(q, k, v, log_decay, beta, chunks, state[rows, :, :, 0])
             state[rows, :, :, 0] = after
             return out
+
+    def _ends(self, count: int, device: torch.device) -> Tensor:
+        """Return the columns ``(rows, count)`` of the last inputs of each row, after ``count`` inputs of earlier passes."""
+        if count not in self._columns:
+            assert self.lengths is not None
+            self._columns[count] = (torch.tensor(self.lengths)[:, None] + torch.arange(count)).to(device)
+        return self._columns[count]
 
     def _layout(self, x: Tensor, size: int) -> tuple[Tensor, Chunks]:
         """Return the rows that have tokens in this pass, and their chunks."""
