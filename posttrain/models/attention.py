@@ -192,7 +192,7 @@ def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> st
         return f"attn_logit_softcapping={text.attn_logit_softcapping}"
     for name in DROPOUTS:
         if share := getattr(text, name, None):
-            return f"{name}={share}"
+            return f"{name}={share} in the model's config (0 allows tree attention)"
     if "chunked_attention" in layer_kinds(text):
         return "layers attend within chunks"
     return ""

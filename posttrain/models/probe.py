@@ -43,6 +43,7 @@ from posttrain.models.attention import (
     PROBED,
     SHRINKABLE,
     coarsest_dtype,
+    dense_layers,
     has_recurrent_layers,
     layout_for,
     padded_layout,
@@ -227,6 +228,13 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     text = causal_lm(model).config.get_text_config()
     name = type(model).__name__ + " " + text.model_type
     backend = str(attention_name(text))
+    if layout.dense_mask and backend != "flex_attention":
+        logger.warning(
+            "%s trains with a dense mask instead of tree attention: %s. Results are correct, but the cost of attention is quadratic "
+            "in the row length.",
+            name,
+            dense_layers(model, autocast, device.type),
+        )
     if layout.kind == "tree" and not layout.dense_mask and (fault := _fault(model, layout, device, autocast)):
         dense = layout_for(model, dense_mask=True, device=device.type)
         layout = replace(dense, rope_switch=layout.rope_switch, rope_end=layout.rope_end)

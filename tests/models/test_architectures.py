@@ -79,11 +79,12 @@ def test_a_stateful_model_with_tiny_logits_gets_neither_forest_nor_engine(name, 
     assert native_is_exact(model) is not None
 
 
-def test_two_configs_of_one_class_have_two_verdicts():
+def test_two_configs_of_one_class_have_two_verdicts(caplog):
     full, dropping = built("llama"), built("llama")
     dropping.config.attention_dropout = 0.1  # Weights are dropped pair by pair: no flash call can.
     assert not probe_layout(full).dense_mask
     assert probe_layout(dropping).dense_mask
+    assert "attention_dropout=0.1 in the model's config" in caplog.text
     assert not probe_layout(full).dense_mask
 
 
