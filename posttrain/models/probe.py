@@ -230,8 +230,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     backend = str(attention_name(text))
     if layout.dense_mask and backend != "flex_attention":
         logger.warning(
-            "%s trains with a dense mask instead of tree attention: %s. Results are correct, but the cost of attention is quadratic "
-            "in the row length.",
+            "%s trains with a dense mask instead of tree attention: %s. Results are correct, but the cost of attention is "
+            "quadratic in the row length.",
             name,
             dense_layers(model, autocast, device.type),
         )

@@ -277,7 +277,7 @@ def test_a_router_whose_balance_is_trained_takes_segments(name):
 
 def test_dropout_in_attention_by_any_name_asks_for_a_mask():
     """In training its layers would take one of a row as wide as segments make it."""
-    assert attention.dense_layers(built("gpt2", attn_pdrop=0.1), None, "cpu") == "attn_pdrop=0.1"
+    assert attention.dense_layers(built("gpt2", attn_pdrop=0.1), None, "cpu").startswith("attn_pdrop=0.1 ")
 
 
 def test_a_model_that_moves_to_a_gpu_later_is_laid_out_for_the_gpu(monkeypatch):
