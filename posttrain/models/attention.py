@@ -188,7 +188,7 @@ def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> st
     text = causal_lm(model).config.get_text_config()
     if reason := tree_attention.no_kernel(device, autocast or coarsest_dtype(model)):
         return reason
-    if getattr(text, "attn_logit_softcapping", None):
+    if device != "cpu" and getattr(text, "attn_logit_softcapping", None):
         return f"attn_logit_softcapping={text.attn_logit_softcapping}"
     for name in DROPOUTS:
         if share := getattr(text, name, None):

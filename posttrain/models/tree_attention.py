@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from posttrain.errors import ModelError
 from posttrain.models.architecture import OWN_NAMES
+from posttrain.models.capped_attention import Capped, capped_attention, capped_attention_backward
 from posttrain.models.heads import attention_renamed, rename_attention
 from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch, Segment
@@ -49,6 +50,7 @@ BACKENDS = tuple(OWN_NAMES.values())  # Backends of transformers that calls with
 UNDERSTOOD = {
     "sliding_window",
     "s_aux",
+    "softcap",
     "is_causal",
     "output_attentions",
     "output_router_logits",
@@ -171,11 +173,12 @@ def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
 
 
 class Call(NamedTuple):
-    """What one layer's attention is of: the tries, how many positions a token sees (None: all before it), the scale of scores."""
+    """Tries, number of positions that a token sees (None: all before it), scale and bound of scores of one layer's attention."""
 
     forest: Forest
     window: int | None
     scale: float
+    softcap: float | None = None
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -214,10 +217,16 @@ def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide).transpose(1, 2)
     for part in call.forest.parts(call.window):
         row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
-        value, z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[row, :, queries], k[row, :, keys], v[row, :, keys], 0.0, part.causal,
-            attn_mask=call.forest.mask(part, call.window, q.dtype), scale=call.scale,
-        )  # fmt: skip
+        mask, tensors = (
+            call.forest.mask(part, call.window, q.dtype),
+            (q[row, :, queries], k[row, :, keys], v[row, :, keys]),
+        )
+        if call.softcap is None:
+            value, z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *tensors, 0.0, part.causal, attn_mask=mask, scale=call.scale
+            )
+        else:
+            value, z = capped_attention(*tensors, Capped(part.causal, mask, call.scale, call.softcap))
         o, merged = out[row, :, queries], lse[row, :, queries]
         if part.causal:
             o.copy_(value)
@@ -244,11 +253,15 @@ def _parts_backward(
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for part in call.forest.parts(call.window):
         row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
-        shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad[row, :, queries], q[row, :, queries], k[row, :, keys], v[row, :, keys],
-            out[row, :, queries], lse[row, :, queries], 0.0, part.causal,
-            attn_mask=call.forest.mask(part, call.window, q.dtype), scale=call.scale,
-        )  # fmt: skip
+        mask = call.forest.mask(part, call.window, q.dtype)
+        tensors = *(x[row, :, queries] for x in (grad, q)), *(x[row, :, keys] for x in (k, v))
+        tensors += tuple(x[row, :, queries] for x in (out, lse))
+        if call.softcap is None:
+            shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *tensors, 0.0, part.causal, attn_mask=mask, scale=call.scale
+            )
+        else:
+            shares = capped_attention_backward(*tensors, Capped(part.causal, mask, call.scale, call.softcap))
         dq[row, :, queries] += shares[0]
         dk[row, :, keys] += shares[1]
         dv[row, :, keys] += shares[2]
@@ -385,6 +398,7 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of every token to what it sees in its trie.
 
@@ -396,6 +410,7 @@ def tree_attention(
         scale: Of the scores.
         window: A token sees so many positions, its own included; None: all before it.
         sinks: ``(heads,)`` one more logit a head, whose value is zero.
+        softcap: Bound of the scaled scores, ``softcap * tanh(scores / softcap)``; on a CPU alone.
 
     Returns:
         ``(B, heads, T, d)``; zero on padding.
@@ -410,7 +425,7 @@ def tree_attention(
     most = max(size, q.shape[-1])
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
-        return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale))[..., :size]
+        return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale, softcap))[..., :size]
 
 
 # Its calls depend on the tries, which are others in every pass: nothing to compile.
@@ -421,6 +436,8 @@ def refusal(module: nn.Module, q: Tensor, dropout: float, forest: Forest, rest: 
     """Why a layer's attention is not computed by parts; empty where it is."""
     if q.device.type != "cpu" and (fault := no_varlen(q, forest, rest.get("sliding_window"))):
         return fault
+    if q.device.type != "cpu" and rest.get("softcap"):
+        return f"softcap={rest['softcap']}"
     if dropout:
         return f"attention_dropout={dropout}"
     if rest.get("is_causal", getattr(module, "is_causal", True)) is False:
@@ -490,7 +507,8 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
             return own(module, query, key, value, mask, dropout=dropout, scaling=scaling, **rest)
         window = window if window is not None and window < forest.longest else None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = _uncompiled(query, key, value, forest, scale=scale, window=window, sinks=rest.get("s_aux"))
+        more = {"sinks": rest.get("s_aux"), "softcap": rest.get("softcap")}
+        out = _uncompiled(query, key, value, forest, scale=scale, window=window, **more)
         return out.transpose(1, 2).contiguous(), None
 
     return attention

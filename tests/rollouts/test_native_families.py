@@ -94,8 +94,8 @@ def test_auto_takes_the_engine(name):
     assert native_is_exact(family(name)) is None
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gpt-oss", "deepseek v3", "bailing hybrid"])
-def test_heads_of_different_sizes_and_sinks_need_no_dense_mask_in_training(name):
+@pytest.mark.parametrize("name", ["gemma2", "gemma4", "gpt-oss", "deepseek v3", "bailing hybrid"])
+def test_variants_of_attention_need_no_dense_mask_in_training(name):
     layout = probe_layout(family(name))
     assert (layout.kind, layout.dense_mask) == ("tree", False)
 
