@@ -72,7 +72,7 @@ def attention_inputs(
     stateful = has_recurrent_layers(model) and recurrent.install(model)
 
     def build(window: int | None, chunk: int | None = None) -> Any:
-        if parts and chunk is None:
+        if parts:
             return torch.zeros(1, 1, 1, 1, dtype=dtype, device=batch.input_ids.device)
         if implementation == "flex_attention":
             return tree_attention.block_mask(batch, window, chunk, span)
@@ -193,7 +193,7 @@ def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> st
     for name in DROPOUTS:
         if share := getattr(text, name, None):
             return f"{name}={share} in the model's config (0 allows tree attention)"
-    if "chunked_attention" in layer_kinds(text):
+    if device != "cpu" and "chunked_attention" in layer_kinds(text):
         return "layers attend within chunks"
     return ""
 

@@ -86,7 +86,7 @@ ARCHITECTURES = {
             "moe_layers": [],
             "floor_scale": WINDOW,
         },
-        False,
+        True,
         True,
     ),
     "deepseek v3": ("deepseek_v3", LATENT, True, True),

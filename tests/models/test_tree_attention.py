@@ -57,13 +57,13 @@ def descends(parents, index, ancestor):
     return index == ancestor
 
 
-def truth(q, k, v, batch, scale, window, sinks, softcap=None):
+def truth(q, k, v, batch, scale, sinks=None, *, window=None, softcap=None, chunk=None):
     """Softmax over a dense mask, written out."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = (q @ k.transpose(2, 3)) * scale
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~forest_mask(batch, window), -math.inf)
+    scores = scores.masked_fill(~forest_mask(batch, window, chunk), -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], 3)
     return scores.softmax(-1)[..., : k.shape[2]] @ v
@@ -77,19 +77,15 @@ def inputs(batch, heads, kv, size, dtype=torch.float32, seed=0):
     return [x.detach().requires_grad_() for x in (q, k, v)]
 
 
-def assert_equal(
-    batch, heads=4, kv=2, size=16, *, window=None, sinked=False, tolerance=1e-5, values=None, softcap=None
-):
+def assert_equal(batch, heads=4, kv=2, size=16, *, sinked=False, tolerance=1e-5, values=None, **rule):
     q, k, v = inputs(batch, heads, kv, size)
     v = v if values is None else inputs(batch, heads, kv, values)[2]
     sinks = torch.linspace(-1, 2, heads).requires_grad_() if sinked else None
     given = [q, k, v, *[sinks] * sinked]
-    expected = truth(q, k, v, batch, 0.3, window, sinks, softcap)
+    expected = truth(q, k, v, batch, 0.3, sinks, **rule)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((expected * weight).sum(), given)
-    found = tree_attention.tree_attention(
-        q, k, v, Forest(batch), scale=0.3, window=window, sinks=sinks, softcap=softcap
-    )
+    found = tree_attention.tree_attention(q, k, v, Forest(batch), scale=0.3, sinks=sinks, **rule)
     got = torch.autograd.grad((found * weight).sum(), given)
     for a, b in zip((found, *got), (expected, *wanted), strict=True):
         assert (a - b).abs().max() <= tolerance * max(1.0, b.abs().max().item())
@@ -128,6 +124,15 @@ def test_bounded_scores_equal_a_dense_mask(parents):
         assert_equal(forest(parents, lengths, rows=2), window=window, sinked=window == 5, softcap=0.7)
 
 
+@pytest.mark.parametrize("parents", SHAPES.values(), ids=SHAPES)
+def test_chunks_of_positions_equal_a_dense_mask(parents):
+    """Chunks that begin inside a segment and end in its children, of one token, and longer than any path."""
+    lengths = [(7 * i) % 23 + 1 for i in range(len(parents))]
+    for chunk in (1, 4, 9, 1000):
+        assert_equal(forest(parents, lengths, rows=2), chunk=chunk)
+        assert_equal(forest(parents, [30, *lengths[1:]]), chunk=chunk)
+
+
 @st.composite
 def tries(draw):
     count = draw(st.integers(1, 40))
@@ -152,16 +157,14 @@ def test_parts_of_random_tries_equal_a_dense_mask(trie, window, sinked):
 def test_half_precision_is_as_near_to_the_truth_as_a_dense_mask_is():
     batch = forest(SHAPES["five deep"], [40, 7, 30, 1, 25, 60, 3, 17, 9, 21, 33])
     q, k, v = inputs(batch, 4, 2, 16)
-    exact = truth(q, k, v, batch, 0.25, None, None)
+    exact = truth(q, k, v, batch, 0.25)
     weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((exact * weight).sum(), (q, k, v))
     gaps = []
     for product in ("parts", "dense"):
         half = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
-        if product == "parts":
-            out = tree_attention.tree_attention(*half, Forest(batch), scale=0.25)
-        else:
-            out = truth(*half, batch, 0.25, None, None)
+        parts = product == "parts"
+        out = tree_attention.tree_attention(*half, Forest(batch), scale=0.25) if parts else truth(*half, batch, 0.25)
         grads = torch.autograd.grad((out.float() * weight).sum(), half)
         gaps.append([(a.float() - b).abs().max().item() for a, b in zip((out, *grads), (exact, *wanted), strict=True)])
     assert all(a <= 2 * b for a, b in zip(*gaps, strict=True)), gaps

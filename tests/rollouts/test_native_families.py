@@ -94,7 +94,7 @@ def test_auto_takes_the_engine(name):
     assert native_is_exact(family(name)) is None
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma4", "gpt-oss", "deepseek v3", "bailing hybrid"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma4", "gpt-oss", "llama4", "deepseek v3", "bailing hybrid"])
 def test_variants_of_attention_need_no_dense_mask_in_training(name):
     layout = probe_layout(family(name))
     assert (layout.kind, layout.dense_mask) == ("tree", False)
@@ -103,8 +103,8 @@ def test_variants_of_attention_need_no_dense_mask_in_training(name):
 IGNORED = {
     "sinks": ("gpt-oss", attention.Rule, "weights", lambda rule, scores, sinks: scores.softmax(-1)),
     "softcapping": ("gemma2", attention.Rule, "capped", lambda rule, scores: scores),
-    "chunks": ("llama4", attention, "_chunk", lambda module: None),
-    "temperature": ("llama4", attention, "_tempered", lambda module, query, positions: query),
+    "chunks": ("llama4", attention, "chunk_of", lambda module: None),
+    "temperature": ("llama4", attention, "tempered", lambda module, query, positions: query),
 }
 
 

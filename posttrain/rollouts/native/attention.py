@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from posttrain.models.architecture import layer_kinds
 from posttrain.models.heads import attention_renamed
+from posttrain.models.llama4 import chunk_of, has_temperature, tempered
 
 
 class Rule(NamedTuple):
@@ -416,34 +416,12 @@ def native_attention(
     if sliding_window is ...:
         sliding_window = getattr(module, "sliding_window", None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    rule = Rule(scale, softcap, sliding_window, _chunk(module), s_aux)
-    if module.config.model_type == "llama4_text" and module.attn_temperature_tuning and not module.use_rope:
-        query = _tempered(module, query, store.positions)
+    rule = Rule(scale, softcap, sliding_window, chunk_of(module), s_aux)
+    if has_temperature(module):
+        query = tempered(module, query, store.positions)
     # Under autocast the rotary embedding leaves queries and keys in float32 beside half-precision values.
     query, key = query.to(value.dtype), key.to(value.dtype)
     return store.attend(store.layer_of(module), query, key, value, rule), None
-
-
-def _chunk(module: Any) -> int | None:
-    """Return the chunk size of a layer of Llama 4, or None for other layers."""
-    chunked = "chunked_attention" in layer_kinds(module.config)[module.layer_idx :][:1]
-    return module.config.attention_chunk_size if chunked else None
-
-
-def _tempered(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Correct the temperature of Llama 4's queries: without a cache, the layer takes their columns for positions.
-
-    Args:
-        module: Layer without rotary embedding.
-        query: ``(n, heads, t, size)``.
-        positions: ``(n, t)``.
-    """
-
-    def factor(places: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-
-    columns = torch.arange(query.shape[2], device=query.device)
-    return (query * (factor(positions) / factor(columns))[:, None, :, None]).to(query.dtype)
 
 
 def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
