@@ -70,12 +70,15 @@ def _tower(**more):
     }  # fmt: skip
 
 
+LINEAR = {"num_value_heads": 4, "num_key_heads": 2, "key_head_dim": 8, "value_head_dim": 8}
+
+
 def _qwen(name):
     import transformers as tf
 
     tokenizer = byte_tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>")
     token = tokenizer.convert_tokens_to_ids
-    patch = 16 if name == "qwen3_vl" else 14
+    patch = 16 if name in ("qwen3_vl", "qwen3_5") else 14
     text = _text(rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4})
     ids = {
         "image_token_id": token("<|image_pad|>"), "video_token_id": token("<|video_pad|>"),
@@ -99,8 +102,15 @@ def _qwen(name):
             "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": patch, "out_hidden_size": 32,
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
         }  # fmt: skip
-        config = tf.Qwen3VLConfig(text_config=text | {"head_dim": 8}, vision_config=vision, **ids)
-        model, kind = tf.Qwen3VLForConditionalGeneration(config), tf.Qwen3VLProcessor
+        kind = tf.Qwen3VLProcessor
+        if name == "qwen3_5":
+            text |= {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+            text |= {f"linear_{x}": n for x, n in LINEAR.items()}
+            config = tf.Qwen3_5Config(text_config=text, vision_config=vision, **ids)
+            model = tf.Qwen3_5ForConditionalGeneration(config)
+        else:
+            config = tf.Qwen3VLConfig(text_config=text | {"head_dim": 8}, vision_config=vision, **ids)
+            model = tf.Qwen3VLForConditionalGeneration(config)
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     images = Qwen2VLImageProcessorPil(
@@ -309,7 +319,7 @@ def _mllama(name):
 
 
 BUILDERS = {
-    "qwen2_vl": _qwen, "qwen2_5_vl": _qwen, "qwen3_vl": _qwen, "idefics3": _idefics, "smolvlm": _idefics, "llava": _llava,
+    "qwen2_vl": _qwen, "qwen2_5_vl": _qwen, "qwen3_vl": _qwen, "qwen3_5": _qwen, "idefics3": _idefics, "smolvlm": _idefics, "llava": _llava,
     "llava_next": _llava, "gemma3": _gemma3, "paligemma": _paligemma, "internvl": _internvl, "mllama": _mllama,
     "paligemma2": _paligemma,
 }  # fmt: skip

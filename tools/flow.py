@@ -34,6 +34,7 @@ import house
 MACHINES = (
     "machines/", "data/forest.py", "data/trie.py", "data/chat.py", "data/templates.py", "data/responses.py", "models/tree_attention.py",
     "models/attention.py", "models/heads.py", "models/logprob.py", "models/lean_layers.py", "models/recurrent/", "rollouts/native/",
+    "models/capped_attention.py", "models/llama4.py",
 )  # fmt: skip
 VALUES = (
     "types.py",

@@ -72,7 +72,7 @@ def attention_inputs(
     stateful = has_recurrent_layers(model) and recurrent.install(model)
 
     def build(window: int | None, chunk: int | None = None) -> Any:
-        if parts and chunk is None:
+        if parts:
             return torch.zeros(1, 1, 1, 1, dtype=dtype, device=batch.input_ids.device)
         if implementation == "flex_attention":
             return tree_attention.block_mask(batch, window, chunk, span)
@@ -188,12 +188,12 @@ def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> st
     text = causal_lm(model).config.get_text_config()
     if reason := tree_attention.no_kernel(device, autocast or coarsest_dtype(model)):
         return reason
-    if getattr(text, "attn_logit_softcapping", None):
+    if device != "cpu" and getattr(text, "attn_logit_softcapping", None):
         return f"attn_logit_softcapping={text.attn_logit_softcapping}"
     for name in DROPOUTS:
         if share := getattr(text, name, None):
-            return f"{name}={share}"
-    if "chunked_attention" in layer_kinds(text):
+            return f"{name}={share} in the model's config (0 allows tree attention)"
+    if device != "cpu" and "chunked_attention" in layer_kinds(text):
         return "layers attend within chunks"
     return ""
 

@@ -22,6 +22,7 @@ from posttrain.models.architecture import (
     config_of,
     head_size,
     key_value_heads,
+    layer_configs,
     layer_kinds,
     query_heads,
 )
@@ -42,6 +43,7 @@ from posttrain.models.attention import (
     PROBED,
     SHRINKABLE,
     coarsest_dtype,
+    dense_layers,
     has_recurrent_layers,
     layout_for,
     padded_layout,
@@ -226,6 +228,13 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     text = causal_lm(model).config.get_text_config()
     name = type(model).__name__ + " " + text.model_type
     backend = str(attention_name(text))
+    if layout.dense_mask and backend != "flex_attention":
+        logger.warning(
+            "%s trains with a dense mask instead of tree attention: %s. Results are correct, but the cost of attention is "
+            "quadratic in the row length.",
+            name,
+            dense_layers(model, autocast, device.type),
+        )
     if layout.kind == "tree" and not layout.dense_mask and (fault := _fault(model, layout, device, autocast)):
         dense = layout_for(model, dense_mask=True, device=device.type)
         layout = replace(dense, rope_switch=layout.rope_switch, rope_end=layout.rope_end)
@@ -370,7 +379,9 @@ def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | N
     if not heads:
         return ""
     dtype = autocast or (coarsest_dtype(model) if coarsest_dtype(model).is_floating_point else weight.dtype)
-    return tree_attention.kernel_fault(device, dtype, heads, key_value_heads(text), head_size(text))
+    kinds = dict.fromkeys((key_value_heads(one), head_size(one)) for one in layer_configs(text))
+    faults = (tree_attention.kernel_fault(device, dtype, heads, kv, size) for kv, size in kinds)
+    return next(filter(None, faults), "")
 
 
 def _forest_fault(model: Module, layout: Layout) -> str:

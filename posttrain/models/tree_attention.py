@@ -30,10 +30,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from posttrain.errors import ModelError
 from posttrain.models.architecture import OWN_NAMES
+from posttrain.models.capped_attention import Capped, capped_attention, capped_attention_backward
 from posttrain.models.heads import attention_renamed, rename_attention
+from posttrain.models.llama4 import chunk_of, has_temperature, tempered
 from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch, Segment
 
@@ -48,6 +51,7 @@ BACKENDS = tuple(OWN_NAMES.values())  # Backends of transformers that calls with
 UNDERSTOOD = {
     "sliding_window",
     "s_aux",
+    "softcap",
     "is_causal",
     "output_attentions",
     "output_router_logits",
@@ -75,13 +79,17 @@ class Part(NamedTuple):
     ahead: int | None = None
 
 
-def parts_of(segments: Sequence[Segment], window: int | None = None) -> list[Part]:
+def parts_of(segments: Sequence[Segment], window: int | None = None, chunk: int | None = None) -> list[Part]:
     """The parts of a forest's attention; those of a segment with itself first.
 
     Args:
         segments: Tries in depth-first order.
         window: A token sees so many positions, its own included; None: all before it.
+        chunk: Size of the chunks of positions that see only themselves (Llama 4).
     """
+    if chunk is not None:
+        inside = [part for segment in segments for part in _own_chunks(segment, chunk)]
+        return inside + [part for segment in segments for part in _chunks_below(segment, segments, chunk)]
     own = [part for segment in segments for part in _own(segment, window)]
     return own + [part for segment in segments for part in _below(segment, segments, window)]
 
@@ -117,6 +125,27 @@ def _below(one: Segment, segments: Sequence[Segment], window: int | None) -> Ite
         yield Part(one.row, slice(other.start, stop), keys, False, None if whole else other.position - first)
 
 
+def _own_chunks(one: Segment, chunk: int) -> Iterator[Part]:
+    start = one.start
+    while start < one.stop:
+        stop = min(one.stop, start + chunk - (one.position + start - one.start) % chunk)
+        yield Part(one.row, slice(start, stop), slice(start, stop), True)
+        start = stop
+
+
+def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iterator[Part]:
+    after = one.position + one.stop - one.start  # Position behind the segment, whose chunk later segments may continue.
+    first, end = after // chunk * chunk, -(-after // chunk) * chunk
+    if one.end == one.stop or first == after:
+        return
+    keys = slice(max(one.start, one.stop - (after - first)), one.stop)
+    for other in segments:
+        if other.row == one.row and one.stop <= other.start < one.end and other.position < end:
+            stop = min(other.stop, other.start + end - other.position)
+            if stop > other.start and keys.stop > keys.start:
+                yield Part(one.row, slice(other.start, stop), keys, False)
+
+
 class Forest:
     """What attention needs to know of a batch; travels with the forward call.
 
@@ -132,14 +161,14 @@ class Forest:
 
     def __init__(self, batch: Batch, split: TokenSplit | None = None) -> None:
         self.batch, self.split = batch, split
-        self._parts: dict[int | None, list[Part]] = {}
+        self._parts: dict[Any, list[Part]] = {}
         self._kept: dict[Any, Any] = {}
 
-    def parts(self, window: int | None) -> list[Part]:
+    def parts(self, window: int | None, chunk: int | None = None) -> list[Part]:
         """See `parts_of`."""
-        if window not in self._parts:
-            self._parts[window] = parts_of(self.batch.segments, window)
-        return self._parts[window]
+        if (window, chunk) not in self._parts:
+            self._parts[window, chunk] = parts_of(self.batch.segments, window, chunk)
+        return self._parts[window, chunk]
 
     def mask(self, part: Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """See `_mask`; parts of the same size share one."""
@@ -170,11 +199,13 @@ def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
 
 
 class Call(NamedTuple):
-    """What one layer's attention is of: the tries, how many positions a token sees (None: all before it), the scale of scores."""
+    """Rule of one layer's attention; see the arguments of `tree_attention`."""
 
     forest: Forest
     window: int | None
     scale: float
+    softcap: float | None = None
+    chunk: int | None = None
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -211,12 +242,18 @@ def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide).transpose(1, 2)
-    for part in call.forest.parts(call.window):
+    for part in call.forest.parts(call.window, call.chunk):
         row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
-        value, z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[row, :, queries], k[row, :, keys], v[row, :, keys], 0.0, part.causal,
-            attn_mask=call.forest.mask(part, call.window, q.dtype), scale=call.scale,
-        )  # fmt: skip
+        mask, tensors = (
+            call.forest.mask(part, call.window, q.dtype),
+            (q[row, :, queries], k[row, :, keys], v[row, :, keys]),
+        )
+        if call.softcap is None:
+            value, z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *tensors, 0.0, part.causal, attn_mask=mask, scale=call.scale
+            )
+        else:
+            value, z = capped_attention(*tensors, Capped(part.causal, mask, call.scale, call.softcap))
         o, merged = out[row, :, queries], lse[row, :, queries]
         if part.causal:
             o.copy_(value)
@@ -241,13 +278,17 @@ def _parts_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for part in call.forest.parts(call.window):
+    for part in call.forest.parts(call.window, call.chunk):
         row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
-        shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad[row, :, queries], q[row, :, queries], k[row, :, keys], v[row, :, keys],
-            out[row, :, queries], lse[row, :, queries], 0.0, part.causal,
-            attn_mask=call.forest.mask(part, call.window, q.dtype), scale=call.scale,
-        )  # fmt: skip
+        mask = call.forest.mask(part, call.window, q.dtype)
+        tensors = *(x[row, :, queries] for x in (grad, q)), *(x[row, :, keys] for x in (k, v))
+        tensors += tuple(x[row, :, queries] for x in (out, lse))
+        if call.softcap is None:
+            shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *tensors, 0.0, part.causal, attn_mask=mask, scale=call.scale
+            )
+        else:
+            shares = capped_attention_backward(*tensors, Capped(part.causal, mask, call.scale, call.softcap))
         dq[row, :, queries] += shares[0]
         dk[row, :, keys] += shares[1]
         dv[row, :, keys] += shares[2]
@@ -384,17 +425,21 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Attention of every token to what it sees in its trie.
 
     Args:
         q: ``(B, heads, T, d)``.
         k: ``(B, KV heads, T, d)``; heads are a multiple of KV heads.
-        v: Likewise.
+        v: Likewise; the size of its heads may be another.
         forest: The tries of the batch.
         scale: Of the scores.
         window: A token sees so many positions, its own included; None: all before it.
         sinks: ``(heads,)`` one more logit a head, whose value is zero.
+        softcap: Bound of the scaled scores, ``softcap * tanh(scores / softcap)``; on a CPU alone.
+        chunk: Size of the chunks of positions that see only themselves; on a CPU alone.
 
     Returns:
         ``(B, heads, T, d)``; zero on padding.
@@ -404,20 +449,26 @@ def tree_attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     elif not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
+    # Kernels need heads of one size. In latent attention (DeepSeek), keys are longer than values.
+    size = v.shape[-1]
+    most = max(size, q.shape[-1])
+    q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
-        return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale))
+        return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale, softcap, chunk))[..., :size]
 
 
 # Its calls depend on the tries, which are others in every pass: nothing to compile.
 _uncompiled: Any = torch.compiler.disable(tree_attention)
 
 
-def refusal(module: nn.Module, q: Tensor, v: Tensor, dropout: float, forest: Forest, rest: dict[str, Any]) -> str:
+def refusal(module: nn.Module, q: Tensor, dropout: float, forest: Forest, rest: dict[str, Any]) -> str:
     """Why a layer's attention is not computed by parts; empty where it is."""
     if q.device.type != "cpu" and (fault := no_varlen(q, forest, rest.get("sliding_window"))):
         return fault
-    if q.shape[-1] != v.shape[-1]:
-        return f"heads of keys have {q.shape[-1]} numbers, those of values {v.shape[-1]}"
+    if q.device.type != "cpu" and rest.get("softcap"):
+        return f"softcap={rest['softcap']}"
+    if q.device.type != "cpu" and chunk_of(module) is not None:
+        return "it attends within chunks"
     if dropout:
         return f"attention_dropout={dropout}"
     if rest.get("is_causal", getattr(module, "is_causal", True)) is False:
@@ -465,6 +516,11 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
         **rest: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if forest is not None and forest.split is not None:
+            if has_temperature(module):
+                raise ModelError(
+                    f"sp_size={forest.split.size}: Llama 4 scales queries by their column, and each process has a part of the "
+                    "columns. Fix: sp_size=1."
+                )
             masked = attention_mask is not None and attention_mask.shape[-1] > 1
             rows = forest.kept("whole rows", lambda: Forest(forest.batch))
             sinks = rest.pop("s_aux", None)
@@ -478,16 +534,20 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
         # A mask that came with the forest is a layer's that takes no segments: see `attention_mask`.
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
-        window = rest.get("sliding_window")
-        reason = refusal(module, query, value, dropout, forest, rest)
+        window, chunk = rest.get("sliding_window"), chunk_of(module)
+        if has_temperature(module):
+            query = tempered(module, query, forest.batch.position_ids)
+        reason = refusal(module, query, dropout, forest, rest)
         if reason and _strict:
             raise ModelError(reason)
         if reason:
-            mask = forest.kept((reason, window, query.dtype), lambda: forest_bias(forest, window, query.dtype, reason))
+            name = (reason, window, chunk, query.dtype)
+            mask = forest.kept(name, lambda: forest_bias(forest, window, query.dtype, reason, chunk))
             return own(module, query, key, value, mask, dropout=dropout, scaling=scaling, **rest)
         window = window if window is not None and window < forest.longest else None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = _uncompiled(query, key, value, forest, scale=scale, window=window, sinks=rest.get("s_aux"))
+        more = {"sinks": rest.get("s_aux"), "softcap": rest.get("softcap"), "chunk": chunk}
+        out = _uncompiled(query, key, value, forest, scale=scale, window=window, **more)
         return out.transpose(1, 2).contiguous(), None
 
     return attention
@@ -650,7 +710,9 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=size, mask_mod=rule, seq_lengths=(width, width))
 
 
-def forest_bias(forest: Forest, window: int | None, dtype: torch.dtype, reason: str = "") -> Tensor:
+def forest_bias(
+    forest: Forest, window: int | None, dtype: torch.dtype, reason: str = "", chunk: int | None = None
+) -> Tensor:
     """`forest_mask` as numbers to be added to scores, for a layer that takes no segments; told once, with the reason."""
     if reason and reason not in _told:
         _told.add(reason)
@@ -660,7 +722,7 @@ def forest_bias(forest: Forest, window: int | None, dtype: torch.dtype, reason: 
             forest.batch.input_ids.shape[1],
             reason,
         )
-    return added(forest_mask(forest.batch, window), dtype, torch.finfo(dtype).min)
+    return added(forest_mask(forest.batch, window, chunk), dtype, torch.finfo(dtype).min)
 
 
 def added(allowed: Tensor, dtype: torch.dtype, never: float) -> Tensor:

@@ -58,7 +58,7 @@ KINDS = "mm_token_type_ids"
 FAMILIES = {
     "Qwen2VLProcessor": Family(("qwen2_vl",), positions="grid", types=KINDS),
     "Qwen2_5_VLProcessor": Family(("qwen2_5_vl",), positions="grid", types=KINDS),
-    "Qwen3VLProcessor": Family(("qwen3_vl",), positions="grid", types=KINDS),
+    "Qwen3VLProcessor": Family(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), positions="grid", types=KINDS),
     "Idefics3Processor": Family(("idefics3",), tiled=True),
     "SmolVLMProcessor": Family(("smolvlm",), tiled=True),
     "LlavaProcessor": Family(("llava",)),

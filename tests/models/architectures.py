@@ -22,14 +22,18 @@ CONVOLUTION = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
 STATE_SPACE = {
     "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16,
 }  # fmt: skip
-# transformers' decoding step does not clamp step sizes as its forward does, so `generate` would give other log-probs.
-UNCLAMPED = {"time_step_min": 1e-9}
 KIMI = {
     "linear_num_heads": 4, "linear_head_dim": 8, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
 }  # fmt: skip
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 # By name: the model type, fields of its config, whether it takes a forest, whether the native engine runs it.
 ARCHITECTURES = {
@@ -62,7 +66,7 @@ ARCHITECTURES = {
     "olmo2": ("olmo2", {}, True, True),
     "olmo3": ("olmo3", MIXED, True, True),
     "smollm3": ("smollm3", MIXED | {"use_sliding_window": True}, True, True),
-    "gpt-oss": ("gpt_oss", MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}, True, False),
+    "gpt-oss": ("gpt_oss", MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}, True, True),
     "gpt-neox": ("gpt_neox", {"rotary_pct": 0.5}, True, True),
     "gpt2": ("gpt2", {}, True, True),
     "gpt-neo": (
@@ -82,9 +86,10 @@ ARCHITECTURES = {
             "moe_layers": [],
             "floor_scale": WINDOW,
         },
-        False,
-        False,
+        True,
+        True,
     ),
+    "deepseek v3": ("deepseek_v3", LATENT, True, True),
     "jamba": (
         "jamba",
         {
@@ -109,18 +114,18 @@ ARCHITECTURES = {
         "qwen3_next",
         RECURRENT | EXPERTS | LINEAR | {"shared_expert_intermediate_size": 16},
         True,
-        False,
+        True,
     ),
-    "qwen3.5": ("qwen3_5_text", RECURRENT | LINEAR, True, False),
+    "qwen3.5": ("qwen3_5_text", RECURRENT | LINEAR, True, True),
     "qwen3.5 moe": (
         "qwen3_5_moe_text",
         RECURRENT | EXPERTS | LINEAR | {"shared_expert_intermediate_size": 16},
         True,
-        False,
+        True,
     ),
-    "olmo hybrid": ("olmo_hybrid", RECURRENT | LINEAR, True, False),
-    "lfm2": ("lfm2", CONVOLUTION, True, False),
-    "lfm2 moe": ("lfm2_moe", CONVOLUTION | EXPERTS | {"num_dense_layers": 1}, True, False),
+    "olmo hybrid": ("olmo_hybrid", RECURRENT | LINEAR, True, True),
+    "lfm2": ("lfm2", CONVOLUTION, True, True),
+    "lfm2 moe": ("lfm2_moe", CONVOLUTION | EXPERTS | {"num_dense_layers": 1}, True, True),
     "nemotron h": (
         "nemotron_h",
         {
@@ -130,12 +135,11 @@ ARCHITECTURES = {
             "n_groups": 2,
             "ssm_state_size": 8,
             "chunk_size": 16,
-        }
-        | UNCLAMPED,
+        },
         True,
-        False,
+        True,
     ),
-    "falcon h1": ("falcon_h1", STATE_SPACE | {"mamba_d_ssm": 64}, True, False),
+    "falcon h1": ("falcon_h1", STATE_SPACE | {"mamba_d_ssm": 64}, True, True),
     "granite hybrid": (
         "granitemoehybrid",
         STATE_SPACE
@@ -146,9 +150,9 @@ ARCHITECTURES = {
             "shared_intermediate_size": 16,
         },
         True,
-        False,
+        True,
     ),
-    "bamba": ("bamba", STATE_SPACE | {"attn_layer_indices": [1]}, True, False),
+    "bamba": ("bamba", STATE_SPACE | {"attn_layer_indices": [1]}, True, True),
     "zamba2": (
         "zamba2",
         {
@@ -160,18 +164,17 @@ ARCHITECTURES = {
             "chunk_size": 16,
             "num_mem_blocks": 1,
             "hybrid_layer_ids": [1],
-        }
-        | UNCLAMPED,
+        },
         True,
-        False,
+        True,
     ),
-    "kimi linear": ("kimi_linear", RECURRENT | KIMI, True, False),
-    "bailing hybrid": ("bailing_hybrid", RECURRENT | KIMI, True, False),
+    "kimi linear": ("kimi_linear", RECURRENT | KIMI, True, True),
+    "bailing hybrid": ("bailing_hybrid", RECURRENT | KIMI, True, True),
     "minimax": (
         "minimax",
         RECURRENT | {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16},
         True,
-        False,
+        True,
     ),
 }
 HYBRIDS = list(ARCHITECTURES)[list(ARCHITECTURES).index("qwen3 next") :]

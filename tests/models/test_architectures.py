@@ -18,8 +18,6 @@ from tests.conftest import build_model
 from tests.models.architectures import ARCHITECTURES, LONGROPE, ORIGINAL, VOCAB, alone, built
 from tests.wordings import raises
 
-UNSAMPLED = ("minimax",)  # transformers' own forward of one token with its cache gives other logits than without.
-
 
 def ids(n, seed):
     return torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -55,7 +53,7 @@ def test_the_chosen_layout_computes_each_sequence_as_if_alone(name):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in UNSAMPLED])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_engine_that_auto_takes_says_what_each_sequence_alone_says(name, caplog):
     model = built(name)
     engine = create_engine("auto", model, pad_token_id=0)
@@ -81,11 +79,12 @@ def test_a_stateful_model_with_tiny_logits_gets_neither_forest_nor_engine(name, 
     assert native_is_exact(model) is not None
 
 
-def test_two_configs_of_one_class_have_two_verdicts():
+def test_two_configs_of_one_class_have_two_verdicts(caplog):
     full, dropping = built("llama"), built("llama")
     dropping.config.attention_dropout = 0.1  # Weights are dropped pair by pair: no flash call can.
     assert not probe_layout(full).dense_mask
     assert probe_layout(dropping).dense_mask
+    assert "attention_dropout=0.1 in the model's config" in caplog.text
     assert not probe_layout(full).dense_mask
 
 

@@ -17,11 +17,10 @@ from posttrain.loop import build
 from posttrain.models.attention import layout_for, padded_layout
 from posttrain.models.forward import forward
 from posttrain.models.probe import _fault
-from posttrain.models.recurrent import chunks, functions, table
+from posttrain.models.recurrent import chunks, functions, table, trees
 from posttrain.models.recurrent.scan import scan
 from posttrain.models.token_split import TokenSplit
 from posttrain.models.tree_attention import Forest
-from posttrain.rollouts.native.engine import native_is_exact
 from posttrain.types import Row, Segment
 from tests.methods.helpers import grpo, sft
 from tests.models.architectures import HYBRIDS, VOCAB, alone, built
@@ -185,7 +184,7 @@ def test_a_layout_without_parents_is_told_from_a_right_one(name, monkeypatch):
 
 def test_the_probe_refuses_wrong_gradients_of_right_log_probs(monkeypatch):
     model = built("qwen3.5", rms_norm_eps=1e-5)
-    monkeypatch.setattr(functions, "scan", lambda q, k, *rest: scan(q, k.detach(), *rest))
+    monkeypatch.setattr(trees, "scan", lambda q, k, *rest: scan(q, k.detach(), *rest))
     assert "gradients" in _fault(model, layout_for(model), torch.device("cpu"))
     model.requires_grad_(False)
     assert not _fault(model, layout_for(model), torch.device("cpu"))
@@ -255,7 +254,3 @@ def test_another_separation_of_packed_sequences_is_refused():
         model(batch.input_ids, forest=Forest(batch), seq_idx=torch.zeros_like(batch.input_ids))
     with raises(ModelError, "sp_size=2"):
         model(batch.input_ids, forest=Forest(batch, TokenSplit(None, [0, 1], 0, batch.input_ids.device)))
-
-
-def test_the_native_engine_refuses_a_hybrid_whatever_its_logits():
-    assert "recurrent" in native_is_exact(built("qwen3 next", initializer_range=0.0005))

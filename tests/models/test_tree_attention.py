@@ -57,12 +57,13 @@ def descends(parents, index, ancestor):
     return index == ancestor
 
 
-def truth(q, k, v, batch, scale, window, sinks):
+def truth(q, k, v, batch, scale, sinks=None, *, window=None, softcap=None, chunk=None):
     """Softmax over a dense mask, written out."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = (q @ k.transpose(2, 3)) * scale
-    scores = scores.masked_fill(~forest_mask(batch, window), -math.inf)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~forest_mask(batch, window, chunk), -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], 3)
     return scores.softmax(-1)[..., : k.shape[2]] @ v
@@ -76,14 +77,15 @@ def inputs(batch, heads, kv, size, dtype=torch.float32, seed=0):
     return [x.detach().requires_grad_() for x in (q, k, v)]
 
 
-def assert_equal(batch, heads=4, kv=2, size=16, window=None, sinked=False, tolerance=1e-5):
+def assert_equal(batch, heads=4, kv=2, size=16, *, sinked=False, tolerance=1e-5, values=None, **rule):
     q, k, v = inputs(batch, heads, kv, size)
+    v = v if values is None else inputs(batch, heads, kv, values)[2]
     sinks = torch.linspace(-1, 2, heads).requires_grad_() if sinked else None
     given = [q, k, v, *[sinks] * sinked]
-    weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
-    expected = truth(q, k, v, batch, 0.3, window, sinks)
+    expected = truth(q, k, v, batch, 0.3, sinks, **rule)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((expected * weight).sum(), given)
-    found = tree_attention.tree_attention(q, k, v, Forest(batch), scale=0.3, window=window, sinks=sinks)
+    found = tree_attention.tree_attention(q, k, v, Forest(batch), scale=0.3, sinks=sinks, **rule)
     got = torch.autograd.grad((found * weight).sum(), given)
     for a, b in zip((found, *got), (expected, *wanted), strict=True):
         assert (a - b).abs().max() <= tolerance * max(1.0, b.abs().max().item())
@@ -110,6 +112,25 @@ def test_parts_equal_a_dense_mask(parents):
     assert_equal(forest(parents, [300, *lengths[1:]]), window=32)
     for heads, kv in ((1, 1), (6, 6), (6, 1)):
         assert_equal(forest(parents, lengths), heads, kv, size=8)
+    for values in (12, 24):
+        assert_equal(forest(parents, lengths, rows=2), window=5, sinked=True, values=values)
+
+
+@pytest.mark.parametrize("parents", SHAPES.values(), ids=SHAPES)
+def test_bounded_scores_equal_a_dense_mask(parents):
+    """Segments longer than a block of queries, windows, sinks, grouped queries."""
+    lengths = [300, *[(7 * i) % 23 + 1 for i in range(1, len(parents))]]
+    for window in (None, 5, 280):
+        assert_equal(forest(parents, lengths, rows=2), window=window, sinked=window == 5, softcap=0.7)
+
+
+@pytest.mark.parametrize("parents", SHAPES.values(), ids=SHAPES)
+def test_chunks_of_positions_equal_a_dense_mask(parents):
+    """Chunks that begin inside a segment and end in its children, of one token, and longer than any path."""
+    lengths = [(7 * i) % 23 + 1 for i in range(len(parents))]
+    for chunk in (1, 4, 9, 1000):
+        assert_equal(forest(parents, lengths, rows=2), chunk=chunk)
+        assert_equal(forest(parents, [30, *lengths[1:]]), chunk=chunk)
 
 
 @st.composite
@@ -136,16 +157,14 @@ def test_parts_of_random_tries_equal_a_dense_mask(trie, window, sinked):
 def test_half_precision_is_as_near_to_the_truth_as_a_dense_mask_is():
     batch = forest(SHAPES["five deep"], [40, 7, 30, 1, 25, 60, 3, 17, 9, 21, 33])
     q, k, v = inputs(batch, 4, 2, 16)
-    exact = truth(q, k, v, batch, 0.25, None, None)
+    exact = truth(q, k, v, batch, 0.25)
     weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((exact * weight).sum(), (q, k, v))
     gaps = []
     for product in ("parts", "dense"):
         half = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
-        if product == "parts":
-            out = tree_attention.tree_attention(*half, Forest(batch), scale=0.25)
-        else:
-            out = truth(*half, batch, 0.25, None, None)
+        parts = product == "parts"
+        out = tree_attention.tree_attention(*half, Forest(batch), scale=0.25) if parts else truth(*half, batch, 0.25)
         grads = torch.autograd.grad((out.float() * weight).sum(), half)
         gaps.append([(a.float() - b).abs().max().item() for a, b in zip((out, *grads), (exact, *wanted), strict=True)])
     assert all(a <= 2 * b for a, b in zip(*gaps, strict=True)), gaps
@@ -274,7 +293,7 @@ def test_a_router_whose_balance_is_trained_takes_segments(name):
 
 def test_dropout_in_attention_by_any_name_asks_for_a_mask():
     """In training its layers would take one of a row as wide as segments make it."""
-    assert attention.dense_layers(built("gpt2", attn_pdrop=0.1), None, "cpu") == "attn_pdrop=0.1"
+    assert attention.dense_layers(built("gpt2", attn_pdrop=0.1), None, "cpu").startswith("attn_pdrop=0.1 ")
 
 
 def test_a_model_that_moves_to_a_gpu_later_is_laid_out_for_the_gpu(monkeypatch):
@@ -315,23 +334,21 @@ def test_a_model_whose_gradients_would_be_wrong_gets_a_mask(monkeypatch, caplog)
     assert "dk differs" in caplog.text and "dense mask" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["capped", "dropped"])
-def test_a_layer_that_takes_no_segments_gets_a_mask_and_says_why(kind, caplog, monkeypatch):
+def test_a_layer_that_takes_no_segments_gets_a_mask_and_says_why(caplog, monkeypatch):
     """Without the probe, which would have chosen rows for it: right all the same."""
     monkeypatch.setattr(tree_attention, "_told", set())
-    model = family("gemma2", "eager") if kind == "capped" else family("llama")
-    if kind == "dropped":
-        model.config.attention_dropout = 0.0
-        for layer in model.model.layers:
-            layer.self_attn.attention_dropout = 1e-9
-        model.train()
+    model = family("llama")
+    model.config.attention_dropout = 0.0
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 1e-9
+    model.train()
     rows = [Row([5, 6, 7], [[8, 9], [10, 11, 12]], [[1] * 2, [1] * 3])]
     truth = sequence_logps(model, rows)
     (batch,) = collate(rows, pad_token_id=0)
     found = split_by_sequence(forward(model, batch).logp, batch)
     for a, b in zip(found, truth, strict=True):
         assert torch.allclose(a, b, atol=1e-4)
-    assert ("softcap" if kind == "capped" else "attention_dropout=1e-09") in caplog.text
+    assert "attention_dropout=1e-09" in caplog.text
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -418,7 +435,8 @@ def test_a_checkpointed_layer_is_recomputed_by_parts():
 
 def test_a_layer_that_takes_no_segments_gets_its_backend_back(monkeypatch):
     monkeypatch.setattr(probe, "PROBED", {})
-    model = family("gemma2", "eager")  # Scores are capped.
+    model = family("llama", "eager")
+    model.config.attention_dropout = 0.1
     assert probe.probe_layout(model).dense_mask and model.config._attn_implementation == "eager"
     monkeypatch.setattr(tree_attention, "kernel_fault", lambda *_: "wrong")
     model = build_model(97)

@@ -10,7 +10,7 @@ from posttrain.errors import RolloutError
 from posttrain.models.lean_layers import keep_inputs_only
 from posttrain.rollouts.native import layers as building
 from posttrain.rollouts.native import layers as fused
-from posttrain.rollouts.native.attention import Block, Group, Store, _decode
+from posttrain.rollouts.native.attention import Block, Group, Rule, Store, _decode
 from posttrain.rollouts.native.engine import NativeEngine, logp_gaps
 from posttrain.rollouts.native.layers import Packed
 from posttrain.types import Request, Sampling
@@ -116,7 +116,7 @@ def test_attention_equals_torchs_over_all_a_row_may_see(common, window, heads, k
     query, key, value = (x[:, :, None] for x in qkv.split([heads, kv, kv], 1))
     before = store.keys[0].clone(), store.values[0].clone()
     keys, values = store.write(0, key, value)
-    expected = _decode(store, 0, query, keys, values, SIZE**-0.5, None, window)
+    expected = _decode(store, 0, query, keys, values, Rule(SIZE**-0.5, window=window))
     written = store.keys[0].clone(), store.values[0].clone()
     store.keys[0], store.values[0] = (x.clone() for x in before)
     found = layer.attended(qkv.view(n, -1), store, threads)

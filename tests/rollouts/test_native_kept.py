@@ -187,11 +187,11 @@ def test_the_tree_finds_the_longest_beginning_of_random_sequences():
         tokens = torch.randint(
             0, 3, (int(torch.randint(1, 12, (1,), generator=generator)),), generator=generator
         ).tolist()
-        length, found = kept.find(tokens, len(tokens))
+        length, found, _ = kept.find(tokens, len(tokens))
         assert length == max((match(tokens, k) for k in known), default=0)
         keys = torch.cat([piece[0][0] for piece in found], 2).flatten().tolist() if found else []
         assert keys == tokens[:length]
-        kept.add(tokens, [layers(tokens[:4]), layers(tokens[4:])] if len(tokens) > 4 else [layers(tokens)])
+        kept.add(tokens, [layers(tokens[:4]), layers(tokens[4:])] if len(tokens) > 4 else [layers(tokens)], [])
         known.append(tokens)
     assert kept.bytes == sum(node.bytes for node in kept._nodes())
 
@@ -201,20 +201,20 @@ def test_what_was_used_longest_ago_goes_first():
     kept = Kept(240)
     sequences = [[i] * 10 for i in range(4)]
     for tokens in sequences[:3]:
-        kept.add(tokens, [layers(tokens)])
+        kept.add(tokens, [layers(tokens)], [])
     kept.find(sequences[0], 10)
     kept.find(sequences[2], 10)
-    kept.add(sequences[3], [layers(sequences[3])])
+    kept.add(sequences[3], [layers(sequences[3])], [])
     assert [kept.find(tokens, 10)[0] for tokens in sequences] == [10, 0, 10, 10]
     assert kept.bytes == 240
-    kept.add([7] * 31, [layers([7] * 31)])
+    kept.add([7] * 31, [layers([7] * 31)], [])
     assert kept.find([7] * 31, 31)[0] == 0
     assert kept.bytes == 240
 
 
 def test_no_more_is_found_than_asked_for():
     kept = Kept(10**6)
-    kept.add([1, 2, 3], [layers([1, 2, 3])])
+    kept.add([1, 2, 3], [layers([1, 2, 3])], [])
     assert kept.find([1, 2, 3], 2)[0] == 2
 
 

@@ -26,12 +26,14 @@ class Chunks(NamedTuple):
         places: ``(tokens,)`` index of each token in ``tokens.flatten()``; ``N * C`` on padding.
         levels: Chunks of each depth.
         parents: For each depth after the first, ``(n,)`` index of each chunk's parent in the previous depth.
+        ends: ``(segments,)`` index of the last chunk of each path that ends with a segment.
     """
 
     tokens: Tensor
     places: Tensor
     levels: list[slice]
     parents: list[Tensor]
+    ends: Tensor
 
     def gather(self, x: Tensor) -> Tensor:
         """Return ``(tokens, ...)`` values as ``(N, C, ...)``, zero where a chunk has no token."""
@@ -78,7 +80,8 @@ def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.devi
     ends = torch.tensor(sizes).cumsum(0).tolist()
     spans = [slice(end - n, end) for end, n in zip(ends, sizes, strict=True)]
     moved = [parents[span].to(device) for span in spans[1:]]
-    return Chunks(tokens.to(device), places[:count].to(device), spans, moved)
+    final = torch.tensor([spans[depth].start + index if depth >= 0 else 0 for depth, index in last])
+    return Chunks(tokens.to(device), places[:count].to(device), spans, moved, final.to(device))
 
 
 def predecessors(segments: Sequence[Segment], shape: torch.Size, device: torch.device, count: int) -> list[Tensor]:

@@ -1,41 +1,29 @@
-"""Versions of transformers' functions of recurrent layers for packed prefix trees, with the same arguments.
+"""Versions of transformers' functions of recurrent layers for packed prefix trees and for sampling, with the same arguments.
 
+The first argument of each function computes convolutions and recurrences (`Paths`): `Trees` in training, `States` in sampling.
 Short convolution (`convolution`), gated delta rule (`gated_delta_rule`), state space of Mamba-2 (`state_space`,
 `no_fused_kernel`), lightning attention (`lightning_attention`) and Kimi delta attention (`kimi_delta_attention`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from posttrain.models.recurrent import chunks
-from posttrain.models.recurrent.convolution import short_convolution
-from posttrain.models.recurrent.kda import SIZE as KDA_SIZE
-from posttrain.models.recurrent.kda import kda
-from posttrain.models.recurrent.scan import scan
-from posttrain.models.tree_attention import Forest
 
+class Paths(Protocol):
+    """Convolutions and recurrences along sequences."""
 
-def _chunks(forest: Forest, device: torch.device, size: int = chunks.SIZE) -> chunks.Chunks:
-    batch = forest.batch
-    return forest.kept(
-        ("chunks", size, device), lambda: chunks.chunks_of(batch.segments, batch.input_ids.shape, device, size)
-    )
-
-
-def _before(forest: Forest, device: torch.device, count: int) -> list[Tensor]:
-    batch = forest.batch
-    return forest.kept(
-        ("before", count, device), lambda: chunks.predecessors(batch.segments, batch.input_ids.shape, device, count)
-    )
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor: ...
+    def kda(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor: ...
 
 
 def convolution(
-    forest: Forest,
+    paths: Paths,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -45,13 +33,12 @@ def convolution(
     """Convolve ``(B, D, T)`` hidden states along each path."""
     from transformers.activations import ACT2FN
 
-    before = _before(forest, hidden_states.device, weight.shape[1])
-    out = short_convolution(hidden_states.to(weight.dtype), weight, bias, before)
+    out = paths.convolve(hidden_states, weight, bias)
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 
 def gated_delta_rule(
-    forest: Forest,
+    paths: Paths,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,11 +49,11 @@ def gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """Compute the gated delta rule of ``(B, T, heads, d)`` queries, keys and values along each path."""
     q, k = _normalized(query, key, use_qk_l2norm_in_kernel)
-    return scan(q, k, value, g, beta, _chunks(forest, query.device)).to(query.dtype), None
+    return paths.scan(q, k, value, g, beta).to(query.dtype), None
 
 
 def kimi_delta_attention(
-    forest: Forest,
+    paths: Paths,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -77,7 +64,7 @@ def kimi_delta_attention(
 ) -> tuple[Tensor, None]:
     """Compute Kimi delta attention of ``(B, T, heads, d)`` queries, keys and values along each path."""
     q, k = _normalized(query, key, use_qk_l2norm_in_kernel)
-    return kda(q, k, value, g, beta, _chunks(forest, query.device, KDA_SIZE)).to(query.dtype), None
+    return paths.kda(q, k, value, g, beta).to(query.dtype), None
 
 
 def _normalized(query: Tensor, key: Tensor, normalizes: bool) -> tuple[Tensor, Tensor]:
@@ -90,7 +77,7 @@ def _normalized(query: Tensor, key: Tensor, normalizes: bool) -> tuple[Tensor, T
 
 
 def state_space(
-    forest: Forest,
+    paths: Paths,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -108,16 +95,16 @@ def state_space(
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     # float() is float64 in proofs.
     x, dt = hidden_states.float(), dt.float()
-    out = scan(C, B, x * dt[..., None], A * dt, None, _chunks(forest, x.device))
+    out = paths.scan(C, B, x * dt[..., None], A * dt, None)
     return out if D is None else out + D[:, None] * x
 
 
-def no_fused_kernel(forest: Forest, *args: Any, **kwargs: Any) -> None:
-    """Return None: no fused kernel exists for prefix trees, and the layer calls the functions above."""
+def no_fused_kernel(paths: Paths, *args: Any, **kwargs: Any) -> None:
+    """Return None: the layer then calls the functions above instead of a fused kernel."""
 
 
 def lightning_attention(
-    forest: Forest, layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+    paths: Paths, layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute a layer of MiniMax for ``(B, T, H)`` hidden states along each path.
 
@@ -127,6 +114,6 @@ def lightning_attention(
     heads, size = layer.num_attention_heads, layer.head_dim
     states = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * size))
     decay = -layer.slope_rate.flatten().expand(*hidden_states.shape[:2], heads)
-    out = scan(*states.split(size, -1), decay, None, _chunks(forest, hidden_states.device))
+    out = paths.scan(*states.split(size, -1), decay, None)
     out = layer.norm(out.flatten(2).to(hidden_states.dtype))
     return layer.out_proj(F.sigmoid(layer.output_gate(hidden_states)) * out), None

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 SIZE = 16  # Tokens of a chunk.
 
 
-def kda(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
+def kda(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, chunks: Chunks, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Compute Kimi delta attention along every path of packed prefix trees.
 
     Args:
@@ -35,9 +37,11 @@ def kda(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, chunks
         log_decay: ``(B, T, H, dk)``, at most 0.
         beta: ``(B, T, H)`` step sizes.
         chunks: Layout of the batch.
+        initial: ``(S, H, dk, dv)`` states before sequences that continue; every segment of ``chunks`` is a sequence.
 
     Returns:
-        ``(B, T, H, dv)`` in float32, or float64 if ``v`` is float64; zero on padding.
+        ``(B, T, H, dv)`` in float32, or float64 if ``v`` is float64; zero on padding. With ``initial``, also the states
+        after each sequence.
     """
     shape, wide = v.shape, torch.float64 if v.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):
@@ -51,14 +55,17 @@ def kda(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, chunks
         solved = torch.linalg.solve_triangular(beta * overlaps, right, upper=False, unitriangular=True)
         values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
         ended, whole = ((last - total).exp() * k).mT, last.exp().mT
-        states = [v.new_zeros(chunks.levels[0].stop, v.shape[1], k.shape[-1], v.shape[-1])]
+        first = v.new_zeros(chunks.levels[0].stop, v.shape[1], k.shape[-1], v.shape[-1])
+        states = [first if initial is None else initial]
         updates = []
         for level, parents in zip(chunks.levels, [*chunks.parents, None], strict=True):
             updates.append(values[level] - keys[level] @ states[-1])
             if parents is not None:
                 states.append((whole[level] * states[-1] + ended[level] @ updates[-1])[parents])
-        out = (start * q) @ torch.cat(states) + scores @ torch.cat(updates)
-        return chunks.scatter(out.transpose(1, 2)).view(shape)
+        before, added, ends = torch.cat(states), torch.cat(updates), chunks.ends
+        out = (start * q) @ before + scores @ added
+        after = None if initial is None else whole[ends] * before[ends] + ended[ends] @ added[ends]
+        return chunks.scatter(out.transpose(1, 2)).view(shape), after
 
 
 class _Pairs(torch.autograd.Function):

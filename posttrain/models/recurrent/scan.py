@@ -1,4 +1,4 @@
-"""Linear recurrences over the chunks of packed prefix trees, with their own backward (`scan`).
+"""Linear recurrences over the chunks of packed prefix trees, with gradients (`scan`) or from given states (`scan_from`).
 
 Per head, with decay ``a_t = exp(g_t)``, state ``S`` ``(dk, dv)``, keys ``k``, queries ``q`` and values ``v``:
 
@@ -49,6 +49,22 @@ def scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):
         return _Scan.apply(*(None if x is None else x.to(wide) for x in (q, k, v, log_decay, beta)), chunks)
+
+
+@torch.no_grad()
+def scan_from(
+    initial: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, chunks: Chunks
+) -> tuple[Tensor, Tensor]:
+    """Compute a linear recurrence of sequences that continue from states, without gradients. Return also the states after them.
+
+    ``initial`` contains the states ``(S, G, dk, r, dv)`` of S sequences, with ``r = H / G``. Every segment of ``chunks`` is a
+    sequence. The other arguments and the outputs are those of `scan`, all in one dtype.
+    """
+    x = _inside(q, k, v, log_decay, beta, chunks)
+    out, states, updates = _through(x, chunks, initial)
+    ends = chunks.ends
+    after = x.whole[ends] * states[ends] + _outer(x.k[ends], x.rest[ends] * updates[ends])
+    return chunks.scatter(out.transpose(1, 2)).view(v.shape), after
 
 
 def _mixed(weights: Tensor, x: Tensor) -> Tensor:
@@ -112,6 +128,25 @@ def _inside(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | N
     return _Inside(queries, keys, values, steps, decays, *factors, scores, overlaps, inverse)
 
 
+def _through(x: _Inside, chunks: Chunks, initial: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs, states before each chunk, and updates (U in the module) of all chunks."""
+    count, groups, _, repeats, size = x.v.shape
+    states = x.v.new_zeros(count, groups, x.k.shape[-1], repeats, size)
+    if initial is not None:
+        states[chunks.levels[0]] = initial
+    updates = x.v if x.beta is None else torch.empty_like(x.v)
+    for level, parents in zip(chunks.levels, [*chunks.parents, None], strict=True):
+        state = states[level]
+        if x.beta is not None and x.inverse is not None:
+            values = x.v[level] - x.start[level] * _times(x.k[level], state)
+            updates[level] = _mixed(x.inverse[level], _by_row(x.beta[level]) * values)
+        if parents is not None:
+            after = x.whole[level] * state + _outer(x.k[level], x.rest[level] * updates[level])
+            following = slice(level.stop, level.stop + len(parents))
+            torch.index_select(after, 0, parents, out=states[following])
+    return x.start * _times(x.q, states) + _mixed(x.scores, updates), states, updates
+
+
 class _Scan(torch.autograd.Function):
     """See the module."""
 
@@ -120,19 +155,7 @@ class _Scan(torch.autograd.Function):
         ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, chunks: Chunks
     ) -> Tensor:
         x = _inside(q, k, v, log_decay, beta, chunks)
-        count, groups, _, repeats, size = x.v.shape
-        states = x.v.new_zeros(count, groups, x.k.shape[-1], repeats, size)
-        updates = x.v if x.beta is None else torch.empty_like(x.v)
-        for level, parents in zip(chunks.levels, [*chunks.parents, None], strict=True):
-            state = states[level]
-            if x.beta is not None and x.inverse is not None:
-                values = x.v[level] - x.start[level] * _times(x.k[level], state)
-                updates[level] = _mixed(x.inverse[level], _by_row(x.beta[level]) * values)
-            if parents is not None:
-                after = x.whole[level] * state + _outer(x.k[level], x.rest[level] * updates[level])
-                following = slice(level.stop, level.stop + len(parents))
-                torch.index_select(after, 0, parents, out=states[following])
-        out = x.start * _times(x.q, states) + _mixed(x.scores, updates)
+        out, states, updates = _through(x, chunks)
         ctx.save_for_backward(q, k, v, log_decay, beta, states, None if beta is None else updates)
         ctx.chunks = chunks
         return chunks.scatter(out.transpose(1, 2)).view(v.shape)

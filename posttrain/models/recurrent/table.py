@@ -1,7 +1,8 @@
-"""Replaced functions of transformers' modeling files, for calls with a prefix tree (`install`, `uninstall`, `replaced`).
+"""Replaced functions of transformers' modeling files, for prefix trees and sampling (`install`, `uninstall`, `replaced`).
 
-Layers look these functions up in their modeling file and pass on the ``forest`` argument of the model call. transformers has no
-registry for them. Calls without a ``forest`` run the original. Layers keep their own projections, norms and gates.
+Layers look these functions up in their modeling file and pass on two arguments of the model call: ``forest`` for packed prefix
+trees, and ``recurrent_states`` for sampling (`posttrain.models.recurrent.states`). transformers has no registry for them. Calls
+without either argument run the original. Layers keep their own projections, norms and gates.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 
 from posttrain.errors import ModelError
 from posttrain.models.recurrent import functions
+from posttrain.models.recurrent.trees import Trees
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +71,8 @@ def install(model: nn.Module) -> bool:
             holder, last = places[name]
             setattr(holder, last, _switch(getattr(holder, last), FAMILIES[file.split(".")[2]][name]))
         logger.info(
-            "Replaced %s of %s: batches of packed prefix trees use functions of posttrain in PyTorch. Other calls use the "
-            "original functions, and the kernels of fla, causal-conv1d and mamba-ssm where they are installed.",
+            "Replaced %s of %s: packed prefix trees and the native engine use functions of posttrain in PyTorch. Other calls use "
+            "the original functions, and the kernels of fla, causal-conv1d and mamba-ssm where they are installed.",
             ", ".join(new),
             file,
         )
@@ -95,7 +97,9 @@ def _places(file: str) -> dict[str, tuple[Any, str]]:
 
 def _switch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def function(*args: Any, forest: Any = None, **kwargs: Any) -> Any:
+    def function(*args: Any, forest: Any = None, recurrent_states: Any = None, **kwargs: Any) -> Any:
+        if recurrent_states is not None:
+            return ours(recurrent_states, *args, **kwargs)
         if forest is None:
             return original(*args, **kwargs)
         if forest.split is not None:
@@ -109,7 +113,7 @@ def _switch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
                 f"{original.__name__} got {sorted(packed)} for a batch that already separates {len(forest.batch.leaves)} "
                 "sequences by its prefix trees. Fix: leave them out of model_kwargs."
             )
-        return ours(forest, *args, **kwargs)
+        return ours(Trees(forest), *args, **kwargs)
 
     vars(function)["without_forest"] = original
     return function

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,44 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.models.heads import attention_renamed
+from posttrain.models.llama4 import chunk_of, has_temperature, tempered
+
+
+class Rule(NamedTuple):
+    """How the scores of one layer become weights.
+
+    Attributes:
+        scale: Factor of the products of queries and keys.
+        softcap: Bound of the scaled scores (``softcap * tanh(scores / softcap)``), or None.
+        window: Number of positions that a token sees, its own included, or None for all.
+        chunk: Size of the chunks of positions that see only themselves (Llama 4), or None.
+        sinks: ``(heads,)`` one more logit per head, whose value is zero, or None.
+    """
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the weights are a softmax of scaled scores, so that torch's attention computes them."""
+        return self.softcap is None and self.sinks is None
+
+    def weights(self, scores: Tensor, sinks: Tensor | None) -> Tensor:
+        """Return the softmax in float32 of scores that `capped` returned; ``sinks`` has a shape that expands to them."""
+        if sinks is None:
+            return scores.softmax(-1)
+        sinks = sinks.to(scores).expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Return scaled scores within the bound."""
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+
+Sight = tuple[int | None, int | None]  # Window and chunk of a layer.
 
 
 @dataclass(slots=True)
@@ -31,12 +69,14 @@ class Block:
         prompts: Numbers of the prompts, in batch order.
         lengths: ``(P,)`` tokens of each.
         keys, values: Per layer ``(P, KV heads, width, head size)``.
+        states: ``(P, ...)`` states of recurrent layers at the end of each prompt, see `posttrain.models.recurrent.states`.
     """
 
     prompts: list[int]
     lengths: Tensor
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+    states: list[Tensor] = field(default_factory=list)
 
     def append(self, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
         """Add the next positions of all prompts."""
@@ -60,14 +100,24 @@ class Block:
         i = self.prompts.index(prompt)
         return {n: (self.keys[n][i : i + 1, :, :length], self.values[n][i : i + 1, :, :length]) for n in self.keys}
 
+    def states_of(self, prompt: int) -> list[Tensor]:
+        """Return copies ``(1, ...)`` of the states of one prompt."""
+        return one_row(self.states, self.prompts.index(prompt))
+
     def keep(self, prompts: list[int]) -> None:
         """Free the memory of all other prompts."""
         index = torch.tensor([self.prompts.index(p) for p in prompts], device=self.lengths.device)
         self.prompts, self.lengths = prompts, self.lengths[index]
+        self.states = [state[index] for state in self.states]
         width = int(self.lengths.max())
         for memory in (self.keys, self.values):
             for layer, tensor in memory.items():
                 memory[layer] = tensor[index, :, :width]
+
+
+def one_row(states: list[Tensor], row: int) -> list[Tensor]:
+    """Return copies ``(1, ...)`` of the states of one row."""
+    return [state[row : row + 1].clone() for state in states]
 
 
 @dataclass(slots=True)
@@ -125,7 +175,7 @@ class Fill:
         known: ``(P,)`` tokens of each prompt that were known before, next in ``past``; None where all have as many.
         room: Columns they take, the most of ``known``.
         span: ``(P, width)`` number of the block (an image) that a token sees both ways, -1 outside; None: no blocks.
-        hidden: By sliding window, what each token may not see; computed once for all layers.
+        hidden: By window and chunk, what each token may not see; computed once for all layers.
         states: ``(P, width, H)`` final hidden states, once the pass is over.
     """
 
@@ -136,27 +186,29 @@ class Fill:
     known: Tensor | None = None
     room: int = 0
     span: Tensor | None = None
-    hidden: dict[int | None, Tensor] = field(default_factory=dict)
+    hidden: dict[Sight, Tensor] = field(default_factory=dict)
     states: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def unseen(self, window: int | None, width: int, whole: int, device: torch.device) -> Tensor:
+    def unseen(self, sight: Sight, width: int, whole: int, device: torch.device) -> Tensor:
         """True where one of the last ``width`` of ``whole`` positions may not look, ``(width, whole)`` or with rows before."""
-        if window not in self.hidden:
-            columns = torch.arange(whole, device=device)
-            if self.known is None:
-                distance = columns[whole - width :, None] - columns[None, :]
-                blank = None
-            else:
+        if sight not in self.hidden:
+            window, chunk = sight
+            places, blank = torch.arange(whole, device=device), None
+            if self.known is not None:
                 begin, known = self.shared + self.room, self.known[:, None]
-                places = torch.where(columns < begin, columns, columns - self.room + known)  # (P, whole)
-                blank = (columns >= self.shared + known) & (columns < begin)
-                distance = (places[:, whole - width :, None] - places[:, None, :])[:, None]
-            later = distance < 0
+                blank = (places >= self.shared + known) & (places < begin)
+                places = torch.where(places < begin, places, places - self.room + known)[:, None]  # (P, 1, whole)
+            now = places[..., whole - width :, None]
+            before = places[..., None, :]
+            hidden = now < before
             if self.span is not None:
-                later = later & ~((self.span[:, :, None] == self.span[:, None]) & (self.span >= 0)[:, None])[:, None]
-            hidden = later if window is None else later | (distance >= window)
-            self.hidden[window] = hidden if blank is None else hidden | blank[:, None, None]
-        return self.hidden[window]
+                hidden = hidden & ~((self.span[:, :, None] == self.span[:, None]) & (self.span >= 0)[:, None])[:, None]
+            if window is not None:
+                hidden = hidden | (now - before >= window)
+            if chunk is not None:
+                hidden = hidden | (now // chunk != before // chunk)
+            self.hidden[sight] = hidden if blank is None else hidden | blank[:, None, None]
+        return self.hidden[sight]
 
     def whole(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Note this layer's new keys and values, and return them behind the earlier ones."""
@@ -175,19 +227,23 @@ class Store:
     Attributes:
         slots: Sequences that can be live at once.
         filling: The prefill pass that is running; None while decoding.
+        positions: ``(n, t)`` positions of the tokens of the running pass.
         common: What all prompts begin with, a block of one; None when they share nothing.
         groups: While decoding: the live rows by block; each live row is in exactly one.
         prefix: ``(n,)`` prompt tokens of each live row, without the common ones.
         lengths: ``(n,)`` suffix tokens stored so far by each live row, the current one not included.
         longest: The largest of them, on the host.
         keys, values: Per layer ``(slots, KV heads, capacity, head size)``.
-        unseen: By sliding window, what each row may not see in this step; computed once for all layers.
+        states: ``(slots, ...)`` states of recurrent layers, see `posttrain.models.recurrent.states`.
+        repeats: Calls so far in the running pass of attention layers that stand in several places.
+        unseen: By window and chunk, what each row may not see in this step; computed once for all layers.
         places: By key-value heads and capacity, where this step's keys go in a layer's memory; computed once too.
         plan: What compiled layers know of the groups (`posttrain.rollouts.native.layers`).
     """
 
     slots: int
     filling: Fill | None = None
+    positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     common: Block | None = None
     groups: list[Group] = field(default_factory=list)
     prefix: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
@@ -195,9 +251,30 @@ class Store:
     longest: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
-    unseen: dict[int | None, Tensor] = field(default_factory=dict)
+    states: list[Tensor] = field(default_factory=list)
+    repeats: int = 0
+    unseen: dict[Sight, Tensor] = field(default_factory=dict)
     places: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     plan: Any = None
+
+    def begin_pass(self, positions: Tensor) -> None:
+        """Note the positions ``(n, t)`` of the tokens of the next pass."""
+        self.positions, self.repeats = positions, 0
+
+    def layer_of(self, module: Any) -> int:
+        """Return the key of a layer's memory. Zamba 2 has the same attention layers in several places, all with index -1."""
+        if module.layer_idx >= 0:
+            return module.layer_idx
+        self.repeats += 1
+        return -self.repeats
+
+    def begin_rows(self, rows: slice, block: Block, prompt: int) -> None:
+        """Give rows the states at the end of their prompt."""
+        if not self.states:
+            self.states = [state.new_empty(self.slots, *state.shape[1:]) for state in block.states]
+        index = block.prompts.index(prompt)
+        for memory, state in zip(self.states, block.states, strict=True):
+            memory[rows] = state[index]
 
     def begin_step(self, longest: int) -> None:
         """One position more for every live row; ``longest`` of them are the most that one has so far."""
@@ -218,20 +295,23 @@ class Store:
         """Suffix positions allocated for each slot."""
         return next(iter(self.keys.values())).shape[2] if self.keys else 0
 
-    def bias(self, window: int | None, columns: int) -> Tensor:
+    def bias(self, sight: Sight, columns: int) -> Tensor:
         """``(n, 1, 1, shared + width + columns)``, minus infinity where a row may not look and 0 elsewhere."""
-        if window not in self.unseen:
+        if sight not in self.unseen:
+            window, chunk = sight
             device = self.lengths.device
             first, prompt, own = (torch.arange(n, device=device)[None] for n in (self.shared, self.width, columns))
             prefix, lengths = self.prefix[:, None], self.lengths[:, None]
             hidden = [(first < 0).expand(len(lengths), -1), prompt >= prefix, own > lengths]
+            now = self.shared + prefix + lengths  # The position of the token that looks.
+            places = (first, self.shared + prompt, self.shared + prefix + own)
             if window is not None:
-                now = self.shared + prefix + lengths  # The position of the token that looks.
-                places = (first, self.shared + prompt, self.shared + prefix + own)
                 hidden = [h | (now - place >= window) for h, place in zip(hidden, places, strict=True)]
+            if chunk is not None:
+                hidden = [h | (now // chunk != place // chunk) for h, place in zip(hidden, places, strict=True)]
             whole = torch.cat(hidden, 1)
-            self.unseen[window] = torch.zeros(whole.shape, device=device).masked_fill_(whole, -torch.inf)[:, None, None]
-        return self.unseen[window]
+            self.unseen[sight] = torch.zeros(whole.shape, device=device).masked_fill_(whole, -torch.inf)[:, None, None]
+        return self.unseen[sight]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append one position to each live row; returns the used part of this layer's memory."""
@@ -272,22 +352,13 @@ class Store:
                 new[:rows, :, : old.shape[2]] = old[:rows]
             memory[layer] = new
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Attention of one layer, ``(n, heads, t, size)`` in and ``(n, t, heads, size)`` out."""
         if self.filling is not None:
             key, value = self.filling.whole(layer, key, value)
-            return _prefill(self.filling, query, key, value, scale, softcap, window).transpose(1, 2)
+            return _prefill(self.filling, query, key, value, rule).transpose(1, 2)
         keys, values = self.write(layer, key, value)
-        return _decode(self, layer, query, keys, values, scale, softcap, window)
+        return _decode(self, layer, query, keys, values, rule)
 
     def suffix(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Per layer keys and values ``(1, KV heads, length, head size)`` of one row's suffix."""
@@ -297,13 +368,15 @@ class Store:
 
     def clear(self) -> None:
         """Free all suffixes."""
-        self.keys, self.values = {}, {}
+        self.keys, self.values, self.states = {}, {}, []
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy one row's suffix to another row, to close the gap a finished sequence leaves."""
+        """Copy one row's suffix and states to another row, to close the gap a finished sequence leaves."""
         for memory in (self.keys, self.values):
             for tensor in memory.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
+        for state in self.states:
+            state[target] = state[source]
 
 
 class _Running(threading.local):
@@ -322,14 +395,16 @@ def current_store() -> Store:
 
 
 def native_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Any = None,
+    *,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | EllipsisType | None = ...,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls in every layer: ``(n, heads, t, size)`` in, ``(n, t, heads, size)`` out.
@@ -338,56 +413,46 @@ def native_attention(
     a layer says nothing, the attribute is all there is.
     """
     store = current_store()
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if sliding_window is ...:
         sliding_window = getattr(module, "sliding_window", None)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    rule = Rule(scale, softcap, sliding_window, chunk_of(module), s_aux)
+    if has_temperature(module):
+        query = tempered(module, query, store.positions)
     # Under autocast the rotary embedding leaves queries and keys in float32 beside half-precision values.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    return store.attend(module.layer_idx, query, key, value, scale, softcap, sliding_window), None  # type: ignore[arg-type]
+    return store.attend(store.layer_of(module), query, key, value, rule), None
 
 
-def _prefill(
-    fill: Fill, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, window: int | None
-) -> Tensor:
+def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
     """Causal attention of the last positions; right padding comes after every real token and so is never seen."""
     width, whole = query.shape[2], key.shape[2]
-    if softcap is None and fill.span is None and width == whole and (window is None or width <= window):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    hidden = fill.unseen(window, width, whole, query.device)
-    if softcap is None and query.device.type == "cpu":
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=scale, enable_gqa=True)
+    limit = min(rule.window or whole, rule.chunk or whole)
+    if rule.plain and fill.span is None and width == whole <= limit:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=rule.scale, enable_gqa=True)
+    hidden = fill.unseen((rule.window, rule.chunk), width, whole, query.device)
+    if rule.plain and query.device.type == "cpu":
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale, enable_gqa=True)
     # CUDA has no kernel for a mask and shared heads at once: it would write out all scores.
     key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
-    if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=scale)
-    scores = _cap(query @ key.transpose(2, 3) * scale, softcap)
-    weights = scores.float().masked_fill(hidden, -torch.inf).softmax(-1).to(value.dtype)
-    return weights @ value
+    if rule.plain:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale)
+    scores = rule.capped(query @ key.transpose(2, 3) * rule.scale).float().masked_fill(hidden, -torch.inf)
+    sinks = None if rule.sinks is None else rule.sinks[:, None, None]
+    return rule.weights(scores, sinks).to(value.dtype) @ value
 
 
-def _cap(scores: Tensor, softcap: float | None) -> Tensor:
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
-
-
-def _decode(
-    store: Store,
-    layer: int,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> Tensor:
+def _decode(store: Store, layer: int, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
     """One new query a row against the common beginning, its prompt and its own suffix, ``(n, 1, heads, size)``."""
     n, heads, _, size = query.shape
     kv, used, first, width = keys.shape[1], keys.shape[2], store.shared, store.width
-    q = query.view(n, kv, heads // kv, size) * scale
+    q = query.view(n, kv, heads // kv, size) * rule.scale
     parts = [_prompt_scores(store.groups, layer, q, width), q @ keys.transpose(2, 3)]
     if store.common is not None:
         parts.insert(0, _by_all(_of_all(q) @ store.common.keys[layer][0].transpose(1, 2), n))
-    scores = _cap(torch.cat(parts, -1).float(), softcap).add_(store.bias(window, used))
-    weights = scores.softmax(-1).to(values.dtype)
+    scores = rule.capped(torch.cat(parts, -1).float()).add_(store.bias((rule.window, rule.chunk), used))
+    sinks = None if rule.sinks is None else rule.sinks.view(kv, -1, 1)
+    weights = rule.weights(scores, sinks).to(values.dtype)
     out = weights[..., first + width :] @ values
     if store.common is not None:
         out += _by_all(_of_all(weights[..., :first]) @ store.common.values[layer][0], n)
@@ -395,7 +460,7 @@ def _decode(
         block = group.block.values[layer]
         part = group.by_row(group.by_prompt(weights[..., first : first + block.shape[2]]) @ block, q.shape[2])
         out = out.add_(part) if group.alone else out.index_add_(0, group.rows, part)
-    return out.to(query.dtype).reshape(n, 1, heads, size)
+    return out.to(query.dtype).reshape(n, 1, heads, values.shape[3])
 
 
 def _prompt_scores(groups: list[Group], layer: int, q: Tensor, width: int) -> Tensor:

@@ -96,6 +96,7 @@ class NativeEngine(RolloutEngine):
         self.pad_token_id = pad_token_id
         self.tokenizer = tokenizer
         self.rule = LogitRule.of(self.inner.config)
+        self.recurrent = bool(recurrent.replaced(self.inner))
         device = next(model.parameters()).device
         self.max_slots = max_slots or (64 if device.type == "cpu" else 256)
         for name, value in {"prefill_tokens": prefill_tokens, "keep_bytes": keep_bytes}.items():
@@ -123,6 +124,7 @@ class NativeEngine(RolloutEngine):
         most, placeholder = context_length(text), placeholder_of(self.inner)
         check_requests(requests, sampling, most, text.vocab_size, placeholder=placeholder)
         check_rope(requests, sampling, self.model, "the native engine")
+        recurrent.install(self.inner)
         self.interrupted.clear()
         if self.kept is not None:
             self._forget_old_weights()
@@ -182,7 +184,7 @@ class NativeEngine(RolloutEngine):
         if self.kept is not None:  # Somebody further out keeps already.
             yield
             return
-        self.kept, self._weights = Kept(self.keep_bytes), None
+        self.kept, self._weights = Kept(self.keep_bytes, stateful=self.recurrent), None
         try:
             yield
         finally:
@@ -305,8 +307,6 @@ def _true_logps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
 
 def _compare(model: nn.Module) -> str | None:
     inner: Any = causal_lm(model)
-    if recurrent.replaced(inner):
-        return "it has recurrent layers, and the engine keeps no states of them"
     share, encoder = TOLERANCE.get(coarsest_dtype(inner), 0.05), picture_encoder(inner)
     vocabulary = inner.config.get_text_config().vocab_size
     # Placeholders and markers stand for images alone: they are neither asked nor drawn.

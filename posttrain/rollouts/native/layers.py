@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from posttrain.integrations.machine import usable_processors
 from posttrain.models.architecture import sliding_window
 from posttrain.models.lean_layers import plain
-from posttrain.rollouts.native.attention import Block, Group, Store, current_store
+from posttrain.rollouts.native.attention import Block, Group, Rule, Store, current_store
 
 logger = logging.getLogger(__name__)
 
@@ -420,7 +420,8 @@ class Layer:
         """Attention of a prefill pass, by torch."""
         parts = qkv.view(-1, width, self.heads + 2 * self.kv, self.size).transpose(1, 2)
         query, key, value = parts.split([self.heads, self.kv, self.kv], 1)
-        return store.attend(self.index, query, key, value, self.scale, None, self.window).reshape(len(qkv), -1)
+        rule = Rule(self.scale, window=self.window)
+        return store.attend(self.index, query, key, value, rule).reshape(len(qkv), -1)
 
     def attended(self, qkv: Tensor, store: Store, threads: int) -> Tensor:
         """Attention of a decoding step; writes the new keys and values."""

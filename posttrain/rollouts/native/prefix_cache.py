@@ -11,14 +11,17 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from posttrain.models.recurrent.states import States
 from posttrain.models.vision import VisionView, prompt_view
-from posttrain.rollouts.native.attention import Block, Fill, Store
+from posttrain.rollouts.native.attention import Block, Fill, Store, one_row
 from posttrain.rollouts.native.sampler import Prompt
 
 if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
 Layers = dict[int, tuple[Tensor, Tensor]]
+# Number of tokens that are known of a prompt, their keys and values, and the states of recurrent layers after them.
+Known = tuple[int, list[Layers], list[Tensor]]
 SAMPLES = 64  # Numbers of each parameter that tell whether someone wrote it behind autograd's back.
 
 
@@ -29,6 +32,7 @@ class Node:
     Attributes:
         tokens: At least one, except at the root.
         layers: Per layer keys and values ``(1, KV heads, len(tokens), head size)``.
+        states: ``(1, ...)`` states of recurrent layers after the last token; empty if they are not known there.
         children: By first token.
         used: When it was last read or written, in calls.
     """
@@ -36,12 +40,17 @@ class Node:
     tokens: list[int]
     layers: Layers
     parent: Node | None = None
+    states: list[Tensor] = field(default_factory=list)
     children: dict[int, Node] = field(default_factory=dict)
     used: int = 0
 
     @property
     def bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for pair in self.layers.values() for x in pair)
+        return _bytes([x for pair in self.layers.values() for x in pair]) + _bytes(self.states)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 class Kept:
@@ -53,10 +62,11 @@ class Kept:
 
     Args:
         most_bytes: Held at most.
+        stateful: The model has recurrent layers, so a sequence can only continue where their states are known.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, most_bytes: int, *, stateful: bool = False) -> None:
+        self.most_bytes, self.stateful = most_bytes, stateful
         self.clear()
 
     def clear(self) -> None:
@@ -65,27 +75,31 @@ class Kept:
         self.bytes = 0
         self.clock = 0
 
-    def find(self, tokens: Sequence[int], most: int) -> tuple[int, list[Layers]]:
+    def find(self, tokens: Sequence[int], most: int) -> tuple[int, list[Layers], list[Tensor]]:
         """The longest known beginning of ``tokens``, at most ``most`` of them.
 
         Returns:
-            Its length, and keys and values whose lengths add up to it, in order (views: copy what is to be changed).
+            Its length, keys and values whose lengths add up to it, in order, and the states of recurrent layers after it (views:
+            copy what is to be changed).
         """
         self.clock += 1
         layers: list[Layers] = []
-        length = 0
+        length, found = 0, (0, 0, [])
         for node, matched in self._walk(tokens[:most]):
             node.used = self.clock
             layers.append(_cut(node.layers, 0, matched))
             length += matched
-        return length, layers
+            if not self.stateful or (node.states and matched == len(node.tokens)):
+                found = length, len(layers), node.states
+        return found[0], layers[: found[1]], found[2]
 
-    def add(self, tokens: Sequence[int], layers: Sequence[Layers]) -> None:
+    def add(self, tokens: Sequence[int], layers: Sequence[Layers], states: list[Tensor]) -> None:
         """Keep what is not known yet of a sequence.
 
         Args:
             tokens: From the first position on.
             layers: Keys and values whose lengths add up to ``len(tokens)``, in order; copied.
+            states: States of recurrent layers after the last token, not copied; empty for models without.
         """
         self.clock += 1
         node, length = self.root, 0
@@ -93,16 +107,18 @@ class Kept:
             child.used = self.clock
             node, length = child, length + matched
             if matched < len(child.tokens):
-                if length < len(tokens):
+                if length < len(tokens) or states:
                     node = self._split(child, matched)
                 break
-        if length == len(tokens):
-            return
-        new = Node(list(tokens[length:]), _joined(layers, length), node, used=self.clock)
-        if new.bytes > self.most_bytes:
-            return
-        node.children[new.tokens[0]] = new
-        self.bytes += new.bytes
+        if length < len(tokens):
+            new = Node(list(tokens[length:]), _joined(layers, length), node, states, used=self.clock)
+            if new.bytes > self.most_bytes:
+                return
+            node.children[new.tokens[0]] = new
+            self.bytes += new.bytes
+        elif states and not node.states:
+            node.states = states
+            self.bytes += _bytes(states)
         self._shrink()
 
     def _walk(self, tokens: Sequence[int]) -> Iterator[tuple[Node, int]]:
@@ -216,6 +232,7 @@ class Filling:
         known: ``(P,)`` tokens of each that are in the block already, behind those that all prompts begin with.
         room: Columns they take.
         uneven: Whether fewer of one prompt are known than of another.
+        new: Number of tokens to compute of each prompt.
         done: Columns of ``ids`` computed so far.
     """
 
@@ -225,6 +242,7 @@ class Filling:
     known: Tensor
     room: int
     uneven: bool
+    new: list[int]
     done: int = 0
 
 
@@ -254,19 +272,21 @@ class Filler:
         if not self.shared:
             return
         block = Block([0], torch.tensor([len(self.shared)], device=self.device))
-        known, layers = self.kept.find(self.shared, len(self.shared))
+        known, layers, states = self.kept.find(self.shared, len(self.shared))
         if known:
             _fill_rows(block, [layers], known)
+            block.states = one_row(states, 0)
         self.reused += known
         ids = torch.tensor([self.shared], device=self.device)
         for start in range(known, ids.shape[1], self.engine.prefill_tokens):
             piece = ids[:, start : start + self.engine.prefill_tokens]
             past = [_of(block)] if block.keys else []
-            fill = self.forward(piece, past, torch.tensor([start], device=self.device))
+            states = States(block.states, [piece.shape[1]])
+            fill = self.forward(piece, past, torch.tensor([start], device=self.device), states)
             block.append(fill.keys, fill.values)
         self.store.common = block
         if self.keeping:
-            self.kept.add(self.shared, [_of(block)])
+            self.kept.add(self.shared, [_of(block)], block.states_of(0))
 
     def ready(self, prompt: Prompt) -> bool:
         """Whether completions of this prompt can begin."""
@@ -284,7 +304,8 @@ class Filler:
         past += [_of(work.block)] if work.block.keys else []
         begin = work.known + work.done + len(self.shared)
         known = work.known if work.uneven else None
-        fill = self.forward(piece, past, begin, known=known, room=work.room, seen=seen)
+        states = States(work.block.states, [min(max(n - work.done, 0), piece.shape[1]) for n in work.new])
+        fill = self.forward(piece, past, begin, states, known=known, room=work.room, seen=seen)
         work.block.append(fill.keys, fill.values)
         work.done += piece.shape[1]
         if work.done == work.ids.shape[1]:
@@ -309,7 +330,7 @@ class Filler:
         for prompt, row in zip(work.prompts, logits, strict=True):
             prompt.logits = row
             if self.keeping and not prompt.pictures:
-                self.kept.add(self.shared + prompt.ids, self.layers_of(prompt))
+                self.kept.add(self.shared + prompt.ids, self.layers_of(prompt), work.block.states_of(prompt.index))
 
     def layers_of(self, prompt: Prompt) -> list[Layers]:
         """Keys and values of a whole prompt, in pieces."""
@@ -322,12 +343,13 @@ class Filler:
         ids: Tensor,
         past: list[Layers],
         begin: Tensor,
+        states: States,
         *,
         known: Tensor | None = None,
         room: int = 0,
         seen: VisionView | None = None,
     ) -> Fill:
-        """One pass over ``ids (P, width)``, of which row p stands at ``begin[p]`` and what follows.
+        """One pass over ``ids (P, width)``, of which row p stands at ``begin[p]`` and what follows, after ``states``.
 
         ``known (P,)`` says of how many of the first ``room`` columns each row has something; None: of all of them.
         """
@@ -336,7 +358,10 @@ class Filler:
         if seen is not None:
             positions = seen.position_ids
             inputs = seen.inputs(self.engine.inner) if seen.inputs is not None else {}
+        if self.engine.recurrent:
+            inputs["recurrent_states"] = states
         shared = len(self.shared) if self.store.common is not None else 0
+        self.store.begin_pass(positions)
         self.store.filling = fill = Fill(past, shared=shared, known=known, room=room)
         fill.span = None if seen is None else seen.span
         try:
@@ -349,13 +374,14 @@ class Filler:
 
     # What is known already ---------------------------------------------------------------------------------------
 
-    def _known(self, prompt: Prompt) -> tuple[int, list[Layers]]:
+    def _known(self, prompt: Prompt) -> Known:
         """Tokens behind the common ones whose keys and values are at hand; at least one is left to compute."""
+        common = [] if self.store.common is None else self.store.common.states
         if not self.kept.bytes or prompt.pictures:
-            return 0, []
+            return 0, [], common
         first = len(self.shared)
-        known, layers = self.kept.find(self.shared + prompt.ids, first + len(prompt.ids) - 1)
-        return (known - first, without(layers, first)) if known > first else (0, [])
+        known, layers, states = self.kept.find(self.shared + prompt.ids, first + len(prompt.ids) - 1)
+        return (known - first, without(layers, first), states) if known > first else (0, [], common)
 
     def _stem(self, wanted: Prompt) -> Filling | None:
         """What this prompt and another begin with, where it is worth a pass of its own."""
@@ -363,13 +389,13 @@ class Filler:
         if shares < STEM_LEAST:
             return None
         stem = Prompt(STEM, wanted.ids[:shares])
-        known, layers = self._known(stem)
-        return self._filling([stem], [(known, layers)]) if shares - known >= STEM_LEAST else None
+        known = self._known(stem)
+        return self._filling([stem], [known]) if shares - known[0] >= STEM_LEAST else None
 
     def _keep_stem(self, stem: Prompt, block: Block) -> None:
         stem.block = block
         tokens = self.shared + stem.ids
-        self.kept.add(tokens, self.layers_of(stem))
+        self.kept.add(tokens, self.layers_of(stem), block.states_of(STEM))
         if self.kept.find(tokens, len(tokens))[0] < len(tokens):  # No room: the others compute it themselves.
             for prompt in self.prompts:
                 prompt.shares = 0
@@ -394,19 +420,27 @@ class Filler:
             width, rows = wider, rows + prompt.waiting
         return self._filling(chosen, prefixes)
 
-    def _filling(self, prompts: list[Prompt], prefixes: list[tuple[int, list[Layers]]]) -> Filling:
-        new = [p.ids[known:] for p, (known, _) in zip(prompts, prefixes, strict=True)]
-        width, room = max(map(len, new)), max(known for known, _ in prefixes)
+    def _filling(self, prompts: list[Prompt], prefixes: list[Known]) -> Filling:
+        new = [p.ids[known:] for p, (known, *_) in zip(prompts, prefixes, strict=True)]
+        width, room = max(map(len, new)), max(known for known, *_ in prefixes)
         pad = self.engine.pad_token_id
         ids = torch.tensor([line + [pad] * (width - len(line)) for line in new], device=self.device)
         block = Block([p.index for p in prompts], torch.tensor([len(p.ids) for p in prompts], device=self.device))
         if room:
-            _fill_rows(block, [layers for _, layers in prefixes], room)
+            _fill_rows(block, [layers for _, layers, _ in prefixes], room)
+        block.states = _joined_states([states for *_, states in prefixes])
         for prompt in prompts:
             prompt.block = block
-        self.reused += sum(known for known, _ in prefixes)
-        counts = [known for known, _ in prefixes]
-        return Filling(prompts, ids, block, torch.tensor(counts, device=self.device), room, uneven=min(counts) < room)
+        counts = [known for known, *_ in prefixes]
+        self.reused += sum(counts)
+        known = torch.tensor(counts, device=self.device)
+        return Filling(prompts, ids, block, known, room, uneven=min(counts) < room, new=list(map(len, new)))
+
+
+def _joined_states(rows: list[list[Tensor]]) -> list[Tensor]:
+    """Return states of several rows in memory of their own; an empty row has zeros."""
+    sample = next(filter(None, rows), [])
+    return [torch.cat([row[i] if row else torch.zeros_like(one) for row in rows]) for i, one in enumerate(sample)]
 
 
 def _of(block: Block) -> Layers:

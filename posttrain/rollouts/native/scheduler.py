@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from posttrain.models.recurrent.states import States
 from posttrain.models.vision import text_offset
-from posttrain.rollouts.native.attention import Block, Group, Store
+from posttrain.rollouts.native.attention import Block, Group, Store, one_row
 from posttrain.rollouts.native.layers import PACK_FROM, PACK_STEPS, PACK_TOKENS, Packed
 from posttrain.rollouts.native.prefix_cache import Filler, Kept, mark_stems, match
 from posttrain.rollouts.native.sampler import Asked, Chooser, Completion, Prompt
@@ -71,7 +72,7 @@ class Run:
         kept = self.engine.kept
         if len(self.prompts) > 1:
             mark_stems(self.prompts)
-        within = Kept(UNBOUNDED) if kept is None else kept
+        within = Kept(UNBOUNDED, stateful=self.engine.recurrent) if kept is None else kept
         return Filler(self.engine, self.store, self.prompts, self.shared, within, keeping=kept is not None)
 
     def to_the_end(self) -> list[Rollout]:
@@ -132,6 +133,8 @@ class Run:
         if prompt.waiting == 0:
             prompt.logits = None
         first = len(self.live)
+        assert prompt.block is not None
+        self.store.begin_rows(slice(first, first + count), prompt.block, prompt.index)
         for completion in completions:
             self._enter(completion)
         self._finish(first)
@@ -156,8 +159,10 @@ class Run:
         if self.steps == PACK_FROM and self.packed is not None and not self.packed.weights:
             self._pack()
         self.store.begin_step(max(len(c.tokens) for c in self.live) - 1)
+        self.store.begin_pass(self.positions[:, None])
+        states = {"recurrent_states": States(self.store.states)} if self.engine.recurrent else {}
         hidden = self.engine.trunk(
-            input_ids=self.tokens[:, None], position_ids=self.positions[:, None], use_cache=False
+            input_ids=self.tokens[:, None], position_ids=self.store.positions, use_cache=False, **states
         ).last_hidden_state[:, 0]
         self.tokens = self.chooser.draw(self.engine.logits(hidden), self.live)
         self.positions = self.positions + 1
@@ -198,7 +203,8 @@ class Run:
         if written:
             tokens = self.shared + completion.asked.prompt.ids + written
             suffix = self.store.suffix(row, len(written))
-            self.filler.kept.add(tokens, [*self.filler.layers_of(completion.asked.prompt), suffix])
+            layers = [*self.filler.layers_of(completion.asked.prompt), suffix]
+            self.filler.kept.add(tokens, layers, one_row(self.store.states, row))
 
     def _rollout(self, completion: Completion, reason: Any) -> Rollout:
         return Rollout(

@@ -1,0 +1,34 @@
+"""What Llama 4's attention layers do not pass on: the size of chunks (`chunk_of`) and positions (`tempered`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.models.architecture import layer_kinds
+
+
+def chunk_of(module: Any) -> int | None:
+    """Return the size of the chunks of positions within which an attention layer attends, or None without chunks."""
+    chunked = "chunked_attention" in layer_kinds(module.config)[module.layer_idx :][:1]
+    return module.config.attention_chunk_size if chunked else None
+
+
+def has_temperature(module: Any) -> bool:
+    """Return whether an attention layer scales its queries by their positions."""
+    return module.config.model_type == "llama4_text" and module.attn_temperature_tuning and not module.use_rope
+
+
+def tempered(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Correct the scale of queries ``(B, heads, T, d)`` for their positions ``(B, T)``.
+
+    Without a cache, a layer that `has_temperature` takes columns for positions.
+    """
+
+    def factor(places: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    columns = torch.arange(query.shape[2], device=query.device)
+    return (query * (factor(positions) / factor(columns))[:, None, :, None]).to(query.dtype)

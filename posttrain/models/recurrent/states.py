@@ -1,0 +1,127 @@
+"""Recurrent layers of sequences that continue from the states of earlier passes, as in sampling (`States`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.models.recurrent.chunks import SIZE, Chunks, chunks_of
+from posttrain.models.recurrent.kda import SIZE as KDA_SIZE
+from posttrain.models.recurrent.kda import kda
+from posttrain.models.recurrent.scan import scan_from
+from posttrain.types import Segment
+
+
+class States:
+    """Convolutions and recurrences of one pass over sequences, one per row, without gradients.
+
+    Args:
+        tensors: States ``(rows, ...)`` in the order in which the layers use them: the last inputs of a convolution, or the matrix
+            of a recurrence. An empty list means that all are zero, and receives them. The pass changes them in place.
+        lengths: Number of tokens of each row; later columns are padding. None means that each row has one token.
+
+    ``tensors`` may have more rows than a pass: the pass uses the first ones.
+    """
+
+    def __init__(self, tensors: list[Tensor], lengths: Sequence[int] | None = None) -> None:
+        self.tensors, self.lengths = tensors, lengths
+        self._used = 0
+        self._layouts: dict[int, tuple[Tensor, Chunks]] = {}
+        self._columns: dict[int, Tensor] = {}
+
+    def _next(self, like: Tensor, *shape: int) -> Tensor:
+        """Return the state of the next layer."""
+        if self._used == len(self.tensors):
+            self.tensors.append(like.new_zeros(shape))
+        self._used += 1
+        return self.tensors[self._used - 1][: shape[0]]
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the causal convolution of ``(rows, D, T)`` inputs with a kernel ``(D, K)``."""
+        x, before = x.to(weight.dtype), weight.shape[1] - 1
+        state = self._next(x, x.shape[0], x.shape[1], before)
+        inputs = torch.cat([state, x], 2)
+        out = x * weight[:, -1:]
+        for i in range(before):
+            out.addcmul_(inputs[:, :, i : i + x.shape[2]], weight[:, i : i + 1])
+        if self.lengths is None:
+            state.copy_(inputs[:, :, 1:])
+        else:
+            state.copy_(inputs.gather(2, self._ends(before, x.device)[:, None].expand(-1, x.shape[1], -1)))
+        return out if bias is None else out + bias[:, None]
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
+        """Return the outputs of a linear recurrence, see `posttrain.models.recurrent.scan`."""
+        q, k, v, log_decay, beta = _wide(q, k, v, log_decay, beta)
+        groups, repeats = q.shape[2], v.shape[2] // q.shape[2]
+        state = self._next(v, len(v), groups, k.shape[3], repeats, v.shape[3])
+        with torch.autocast(q.device.type, enabled=False):
+            if self.lengths is None:
+                decay = log_decay[:, 0].view(-1, groups, 1, repeats, 1)
+                return _step(state, q, k, v, decay, beta)
+            rows, chunks = self._layout(q, SIZE)
+            out, state[rows] = scan_from(state[rows], q, k, v, log_decay, beta, chunks)
+            return out
+
+    def kda(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        """Return the outputs of Kimi delta attention, see `posttrain.models.recurrent.kda`."""
+        q, k, v, log_decay, beta = _wide(q, k, v, log_decay, beta)
+        state = self._next(v, len(v), k.shape[2], k.shape[3], 1, v.shape[3])
+        with torch.autocast(q.device.type, enabled=False):
+            if self.lengths is None:
+                return _step(state, q, k, v, log_decay[:, 0, :, :, None, None], beta)
+            rows, chunks = self._layout(q, KDA_SIZE)
+            out, after = kda(q, k, v, log_decay, beta, chunks, state[rows, :, :, 0])
+            state[rows, :, :, 0] = after
+            return out
+
+    def _ends(self, count: int, device: torch.device) -> Tensor:
+        """Return the columns ``(rows, count)`` of the last inputs of each row, after ``count`` inputs of earlier passes."""
+        if count not in self._columns:
+            assert self.lengths is not None
+            self._columns[count] = (torch.tensor(self.lengths)[:, None] + torch.arange(count)).to(device)
+        return self._columns[count]
+
+    def _layout(self, x: Tensor, size: int) -> tuple[Tensor, Chunks]:
+        """Return the rows that have tokens in this pass, and their chunks."""
+        if size not in self._layouts:
+            assert self.lengths is not None
+            segments = [Segment(i, 0, n, n, -1, 0) for i, n in enumerate(self.lengths) if n]
+            rows = torch.tensor([one.row for one in segments]).to(x.device)
+            self._layouts[size] = rows, chunks_of(segments, x.shape[:2], x.device, size)
+        return self._layouts[size]
+
+
+def _wide(*tensors: Any) -> list[Any]:
+    """Return tensors in float32, or in float64 if the values are."""
+    wide = torch.float64 if tensors[2].dtype == torch.float64 else torch.float32
+    return [x if x is None else x.to(wide) for x in tensors]
+
+
+def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None) -> Tensor:
+    """Compute one token of a recurrence and change the state ``(n, G, dk, r, dv)`` in place.
+
+    Args:
+        state: ``(n, G, dk, r, dv)``, contiguous.
+        q: ``(n, 1, G, dk)``.
+        k: ``(n, 1, G, dk)``.
+        v: ``(n, 1, G * r, dv)``.
+        log_decay: A shape that expands to the state's.
+        beta: ``(n, 1, G * r)``, or None without the delta rule.
+
+    Returns:
+        ``(n, 1, G * r, dv)``.
+    """
+    n, groups, size, repeats, width = state.shape
+    state.mul_(log_decay.exp())
+    matrices = state.view(n * groups, size, repeats * width)
+    keys, queries = k.reshape(-1, 1, size), q.reshape(-1, 1, size)
+    values = v.reshape(-1, 1, repeats * width)
+    if beta is not None:
+        values = torch.baddbmm(values, keys, matrices, alpha=-1)
+        values = (values.view(n, groups, repeats, width) * beta.view(n, groups, repeats, 1)).view_as(values)
+    matrices.baddbmm_(keys.mT, values)
+    return (queries @ matrices).view(v.shape)
