@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -45,15 +45,24 @@ def row_of(cls: type, name: str, value: Any = ANY) -> TRLName | None:
     return row
 
 
-def rows_of(cls: type) -> Iterator[tuple[str, TRLName]]:
-    """Yield the old options of a config that are accepted, with their rows."""
-    seen = set()
-    for owner in _owners(cls):
-        for plain, (*_, row) in _table().items():
-            name = plain.removeprefix(f"{owner}.")
-            if name != plain and name not in seen:
-                seen.add(name)
-                yield name, row
+def owner(kinds: Sequence[type], name: str) -> type | None:
+    """Return the dataclass that has an old option; the one that has a row of its own, if several have it."""
+    found = {row.plain.startswith("Config."): kind for kind in reversed(kinds) if (row := row_of(kind, name))}
+    return found.get(False) or found.get(True)
+
+
+def convert_option(cls: type, name: str, options: dict[str, Any], kept: dict[str, Any]) -> None:
+    """Replace an old option in a mapping of options by its present name. Attributes for the config go into ``kept``.
+
+    Raises:
+        ConfigError: It has no equivalent; names what replaces it.
+    """
+    value = options.pop(name)
+    check_arguments(cls, {name: value})
+    row: Any = row_of(cls, name, value)
+    new = apply(cls, row, name, value, options, kept)
+    if row.action != "keep":
+        _warn(cls, name, f"now {new}" if new else f"ignored: {row.replacement}")
 
 
 def fix_of(cls: type, name: str) -> str:
