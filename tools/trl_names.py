@@ -2,6 +2,7 @@
 
     pip download --no-deps trl==1.16.0 -d WHEELS    # and one wheel of every other release line
     python tools/trl_names.py WHEELS
+    python tools/trl_names.py                       # only writes the pages, after a change of the table
 
 The wheels are parsed with `ast`; TRL is never imported. The command
 
@@ -9,7 +10,8 @@ The wheels are parsed with `ast`; TRL is never imported. The command
   compares with the package;
 - corrects the column ``releases`` of the table. The columns ``action`` and ``replacement`` are written by hand and kept;
 - adds methods of trainers with the action ``call`` if our trainer has them, else ``refuse`` without a replacement;
-- lists the rows without a replacement, and the names without a row.
+- lists the rows without a replacement, and the names without a row;
+- writes the tables of `docs/migration.md` and `docs/hooks.md`.
 
 A name is public if a package's ``__init__`` imports it, or if it is defined without an underscore in a module that scripts import
 from (`PUBLIC`). Programs (``trl.cli``, ``trl.commands``, ``trl.skills``, ``trl.scripts`` but for its ``utils``) and helpers inside
@@ -23,19 +25,22 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import posttrain
-from posttrain.compat import old_names
+from posttrain.compat import old_names, overrides
 from posttrain.compat.trl_names import COLUMNS, TABLE, TRLName, rows
 
 Functions = ast.FunctionDef | ast.AsyncFunctionDef
 Release = tuple[int, int]
 Classes = dict[str, list[ast.ClassDef]]
-SNAPSHOT = Path(__file__).parents[1] / "tests" / "snapshots" / "trl_names.json"
+ROOT = Path(__file__).parents[1]
+SNAPSHOT = ROOT / "tests" / "snapshots" / "trl_names.json"
+BEGIN, END = "<!-- names -->", "<!-- end of names -->"
 PUBLIC = ("core", "data_utils", "import_utils", "env_utils", "chat_template_utils", "trainer.", "models.", "extras.", "environment.",
           "generation.", "scripts.utils", "commands.cli_utils")  # fmt: skip
 PROGRAMS = ("cli", "skills", "scripts.", "commands.", "_compat")
@@ -236,15 +241,63 @@ def table(census: Census, inherited: dict[str, set[Release]]) -> list[TRLName]:
     return result
 
 
+def group_of(row: TRLName) -> tuple[int, int, str]:
+    """Return the last release of a row as a key to sort by, and its heading."""
+    if row.releases.startswith("transformers"):
+        return 1000, 0, "Options of transformers"
+    if row.releases == "-":
+        return 1001, 0, "Never in TRL, but often written"
+    major, minor = re.findall(r"(\d+)\.(\d+)", row.releases)[-1]
+    return int(major), int(minor), f"Last in TRL {major}.{minor}"
+
+
+def meaning(row: TRLName) -> str:
+    """What happens to a name."""
+    if row.action == "loss":
+        return f"runs as the weight of `{row.replacement!r}` in `loss_type` and `loss_weights`"
+    if row.action in ("rename", "convert"):
+        return f"runs as `{row.replacement}`"
+    if row.kind == "import":
+        return row.replacement if row.replacement.startswith("nothing") else f"use {row.replacement}"
+    return {"ignore": "ignored", "keep": "runs", "refuse": "refused"}[row.action] + f": {row.replacement}"
+
+
+def render(page: str, names: tuple[TRLName, ...]) -> str:
+    """Return the page on migration with a table for each release."""
+    groups: dict[tuple[int, int, str], list[str]] = defaultdict(list)
+    for row in sorted(names, key=lambda row: row.name.lower()):
+        if row.kind != "method":
+            groups[group_of(row)].append(f"| `{row.name}` | {row.kind} | {row.releases} | {meaning(row)} |")
+    tables = (
+        "\n".join([f"### {key[2]}", "", "| name | kind | in releases | here |", "|---|---|---|---|", *groups[key]])
+        for key in sorted(groups)
+    )
+    return page.split(BEGIN)[0] + BEGIN + "\n" + "\n\n".join(tables) + "\n" + END + page.split(END)[1]
+
+
+def write_pages() -> None:
+    """Write the tables of both pages."""
+    page, hooks = ROOT / "docs" / "migration.md", ROOT / "docs" / "hooks.md"
+    page.write_text(render(page.read_text(encoding="utf-8"), rows()), encoding="utf-8")
+    first, *_ = overrides.table().splitlines()
+    old = re.search(rf"^{re.escape(first)}\n(\|.*\n)*", text := hooks.read_text(encoding="utf-8"), re.MULTILINE)
+    assert old is not None
+    hooks.write_text(text.replace(old[0], overrides.table() + "\n"), encoding="utf-8")
+
+
 def main() -> None:
-    """Correct the table, write the snapshot, and list what needs a person."""
+    """Correct the table, write the snapshot and the pages, and list what needs a person."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("wheels", type=Path, help="folder with one wheel of TRL per release line")
+    parser.add_argument("wheels", type=Path, nargs="?", help="folder with one wheel of TRL per release line")
     folder = parser.parse_args().wheels
+    if folder is None:
+        return write_pages()
     census = Census(sorted(folder.glob("trl-*.whl"), key=release_of))
     result = table(census, of_transformers(sorted(folder.glob("transformers-*.whl"), key=release_of)))
     lines = ["\t".join(row) for row in sorted(result, key=lambda row: (row.kind, row.name))]
     TABLE.write_text("\n".join(["\t".join(COLUMNS), *lines]) + "\n", encoding="utf-8")
+    rows.cache_clear()
+    write_pages()
     SNAPSHOT.write_text(json.dumps(census.snapshot(), indent=1) + "\n", encoding="utf-8")
     for row in result:
         if row.action == "refuse" and not row.replacement:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -78,3 +79,15 @@ def test_a_row_of_an_option_or_argument_names_what_exists(row):
         target = re.match(r"\w+", row.replacement)[0]
         assert target in (options if row.kind == "option" else parameters | options)
     assert NAME.fullmatch(row.name) and re.fullmatch(r"-|(transformers )?\d+\.\d+-\d+\.\d+", row.releases)
+
+
+def test_the_page_on_migration_is_current():
+    spec = importlib.util.spec_from_file_location(
+        "trl_names_tool", Path(__file__).parents[2] / "tools" / "trl_names.py"
+    )
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+    assert tool.render(page, rows()) == page, "run `python tools/trl_names.py`"
+    names = re.findall(r"^\| `([^`]+)` \| (import|option|argument) \|", page, re.M)
+    assert sorted(names) == sorted((row.name, row.kind) for row in rows() if row.kind != "method")
