@@ -16,6 +16,7 @@ from typing import Any
 from posttrain.compat.trl_names import ANY, TRLName, rows
 from posttrain.errors import ArgumentTypeError, ConfigError, refuse_unknown_arguments, unknown_arguments
 from posttrain.fields import read_mapping
+from posttrain.loop.build import as_config
 
 
 @functools.cache
@@ -214,8 +215,12 @@ def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
     """Return a config with further options. Its constructor runs again, so that derived fields follow."""
     if config is None or isinstance(config, str):
         return kind(*([] if config is None else [config]), **options)
+    plain = not isinstance(config, kind)  # transformers.TrainingArguments, whose defaults may be overridden.
+    config = as_config(kind, config)
     kind, names = type(config), {item.name for item in fields(config) if item.init}
     given = {name: getattr(config, name) for name in vars(config).get("_given", ()) if name in names}
+    if plain:
+        given = {name: value for name, value in given.items() if name not in options}
     for name in options.keys() & given.keys():
         if given[name] != options[name]:
             raise ConfigError(

@@ -12,6 +12,7 @@ from typing import Any
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider
+from transformers import TrainingArguments
 
 import posttrain
 from posttrain.compat import old_names
@@ -364,7 +365,7 @@ class Rewriter(cst.CSTTransformer):
         for arg in self.script.added.get(original_node, ()):
             call = with_argument(call, arg)
         if original_node in self.script.replaced:
-            call = call.with_changes(func=cst.Name(self.script.replaced[original_node]))
+            call = with_defaults(call, kind).with_changes(func=cst.Name(self.script.replaced[original_node]))
         if any(arg.star == "**" for arg in call.args):
             self.script.note(original_node, f"{kind.__name__}(**...): its names were not looked at.")
         return self.converted(original_node, kind, call)
@@ -585,6 +586,16 @@ def without(call: cst.Call, name: str) -> cst.Call:
             args[at - 1] = args[at - 1].with_changes(comma=previous.with_changes(whitespace_after=space))
     del args[at]
     return call.with_changes(args=args)
+
+
+def with_defaults(call: cst.Call, config: Any) -> cst.Call:
+    """Give a config the defaults of ``TrainingArguments`` where it has others."""
+    own = {item.name: item.default for item in fields(config)}
+    given = by_name(call)
+    for item in fields(TrainingArguments):
+        if item.default != own[item.name] and isinstance(item.default, int | float) and item.name not in given:
+            call = with_argument(call, cst.Arg(cst.parse_expression(repr(item.default)), cst.Name(item.name)))
+    return call
 
 
 def last_argument(arg: cst.Arg, removed: cst.Arg) -> cst.Arg:

@@ -54,6 +54,9 @@ args = SFTConfig(
     report_to="none",  # none
     max_length=2048,
     packing=False,
+    learning_rate=5e-05,
+    bf16=False,
+    logging_steps=500,
 )
 trainer = SFTTrainer(
     "model",
