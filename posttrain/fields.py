@@ -86,11 +86,11 @@ def config(cls: type[T]) -> type[T]:
     return made
 
 
-def _old_attribute(self: Any, name: str) -> Any:
+def _old_attribute(self: object, name: str) -> Any:
     return importlib.import_module("posttrain.compat.old_names").attribute(self, name)
 
 
-def check_arguments(cls: Any, given: Mapping[str, Any]) -> None:
+def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
     """Refuse keywords that a constructor neither has nor converts, all of them in one error.
 
     Raises:
@@ -99,7 +99,7 @@ def check_arguments(cls: Any, given: Mapping[str, Any]) -> None:
     if unknown := unknown_arguments(cls, given):
         old_names = importlib.import_module("posttrain.compat.old_names")
         old_names.check_arguments(cls, {name: given[name] for name in unknown})
-        if not hasattr(cls.__init__, "__wrapped__"):  # A user's subclass that is a plain dataclass.
+        if "__wrapped__" not in vars(cls.__init__):  # A user's subclass that is a plain dataclass.
             cls.__init__ = accepting(cls.__init__)
 
 

@@ -109,7 +109,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         trusts = any(vars(instance).get("trust_remote_code") for instance in instances)
         for instance in instances:
             vars(instance).update(kept.get(type(instance), {}))
-            if trusts and hasattr(instance, "trust_remote_code"):  # Scripts read it from the `ModelConfig`, too.
+            if trusts and "trust_remote_code" in dir(instance):  # Scripts read it from the `ModelConfig`, too.
                 instance.trust_remote_code = True
         if rest and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"unknown argument{'s' if len(rest) > 1 else ''} {self._suggest(rest)}.")

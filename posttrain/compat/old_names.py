@@ -10,7 +10,7 @@ import ast
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 from posttrain.compat.trl_names import ANY, TRLName, rows
@@ -28,16 +28,21 @@ def _table() -> dict[str, list[TRLName]]:
     return table
 
 
+def _config_of(cls: type) -> Any:
+    """Return the config class of a trainer; None for configs."""
+    return getattr(cls, "config_class", None)
+
+
 def _owners(cls: type) -> list[str]:
     names = [base.__name__ for base in cls.__mro__]
-    if hasattr(cls, "config_class"):
+    if _config_of(cls) is not None:
         names.append("Trainer")
     elif "PostTrainingConfig" in names:
         names.append("Config")
     return names
 
 
-def row_of(cls: type, name: str, value: Any = ANY) -> TRLName | None:
+def row_of(cls: type, name: str, value: object = ANY) -> TRLName | None:
     """Return the row of an old option of a config, or of an old argument of a trainer; None for other names."""
     found = (row for owner in _owners(cls) for row in _table().get(f"{owner}.{name}", ()))
     row = next((row for row in found if row.holds(value)), None)
@@ -82,7 +87,7 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
     Raises:
         ArgumentTypeError: Names them, with what replaces them. A `ConfigError` if they are old options of a config.
     """
-    config = getattr(cls, "config_class", None)
+    config = _config_of(cls)
     unknown, fixes = [], {}
     for name in unknown_arguments(cls, given):
         if is_accepted(cls, name, given[name]):
@@ -95,9 +100,9 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
     refuse_unknown_arguments(cls, unknown, fixes, ConfigError if fixes and config is None else None)
 
 
-def is_accepted(cls: type, name: str, value: Any = ANY) -> bool:
+def is_accepted(cls: type, name: str, value: object = ANY) -> bool:
     """Return whether a constructor accepts an old name, or a trainer an option of its config."""
-    row, config = row_of(cls, name, value), vars(cls).get("config_class") or getattr(cls, "config_class", None)
+    row, config = row_of(cls, name, value), _config_of(cls)
     if row is None and config is not None:
         return name in {item.name for item in fields(config)} or is_accepted(config, name, value)
     return row is not None and row.action != "refuse"
@@ -105,13 +110,13 @@ def is_accepted(cls: type, name: str, value: Any = ANY) -> bool:
 
 def is_unknown(cls: type, name: str) -> bool:
     """Return whether a constructor neither has nor converts nor refuses a name by the table."""
-    config = getattr(cls, "config_class", None)
+    config = _config_of(cls)
     return bool(unknown_arguments(cls, [name])) and not (
         is_accepted(cls, name) or any(row_of(kind, name) for kind in (cls, config) if kind)
     )
 
 
-def attribute(config: Any, name: str) -> Any:
+def attribute(config: object, name: str) -> Any:
     """Return an option of a config by its name in older releases.
 
     Raises:
@@ -120,7 +125,7 @@ def attribute(config: Any, name: str) -> Any:
     row = None if name.startswith("_") else row_of(type(config), name)
     if row is not None and row.action in ("rename", "convert"):
         target, _, literal = row.replacement.partition("=")
-        value = config
+        value: Any = config
         for part in target.split("."):
             value = (value or {}).get(part) if isinstance(value, dict | None) else getattr(value, part)
         warnings.warn(_text(type(config), name, f"now {row.replacement}"), FutureWarning, stacklevel=3)
@@ -130,7 +135,7 @@ def attribute(config: Any, name: str) -> Any:
 
 
 def convert(
-    obj: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[str]
+    obj: object, args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Convert the old names among a constructor's keywords.
 
@@ -170,7 +175,7 @@ def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple
     return moved, kept
 
 
-def apply(cls: type, row: TRLName, name: str, value: Any, kwargs: dict[str, Any], kept: dict[str, Any]) -> str:
+def apply(cls: type, row: TRLName, name: str, value: object, kwargs: dict[str, Any], kept: dict[str, Any]) -> str:
     """Put an old name into ``kwargs`` by its present name, and return that name; "" if the old name has no effect.
 
     None is the value of an option that was not set in older releases.
@@ -191,16 +196,19 @@ def apply(cls: type, row: TRLName, name: str, value: Any, kwargs: dict[str, Any]
     return ""
 
 
-def _add_loss(cls: Any, loss: str, weight: float, kwargs: dict[str, Any]) -> None:
-    field = cls.__dataclass_fields__["loss_type"]
-    default = field.default if field.default is not MISSING else field.default_factory()
-    losses = kwargs.get("loss_type", default)
+def _add_loss(cls: type, loss: str, weight: object, kwargs: dict[str, Any]) -> None:
+    losses = kwargs.get("loss_type", default_losses(cls))
     losses = [losses] if isinstance(losses, str) else list(losses)
     weights = kwargs.get("loss_weights") or [1.0] * len(losses)
     kwargs |= {"loss_type": [*losses, loss], "loss_weights": [*weights, weight]}
 
 
-def _put(cls: type, name: str, value: Any, target: str, kwargs: dict[str, Any]) -> None:
+def default_losses(cls: type) -> list[str]:
+    """Return the default of a config's ``loss_type``."""
+    return next(item.default_factory() for item in fields(cls) if item.name == "loss_type")
+
+
+def _put(cls: type, name: str, value: object, target: str, kwargs: dict[str, Any]) -> None:
     option, _, key = target.partition(".")
     given = read_mapping(option, kwargs.get(option)) or {} if key else kwargs
     if (key or option) in given and given[key or option] != value:
@@ -218,7 +226,7 @@ def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
     plain = not isinstance(config, kind)  # transformers.TrainingArguments, whose defaults may be overridden.
     config = as_config(kind, config)
     kind, names = type(config), {item.name for item in fields(config) if item.init}
-    given = {name: getattr(config, name) for name in vars(config).get("_given", ()) if name in names}
+    given = {name: vars(config)[name] for name in vars(config).get("_given", ()) if name in names}
     if plain:
         given = {name: value for name, value in given.items() if name not in options}
     for name in options.keys() & given.keys():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import pkgutil
 import sys
 import warnings
 from types import ModuleType
@@ -117,8 +118,7 @@ def older_name(module: str, name: str) -> Any:
         raise ImportError(text, name=name)
     text, level = f"{name} of older releases is now {row.replacement}.", 3 if module == "posttrain" else 4
     warnings.warn(text, FutureWarning, stacklevel=level)
-    path, _, attribute = row.replacement.rpartition(".")
-    found = getattr(importlib.import_module(path), attribute)
+    found = pkgutil.resolve_name(row.replacement)
     setattr(sys.modules[module], name, found)  # An import statement asks twice.
     return found
 

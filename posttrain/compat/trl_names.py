@@ -10,10 +10,10 @@ import ast
 import functools
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 TABLE = Path(__file__).with_suffix(".tsv")
-NAME = re.compile(r"([\w.]+)(?:(>?=)(.+))?")
+NAME = re.compile(r"^([\w.]+)(?:(>?=)(.+))?$")
 ANY = object()  # A value that is not known.
 
 
@@ -44,11 +44,11 @@ class TRLName(NamedTuple):
     @property
     def plain(self) -> str:
         """The name without its condition."""
-        return NAME.fullmatch(self.name)[1]  # type: ignore[index]
+        return NAME.split(self.name)[1]
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Return whether the row's condition holds for a value of the option."""
-        _, sign, literal = NAME.fullmatch(self.name).groups()  # type: ignore[union-attr]
+        _, _, sign, literal, _ = NAME.split(self.name)
         if sign is None:
             return True
         if value is ANY:

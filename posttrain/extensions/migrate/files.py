@@ -12,30 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.errors import DataError
+from posttrain.extensions.migrate.note import Note
 from posttrain.integrations import require
 
 SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
 SKIPPED = {"node_modules", "site-packages", "__pycache__"}
 MARK = "# posttrain migrate: cell "
 MAGIC = "pass  # posttrain migrate: "
-
-
-class Note(NamedTuple):
-    """Something that needs a person.
-
-    Attributes:
-        line: Line in the file, from 1; of a notebook in the cell.
-        text: What it is, and what to do.
-        cell: Number of the notebook's cell, from 1.
-    """
-
-    line: int
-    text: str
-    cell: int = 0
-
-    def at(self, path: Path) -> str:
-        """Return the place and the text."""
-        return f"{path}:{f'cell {self.cell}:' if self.cell else ''}{self.line}: {self.text}"
 
 
 class Rewritten(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -14,9 +14,7 @@ from posttrain.cli.commands import TRAINING
 from posttrain.cli.train import GRPOScriptArguments
 from posttrain.compat import old_names
 from posttrain.errors import DataError
-
-if TYPE_CHECKING:
-    from posttrain.extensions.migrate.files import Note
+from posttrain.extensions.migrate.note import Note
 
 OF_RECIPES = {"output_dir", "model_name_or_path", "learning_rate", "per_device_train_batch_size"}
 
@@ -27,12 +25,10 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
     Raises:
         DataError: It is not valid YAML.
     """
-    from posttrain.extensions.migrate.files import Note
-
     try:
         node, options = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         raise DataError(f"{path}:{mark.line + 1 if mark else 1}: it is not valid YAML: {error}") from error
     if not isinstance(options, dict) or not OF_RECIPES & options.keys():
         return text, []
@@ -70,7 +66,7 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
 def config_of(options: dict[str, Any]) -> type:
     """Return the config that knows most of the options; the first of several in the order of the commands."""
 
-    def known(kind: Any) -> int:
+    def known(kind: type) -> int:
         names = {item.name for item in fields(kind)}
         return sum(name in names or old_names.row_of(kind, name) is not None for name in options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pkgutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -20,7 +21,7 @@ from posttrain.compat.overrides import hook_for
 from posttrain.compat.paths import BY_MODULE
 from posttrain.compat.trl_names import ANY, TRLName, imports
 from posttrain.errors import DataError
-from posttrain.extensions.migrate.files import Note
+from posttrain.extensions.migrate.note import Note
 
 PACKAGES = ("trl", "posttrain")
 SHARED = "TrainingArguments"  # Of transformers; trainers of older releases took it.
@@ -370,7 +371,7 @@ class Rewriter(cst.CSTTransformer):
             self.script.note(original_node, f"{kind.__name__}(**...): its names were not looked at.")
         return self.converted(original_node, kind, call)
 
-    def converted(self, node: cst.Call, kind: Any, call: cst.Call) -> cst.Call:
+    def converted(self, node: cst.Call, kind: type, call: cst.Call) -> cst.Call:
         """Convert the old names among a call's arguments."""
         for name, arg in by_name(call).items():
             value = value_of(arg.value)
@@ -381,7 +382,7 @@ class Rewriter(cst.CSTTransformer):
                 self.script.note(node, f"{kind.__name__} has no argument {name}.", name)
         return call
 
-    def argument(self, node: cst.Call, kind: Any, call: cst.Call, name: str, row: TRLName) -> cst.Call:
+    def argument(self, node: cst.Call, kind: type, call: cst.Call, name: str, row: TRLName) -> cst.Call:
         """Convert one argument."""
         given = by_name(call)
         arg, value = given[name], value_of(given[name].value)
@@ -423,11 +424,10 @@ class Rewriter(cst.CSTTransformer):
         mapping = mapping.with_changes(elements=[*elements, element])
         return without(exchanged(call, option, cst.Name(option), mapping), name)
 
-    def with_loss(self, node: cst.Call, kind: Any, call: cst.Call, name: str, loss: str) -> cst.Call:
+    def with_loss(self, node: cst.Call, kind: type, call: cst.Call, name: str, loss: str) -> cst.Call:
         """Turn the weight of a loss into entries of ``loss_type`` and ``loss_weights``."""
         given = by_name(call)
-        losses: Any = kind.__dataclass_fields__["loss_type"].default_factory()
-        losses = value_of(given["loss_type"].value) if "loss_type" in given else losses
+        losses = value_of(given["loss_type"].value) if "loss_type" in given else old_names.default_losses(kind)
         losses = [losses] if isinstance(losses, str) else losses
         weights = value_of(given["loss_weights"].value) if "loss_weights" in given else None
         if ANY in (losses, weights):
@@ -469,8 +469,8 @@ def class_of(name: str) -> Any:
     if row is not None and row.action == "rename" and row.replacement.startswith("posttrain."):
         name = row.replacement.rpartition(".")[2]
     if name in posttrain.__all__ and name.endswith(("Config", "Trainer", "Arguments")):
-        kind = getattr(posttrain, name)
-        return kind if is_dataclass(kind) or hasattr(kind, "config_class") else None
+        kind = pkgutil.resolve_name(f"posttrain.{name}")
+        return kind if is_dataclass(kind) or "config_class" in dir(kind) else None
     return None
 
 
@@ -485,19 +485,19 @@ def place_of(name: str, module: str) -> tuple[str, str]:
     return module, name
 
 
-def given_config(trainer: Any, call: cst.Call) -> cst.BaseExpression | None:
+def given_config(kind: type, call: cst.Call) -> cst.BaseExpression | None:
     """Return the config that a trainer is given, by a keyword or by its position; None without one."""
-    place = list(inspect.signature(trainer.__init__).parameters).index("args") - 1
+    place = list(inspect.signature(kind.__init__).parameters).index("args") - 1
     plain = [arg.value for arg in call.args if not arg.keyword and not arg.star]
     by_name = [arg.value for arg in call.args if arg.keyword and arg.keyword.value in ("args", "config")]
     return next(iter([*by_name, *plain[place : place + 1]]), None)
 
 
-def is_option(trainer: Any, name: str, value: Any) -> bool:
+def is_option(kind: type, name: str, value: object) -> bool:
     """Return whether a trainer's keyword is an option of its config."""
-    if not old_names.unknown_arguments(trainer, [name]) or old_names.row_of(trainer, name):
+    if not old_names.unknown_arguments(kind, [name]) or old_names.row_of(kind, name):
         return False
-    config = trainer.config_class
+    config = kind.config_class
     return name in {item.name for item in fields(config)} or old_names.is_accepted(config, name, value)
 
 
@@ -520,14 +520,16 @@ def dotted(path: str) -> Any:
     return cst.parse_expression(path)
 
 
-def renamed_package(node: Any) -> Any:
+def renamed_package(node: cst.BaseExpression) -> Any:
     """Replace ``trl`` at the beginning of a dotted name."""
     name = get_full_name_for_node(node) or ""
     first, dot, rest = name.partition(".")
     return dotted(f"posttrain{dot}{rest}") if first == "trl" else node
 
 
-def joined(names: Sequence[cst.ImportAlias], last: Any, *, one_line: bool) -> list[cst.ImportAlias]:
+def joined(
+    names: Sequence[cst.ImportAlias], last: cst.Comma | cst.MaybeSentinel, *, one_line: bool
+) -> list[cst.ImportAlias]:
     """Return imported names with commas between them, and ``last`` behind them."""
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     result = [
@@ -588,7 +590,7 @@ def without(call: cst.Call, name: str) -> cst.Call:
     return call.with_changes(args=args)
 
 
-def with_defaults(call: cst.Call, config: Any) -> cst.Call:
+def with_defaults(call: cst.Call, config: type) -> cst.Call:
     """Give a config the defaults of ``TrainingArguments`` where it has others."""
     own = {item.name: item.default for item in fields(config)}
     given = by_name(call)
@@ -603,7 +605,7 @@ def last_argument(arg: cst.Arg, removed: cst.Arg) -> cst.Arg:
     comma: Any = arg.comma
     space = comma.whitespace_after
     trailing = isinstance(removed.comma, cst.Comma)
-    end: Any = removed.comma.whitespace_after if trailing else removed.whitespace_after_arg  # type: ignore[union-attr]
+    end: Any = removed.comma.whitespace_after if trailing else removed.whitespace_after_arg
     if isinstance(space, cst.ParenthesizedWhitespace) and isinstance(end, cst.ParenthesizedWhitespace):
         lines = [*commented(space.empty_lines), *commented(end.empty_lines)]
         end = space.with_changes(empty_lines=lines, indent=end.indent, last_line=end.last_line)
