@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from posttrain.compat import trl_names
+from posttrain.compat import old_names, trl_names
 from posttrain.errors import ConfigError
 from posttrain.loop.build import PADDED_STEPS, is_ours, user_override
 
@@ -64,9 +64,11 @@ def hook_for(cls: type, name: str) -> str | None:
 
 
 def missing(cls: type, name: str) -> AttributeError:
-    """The error for an attribute that a trainer does not have; of a method of TRL's it names the hook."""
-    hook = hook_for(cls, name)
+    """Return the error for an attribute that a trainer does not have. It names the hook or the present name."""
+    hook, row = hook_for(cls, name), old_names.row_of(cls, name)
     fix = "" if hook is None else f": TRL's method has no twin here. Fix: use {hook} (docs/hooks.md)."
+    if row is not None and row.action == "rename":
+        fix = f": a name of older releases. Fix: use {row.replacement}."
     return AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{fix}", name=name)
 
 

@@ -212,6 +212,12 @@ def test_an_old_attribute_without_an_equivalent_names_what_replaces_it(tmp_path)
     assert not hasattr(config, "no_such_name") and not hasattr(ModelConfig(), "evaluation_strategy")
 
 
+def test_an_old_attribute_of_a_trainer_names_the_present_one(tmp_path, tiny_tokenizer):
+    trainer = sft_now(str(tmp_path), tiny_tokenizer)
+    with pytest.raises(AttributeError, match=r"'tokenizer': a name of older releases. Fix: use processing_class"):
+        trainer.tokenizer  # noqa: B018
+
+
 @pytest.mark.filterwarnings("ignore:.*older releases")
 def test_model_config_has_its_older_options():
     assert ModelConfig().trust_remote_code is False

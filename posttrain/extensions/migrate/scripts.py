@@ -340,10 +340,10 @@ class Rewriter(cst.CSTTransformer):
                 self.script.note(original_node, f"{name} is not here. Use {row.replacement}.")
             return updated_node.with_changes(value=dotted(module), attr=cst.Name(new))
         kind = self.script.kinds.get(base.value)
-        row = old_names.row_of(kind, name) if is_dataclass(kind) else None
+        row = None if kind is None else old_names.row_of(kind, name)
         if row is not None and row.action == "rename" and row.replacement.isidentifier():
             return updated_node.with_changes(attr=cst.Name(row.replacement))
-        if row is not None and row.action not in ("keep",):
+        if row is not None and row.action != "keep":
             self.script.note(original_node, f"{base.value}.{name}: {row.replacement}")
         return updated_node
 

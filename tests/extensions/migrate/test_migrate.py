@@ -1,12 +1,14 @@
 """Scripts, notebooks and YAML files are rewritten by the table of names; what has no equivalent is listed with its line."""
 
 import json
+import re
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from posttrain.errors import DataError
+from posttrain.errors import DataError, MissingDependencyError
 from posttrain.extensions.migrate.commands import migrate
 from posttrain.extensions.migrate.files import hide_magics, migrate_file
 from posttrain.extensions.migrate.scripts import migrate_script
@@ -94,6 +96,7 @@ def test_keywords_of_a_trainer_move_into_its_config_and_comments_stay():
         ("from trl import SFTTrainer\nSFTTrainer('m', packing=True, max_seq_length=9)", "from posttrain import SFTTrainer, SFTConfig\nSFTTrainer('m', args=SFTConfig(packing=True, max_length=9))"),
         ("from trl import DPOTrainer, DPOConfig\nDPOTrainer('m', None, DPOConfig('o'), beta=.1)", "from posttrain import DPOTrainer, DPOConfig\nDPOTrainer('m', None, DPOConfig('o', beta=.1))"),
         ("from trl import SFTTrainer\nclass Mine(SFTTrainer): pass\nMine('m', tokenizer=t)", "from posttrain import SFTTrainer\nclass Mine(SFTTrainer): pass\nMine('m', processing_class=t)"),
+        ("from trl import SFTTrainer\nt = SFTTrainer('m')\nt.tokenizer.save()", "from posttrain import SFTTrainer\nt = SFTTrainer('m')\nt.processing_class.save()"),
         ("from trl import ModelConfig, TrlParser\np = TrlParser((A, ModelConfig))\na, m = p.parse_args_and_config()\nm.torch_dtype",
          "from posttrain import ModelConfig, TrlParser\np = TrlParser((A, ModelConfig))\na, m = p.parse_args_and_config()\nm.dtype"),
     ],
@@ -264,3 +267,12 @@ def test_the_command_and_its_extra_are_registered():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["posttrain.commands"]["migrate"] == "posttrain.extensions.migrate.commands:migrate"
     assert project["optional-dependencies"]["migrate"] == ["libcst"]
+
+
+def test_without_libcst_the_error_names_the_extra_and_recipes_are_rewritten_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    (tmp_path / "a.py").write_text("import trl")
+    (tmp_path / "a.yaml").write_text("output_dir: o\nno_cuda: true\n")
+    with pytest.raises(MissingDependencyError, match=re.escape('pip install "posttrain[migrate]"')):
+        migrate_file(tmp_path / "a.py")
+    assert migrate_file(tmp_path / "a.yaml").text == "output_dir: o\nuse_cpu: true\n"
