@@ -26,12 +26,14 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
         DataError: It is not valid YAML.
     """
     try:
-        node, options = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+        documents = list(yaml.compose_all(text, yaml.SafeLoader))
+        options = yaml.safe_load(text) if len(documents) == 1 else None
     except yaml.YAMLError as error:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         raise DataError(f"{path}:{mark.line + 1 if mark else 1}: it is not valid YAML: {error}") from error
     if not isinstance(options, dict) or not OF_RECIPES & options.keys():
         return text, []
+    (node,) = documents
     kinds = (GRPOScriptArguments, config_of(options), posttrain.ModelConfig)
     lines, notes = text.splitlines(keepends=True), []
     for key, value in reversed(node.value):
@@ -64,11 +66,12 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
 
 
 def config_of(options: dict[str, Any]) -> type:
-    """Return the config that knows most of the options; the first of several in the order of the commands."""
+    """Return the config that knows most of the options. Present names count more than old ones, and refused ones least."""
 
-    def known(kind: type) -> int:
+    def known(kind: type) -> float:
         names = {item.name for item in fields(kind)}
-        return sum(name in names or old_names.row_of(kind, name) is not None for name in options)
+        rows = (old_names.row_of(kind, name) for name in options if name not in names)
+        return len(names & options.keys()) + sum(0.2 if row.action == "refuse" else 0.9 for row in rows if row)
 
     configs = [command.config for command in TRAINING.values() if command.plugin is None]
     return max(configs, key=known)

@@ -77,6 +77,8 @@ class Script(cst.CSTVisitor):
         classes: Our classes by local names, those of the script's subclasses included.
         kinds: Our classes by the names of variables that hold their instances.
         made: Calls that make configs, by the names of variables.
+        lines: Lines on which variables are assigned.
+        mappings: Keys of dicts by the names of variables.
         calls: Calls of our classes, with the class.
         added: Arguments that calls of configs get from trainers.
         replaced: Names of configs that take the place of ``TrainingArguments``, by call.
@@ -97,6 +99,7 @@ class Script(cst.CSTVisitor):
         self.parsers: dict[str, list[Any]] = {}
         self.made: dict[str, list[cst.Call]] = {}
         self.lines: dict[str, int] = {}
+        self.mappings: dict[str, list[str]] = {}
         self.calls: dict[cst.Call, Any] = {}
         self.added: dict[cst.Call, list[cst.Arg]] = {}
         self.moved: dict[cst.Call, set[str]] = {}
@@ -183,6 +186,8 @@ class Script(cst.CSTVisitor):
         target, value = node.targets[0].target, node.value
         for name in names_in(target):
             self.lines[name] = self.line(node)
+        if isinstance(target, cst.Name) and (keys := keys_of(value)) is not None:
+            self.mappings[target.value] = keys
         if not isinstance(value, cst.Call):
             return
         function = get_full_name_for_node(value.func) or ""
@@ -283,7 +288,11 @@ class Rewriter(cst.CSTTransformer):
         below = package.partition(".")[2]
         groups: dict[str, list[cst.ImportAlias]] = {}
         for alias in node.names:
-            module, new = place_of(str(alias.evaluated_name), f"posttrain.{below}" if below else "posttrain")
+            module, new = place_of(
+                str(alias.evaluated_name),
+                f"posttrain.{below}" if below else "posttrain",
+                moves=package.startswith("trl"),
+            )
             if new != alias.evaluated_name:
                 local = alias.asname or cst.AsName(cst.Name(str(alias.evaluated_name)))
                 alias = alias.with_changes(
@@ -367,15 +376,26 @@ class Rewriter(cst.CSTTransformer):
             call = with_argument(call, arg)
         if original_node in self.script.replaced:
             call = with_defaults(call, kind).with_changes(func=cst.Name(self.script.replaced[original_node]))
-        if any(arg.star == "**" for arg in call.args):
-            self.script.note(original_node, f"{kind.__name__}(**...): its names were not looked at.")
+        for arg in original_node.args:
+            if arg.star == "**":
+                self.look_into(arg, kind)
         return self.converted(original_node, kind, call)
+
+    def look_into(self, arg: cst.Arg, kind: type) -> None:
+        """Note the old names in a mapping that a call unpacks."""
+        keys = keys_of(arg.value) or self.script.mappings.get(code(arg.value))
+        if keys is None:
+            self.script.note(arg, f"{kind.__name__}({code(arg).strip(', ')}): its names were not looked at.")
+        for name in keys or ():
+            row = row_of(kind, name)
+            if row is not None or old_names.is_unknown(kind, name):
+                self.script.note(arg, f"{name}: {row.replacement if row else f'{kind.__name__} has no such argument'}")
 
     def converted(self, node: cst.Call, kind: type, call: cst.Call) -> cst.Call:
         """Convert the old names among a call's arguments."""
         for name, arg in by_name(call).items():
             value = value_of(arg.value)
-            row = old_names.row_of(kind, name, value)
+            row = row_of(kind, name, value)
             if row is not None and row.action != "keep":
                 call = self.argument(node, kind, call, name, row)
             elif row is None and old_names.is_unknown(kind, name) and kind is not posttrain.PostTrainingConfig:
@@ -474,13 +494,13 @@ def class_of(name: str) -> Any:
     return None
 
 
-def place_of(name: str, module: str) -> tuple[str, str]:
-    """Return the module and the name by which a name of TRL is imported."""
+def place_of(name: str, module: str, *, moves: bool = True) -> tuple[str, str]:
+    """Return the module and the name by which a name of TRL is imported. ``moves``: public names come from ``posttrain``."""
     row = imports().get(name)
     if row is not None and row.action == "rename":
         path, _, new = row.replacement.rpartition(".")
         return path, new
-    if name in posttrain.__all__ and f"{module}.{name}" not in BY_MODULE:
+    if moves and name in posttrain.__all__ and f"{module}.{name}" not in BY_MODULE:
         return "posttrain", name
     return module, name
 
@@ -491,6 +511,25 @@ def given_config(kind: type, call: cst.Call) -> cst.BaseExpression | None:
     plain = [arg.value for arg in call.args if not arg.keyword and not arg.star]
     by_name = [arg.value for arg in call.args if arg.keyword and arg.keyword.value in ("args", "config")]
     return next(iter([*by_name, *plain[place : place + 1]]), None)
+
+
+def row_of(kind: Any, name: str, value: object = ANY) -> TRLName | None:
+    """Return the row of an argument; for trainers also that of an option of its config that is refused."""
+    row = old_names.row_of(kind, name, value)
+    if row is None and not is_dataclass(kind) and old_names.unknown_arguments(kind, [name]):
+        row = old_names.row_of(kind.config_class, name, value)
+        return row if row is not None and row.action in ("refuse", "ignore") else None
+    return row
+
+
+def keys_of(node: cst.BaseExpression) -> list[str] | None:
+    """Return the keys of a dict display or of a call of ``dict``; None for other expressions."""
+    if isinstance(node, cst.Call) and code(node.func) == "dict" and all(arg.keyword for arg in node.args):
+        return list(by_name(node))
+    if isinstance(node, cst.Dict) and all(isinstance(item, cst.DictElement) for item in node.elements):
+        keys = [value_of(item.key) for item in node.elements if isinstance(item, cst.DictElement)]
+        return keys if all(isinstance(key, str) for key in keys) else None
+    return None
 
 
 def is_option(kind: type, name: str, value: object) -> bool:

@@ -114,7 +114,9 @@ def test_one_spelling_becomes_the_present_one(old, now):
         ("from trl import SFTConfig\nSFTConfig(max_length=4, max_seq_length=3)", "2: max_seq_length=3 and max_length=4 are both given."),
         ("from trl import SFTConfig\nSFTConfig(group_by_length=x)", "2: group_by_length: train_sampling_strategy="),
         ("from trl import SFTConfig\nSFTConfig(lerning_rate=1)", "2: SFTConfig has no argument lerning_rate."),
-        ("from trl import SFTConfig\nSFTConfig(**options)", "2: SFTConfig(**...): its names were not looked at."),
+        ("from trl import SFTConfig\nSFTConfig(**options)", "2: SFTConfig(**options): its names were not looked at."),
+        ("from trl import SFTConfig\nk = dict(seed=1, no_cuda=True)\nSFTConfig(**k)", "3: no_cuda: use_cpu"),
+        ("from trl import DPOTrainer\nDPOTrainer('m', max_prompt_length=9)", "2: max_prompt_length: filter the data"),
         ("from trl import SFTTrainer\nSFTTrainer('m', args=make(), packing=True)", "2: packing: options of SFTConfig."),
         ("from trl import SFTTrainer, SFTConfig\na = SFTConfig('o')\nn = 9\nSFTTrainer('m', a, max_seq_length=n)", "4: n: assigned after SFTConfig(...)"),
         ("from trl import GRPOTrainer\nclass A(GRPOTrainer):\n  def _generate(self): pass", "3: A overrides _generate, which is never called here."),
@@ -258,6 +260,8 @@ def test_a_recipe_is_read_as_that_of_the_config_that_knows_its_options(tmp_path)
     assert "max_seq_length=8 and max_length=9 are both given" in migrate_file(path).notes[0].text
     path.write_text("compute_environment: LOCAL\nno_cuda: true\n")  # A file of accelerate.
     assert migrate_file(path).text == path.read_text() and not migrate_file(path).notes
+    path.write_text("output_dir: o\nno_cuda: true\n---\nb: 1\n")  # Several documents.
+    assert migrate_file(path).text == path.read_text()
     path.write_text("a: [\n")
     with pytest.raises(DataError, match=r"dpo.yaml:2: it is not valid YAML"):
         migrate_file(path)
@@ -276,3 +280,13 @@ def test_without_libcst_the_error_names_the_extra_and_recipes_are_rewritten_all_
     with pytest.raises(MissingDependencyError, match=re.escape('pip install "posttrain[migrate]"')):
         migrate_file(tmp_path / "a.py")
     assert migrate_file(tmp_path / "a.yaml").text == "output_dir: o\nuse_cpu: true\n"
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((ROOT / "examples").rglob("*.yaml")) + sorted((ROOT / "examples").glob("*.py")),
+    ids=lambda path: path.name,
+)
+def test_the_examples_are_in_the_present_spelling(path):
+    result = migrate_file(path)
+    assert result.before == result.after and not [note for note in result.notes if "not looked at" not in note.text]
