@@ -66,12 +66,12 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
 
 
 def config_of(options: dict[str, Any]) -> type:
-    """Return the config that knows most of the options. Present names count more than old ones, and refused ones least."""
+    """Return the config that knows most of the options. Names that are refused count least, and the first command wins a tie."""
 
     def known(kind: type) -> float:
         names = {item.name for item in fields(kind)}
         rows = (old_names.row_of(kind, name) for name in options if name not in names)
-        return len(names & options.keys()) + sum(0.2 if row.action == "refuse" else 0.9 for row in rows if row)
+        return len(names & options.keys()) + sum(0.2 if row.action == "refuse" else 1 for row in rows if row)
 
     configs = [command.config for command in TRAINING.values() if command.plugin is None]
     return max(configs, key=known)
