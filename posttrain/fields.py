@@ -86,7 +86,14 @@ def config(cls: type[T]) -> type[T]:
     return made
 
 
+@cache
+def _old_options() -> frozenset[str]:
+    return importlib.import_module("posttrain.compat.old_names").options()
+
+
 def _old_attribute(self: object, name: str) -> Any:
+    if name not in _old_options():
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name)
     return importlib.import_module("posttrain.compat.old_names").attribute(self, name)
 
 

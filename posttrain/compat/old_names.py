@@ -51,6 +51,11 @@ def row_of(cls: type, name: str, value: object = ANY) -> TRLName | None:
     return row
 
 
+def options() -> frozenset[str]:
+    """Return the names of all old options of configs."""
+    return frozenset(plain.partition(".")[2] for plain in _table())
+
+
 def owner(kinds: Sequence[type], name: str) -> type | None:
     """Return the dataclass that has an old option; the one that has a row of its own, if several have it."""
     found = {row.plain.startswith("Config."): kind for kind in reversed(kinds) if (row := row_of(kind, name))}
@@ -122,7 +127,7 @@ def attribute(config: object, name: str) -> Any:
     Raises:
         AttributeError: There is no such option. Names what replaces it.
     """
-    row = None if name.startswith("_") else row_of(type(config), name)
+    row = row_of(type(config), name)
     if row is not None and row.action in ("rename", "convert"):
         target, _, literal = row.replacement.partition("=")
         value: Any = config
