@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from posttrain.compat import old_names, trl_names
+from posttrain.compat import trl_names
 from posttrain.errors import ConfigError
 from posttrain.loop.build import PADDED_STEPS, is_ours, user_override
 
@@ -65,10 +65,10 @@ def hook_for(cls: type, name: str) -> str | None:
 
 def missing(cls: type, name: str) -> AttributeError:
     """Return the error for an attribute that a trainer does not have. It names the hook or the present name."""
-    hook, row = hook_for(cls, name), old_names.row_of(cls, name)
+    hook, present = hook_for(cls, name), trl_names.renamed_arguments().get(f"Trainer.{name}")
     fix = "" if hook is None else f": TRL's method has no twin here. Fix: use {hook} (docs/hooks.md)."
-    if row is not None and row.action == "rename":
-        fix = f": a name of older releases. Fix: use {row.replacement}."
+    if present is not None:
+        fix = f": a name of older releases. Fix: use {present}."
     return AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{fix}", name=name)
 
 

@@ -77,3 +77,9 @@ def imports() -> dict[str, TRLName]:
 def refused(kind: str) -> dict[str, str]:
     """Replacements by name, of the names of a kind that are refused."""
     return {row.name: row.replacement for row in rows() if row.kind == kind and row.action == "refuse"}
+
+
+@functools.cache
+def renamed_arguments() -> dict[str, str]:
+    """Present names of the arguments of trainers that were renamed."""
+    return {row.name: row.replacement for row in rows() if row.kind == "argument" and row.action == "rename"}
