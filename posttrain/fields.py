@@ -9,7 +9,7 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import UnionType
@@ -79,20 +79,35 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass_transform(field_specifiers=(field, option))
 def config(cls: type[T]) -> type[T]:
-    """Make a dataclass whose constructor also accepts names of older releases."""
+    """Make a dataclass whose constructor and attributes also have the names of older releases."""
     made: Any = dataclass(cls)
     made.__init__ = accepting(made.__init__)
+    made.__getattr__ = _old_attribute
     return made
 
 
-def check_arguments(cls: type, given: Iterable[str]) -> None:
+@cache
+def _old_options() -> frozenset[str]:
+    return importlib.import_module("posttrain.compat.old_names").options()
+
+
+def _old_attribute(self: object, name: str) -> Any:
+    if name not in _old_options():
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name)
+    return importlib.import_module("posttrain.compat.old_names").attribute(self, name)
+
+
+def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
     """Refuse keywords that a constructor neither has nor converts, all of them in one error.
 
     Raises:
         ArgumentTypeError: Names them, with what replaces them.
     """
     if unknown := unknown_arguments(cls, given):
-        importlib.import_module("posttrain.compat.old_names").check_arguments(cls, unknown)
+        old_names = importlib.import_module("posttrain.compat.old_names")
+        old_names.check_arguments(cls, {name: given[name] for name in unknown})
+        if "__wrapped__" not in vars(cls.__init__):  # A user's subclass that is a plain dataclass.
+            cls.__init__ = accepting(cls.__init__)
 
 
 def read_mapping(name: str, value: object) -> Any:

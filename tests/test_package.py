@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 # Modules that are part of an extra: they import its packages at their top.
 OF_ANOTHER_NAME = {"openenv": "openenv-core"}  # Distributions that need not be installed here.
 OF_EXTRAS = (
-    "posttrain.extensions.serve", "posttrain.extensions.vllm.worker", "posttrain.extensions.agents.proxy",
+    "posttrain.extensions.serve", "posttrain.extensions.migrate.scripts", "posttrain.extensions.vllm.worker",
+    "posttrain.extensions.agents.proxy",
     *(f"posttrain.extensions.server.{name}" for name in ("bodies", "guard", "listening")),
 )  # fmt: skip
 

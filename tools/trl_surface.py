@@ -173,7 +173,6 @@ def spelled_alike(theirs: Any, ours: Any) -> bool:
 def tables(trl: dict[str, Any]) -> str:
     """The comparison as Markdown."""
     from posttrain.cli.check import DIFFERENT
-    from posttrain.compat.trl_names import rows
 
     paths = import_paths(trl["modules"])
     total = sum(map(len, paths.values()))
@@ -181,10 +180,6 @@ def tables(trl: dict[str, Any]) -> str:
     lines = [
         f"Compared with TRL {trl['version']}: of {total} public names by their modules, {len(paths['resolved'])} resolve, "
         f"{total - len(paths['resolved']) - len(paths['lost'])} are refused by name, {len(paths['lost'])} are lost.",
-        "",
-        "| TRL's name | in releases | use instead |",
-        "|---|---|---|",
-        *(f"| `{row.name}` | {row.releases} | {row.replacement} |" for row in rows() if row.kind == "import"),
         "",
         f"| config field | default in TRL {trl['version']} | ours | why, and what restores TRL's |",
         "|---|---|---|---|",

@@ -266,7 +266,7 @@ def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
             return Lengths(0, total, source)
         return Lengths(total // 2, total - total // 2, f"{source}, half of it prompt (assumed)")
     completion = args.max_completion_length or ASSUMED_PROMPT
-    max_prompt = getattr(args, "max_prompt_length", None)
+    max_prompt = vars(args).get("max_prompt_length")
     prompt = max_prompt or (min(ASSUMED_PROMPT, longest - completion) if longest else ASSUMED_PROMPT)
     return Lengths(
         prompt, completion, f"the config's limits, prompts of {prompt}" + ("" if max_prompt else " (assumed)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -71,6 +72,7 @@ class PosttrainArgumentParser(HfArgumentParser):
                 flags = dict.fromkeys((f"--no_{action.dest}", f"--no-{action.dest.replace('_', '-')}"))
                 self.add_argument(*flags, action="store_false", dest=action.dest, default=SUPPRESS, help=SUPPRESS)
         self.fields = {item.name: item for kind in types for item in dataclasses.fields(kind) if item.init}
+        self.kinds = types
 
     def parse_args_and_config(
         self,
@@ -90,6 +92,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         tokens, path = split_config(sys.argv[1:] if args is None else args)
         config = load_config(path) if path is not None else {}
         _apply_env(config.pop("env", None))
+        tokens, kept = self._present(tokens, config)
         known = {key: self._meant(key, value, path) for key, value in config.items() if key in self.fields}
         others = {key: value for key, value in config.items() if key not in self.fields}
         if others and not return_remaining_strings and fail_with_unknown_args:
@@ -103,12 +106,40 @@ class PosttrainArgumentParser(HfArgumentParser):
         *instances, rest = self.parse_args_into_dataclasses(
             args=from_file + tokens, return_remaining_strings=True, look_for_args_file=False
         )
+        trusts = any(vars(instance).get("trust_remote_code") for instance in instances)
+        for instance in instances:
+            vars(instance).update(kept.get(type(instance), {}))
+            if trusts and "trust_remote_code" in dir(instance):  # Scripts read it from the `ModelConfig`, too.
+                instance.trust_remote_code = True
         if rest and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"unknown argument{'s' if len(rest) > 1 else ''} {self._suggest(rest)}.")
         if return_remaining_strings:
             left = [token for key, value in others.items() for token in to_tokens(key, value, flags=True)]
             return (*instances, left, list(rest)) if separate_remaining_strings else (*instances, left + list(rest))
         return tuple(instances)
+
+    def _present(self, tokens: list[str], config: dict[str, Any]) -> tuple[list[str], dict[type, dict[str, Any]]]:
+        """Convert options of older releases, in ``config`` and among the command line's tokens.
+
+        Returns:
+            The tokens with present names, and attributes for the instances of each dataclass.
+        """
+        flags = (token.split("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--"))
+        names = {*flags, *config} - self.fields.keys()
+        kept: dict[type, dict[str, Any]] = {kind: {} for kind in self.kinds}
+        if not names:
+            return tokens, kept
+        old_names = importlib.import_module("posttrain.compat.old_names")
+        old = {name: kind for name in names if (kind := old_names.owner(self.kinds, name))}
+        parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+        for name in old:
+            parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, nargs="?", const="true")
+        parsed, rest = parser.parse_known_args(tokens)
+        given = {name: _value(text) for name, text in vars(parsed).items()}
+        for options in (config, given):
+            for name in old.keys() & options.keys():
+                old_names.convert_option(old[name], name, options, kept[old[name]])
+        return rest + [token for key, value in given.items() for token in to_tokens(key, value)], kept
 
     def parse_known_args(self, args: PostTrainingConfig | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse like argparse. An option that two classes share sets the first one's field; the second keeps its default."""
@@ -145,6 +176,14 @@ class _Shared(Namespace):
 
     def __delattr__(self, name: str) -> None:
         vars(self).pop(name, None)
+
+
+def _value(text: str) -> Any:
+    """Convert the text of an option to the value that it stands for; a word stays text."""
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except ValueError:
+        return text
 
 
 def _number_or_word(text: str) -> int | str:

@@ -14,13 +14,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from posttrain import plugins
 from posttrain.cli import launch_ray, ranks
 from posttrain.cli.commands import TRAINING
 from posttrain.errors import CheckpointError, ConfigError, PosttrainError, did_you_mean, raised_at
-from posttrain.fields import option
+from posttrain.fields import config, option
 
 
 def named_object(path: str, option: str) -> Any:
@@ -145,9 +145,11 @@ CONFIGS = Path(__file__).parent / "accelerate_configs"
 LOGGERS_SHOWN = ("posttrain.loop.prompts", "posttrain.loop.reward_watch", "posttrain.rewards.runner")
 
 
-@dataclass
+@config
 class ScriptArguments:
     """Arguments that select the dataset."""
+
+    gradient_checkpointing_use_reentrant: ClassVar[bool] = False  # An option of older releases, which scripts read.
 
     dataset_name: str | None = option(None, "Hub id, folder, or .jsonl, .json, .csv, .parquet file.")
     dataset_config: str | None = option(None, "Configuration of a Hub dataset.")

@@ -9,55 +9,138 @@ from __future__ import annotations
 import ast
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from posttrain.compat.trl_names import TRLName, rows
+from posttrain.compat.trl_names import ANY, TRLName, rows
 from posttrain.errors import ArgumentTypeError, ConfigError, refuse_unknown_arguments, unknown_arguments
+from posttrain.fields import read_mapping
+from posttrain.loop.build import as_config
 
 
 @functools.cache
-def _table() -> dict[str, TRLName]:
-    return {row.name: row for row in rows() if row.kind in ("option", "argument")}
+def _table() -> dict[str, list[TRLName]]:
+    table: dict[str, list[TRLName]] = {}
+    for row in sorted(rows(), key=lambda row: row.name == row.plain):  # Rows with a condition first.
+        if row.kind in ("option", "argument"):
+            table.setdefault(row.plain, []).append(row)
+    return table
 
 
-def row_of(cls: type, name: str) -> TRLName | None:
+def _config_of(cls: type) -> Any:
+    """Return the config class of a trainer; None for configs."""
+    return getattr(cls, "config_class", None)
+
+
+def _owners(cls: type) -> list[str]:
+    names = [base.__name__ for base in cls.__mro__]
+    if _config_of(cls) is not None:
+        names.append("Trainer")
+    elif "PostTrainingConfig" in names:
+        names.append("Config")
+    return names
+
+
+def row_of(cls: type, name: str, value: object = ANY) -> TRLName | None:
     """Return the row of an old option of a config, or of an old argument of a trainer; None for other names."""
-    owners = [*(base.__name__ for base in cls.__mro__), "Trainer" if hasattr(cls, "config_class") else "Config"]
-    return next((row for owner in owners if (row := _table().get(f"{owner}.{name}"))), None)
+    found = (row for owner in _owners(cls) for row in _table().get(f"{owner}.{name}", ()))
+    row = next((row for row in found if row.holds(value)), None)
+    if row is not None and row.action == "refuse" and row.name == row.plain and (value is None or value is False):
+        return row._replace(action="ignore", replacement=f"{value} is the only setting")
+    return row
+
+
+def options() -> frozenset[str]:
+    """Return the names of all old options of configs."""
+    return frozenset(plain.partition(".")[2] for plain in _table())
+
+
+def owner(kinds: Sequence[type], name: str) -> type | None:
+    """Return the dataclass that has an old option; the one that has a row of its own, if several have it."""
+    found = {row.plain.startswith("Config."): kind for kind in reversed(kinds) if (row := row_of(kind, name))}
+    return found.get(False) or found.get(True)
+
+
+def convert_option(cls: type, name: str, options: dict[str, Any], kept: dict[str, Any]) -> None:
+    """Replace an old option in a mapping of options by its present name. Attributes for the config go into ``kept``.
+
+    Raises:
+        ConfigError: It has no equivalent; names what replaces it.
+    """
+    value = options.pop(name)
+    check_arguments(cls, {name: value})
+    row: Any = row_of(cls, name, value)
+    new = apply(cls, row, name, value, options, kept)
+    if row.action != "keep":
+        _warn(cls, name, f"now {new}" if new else f"ignored: {row.replacement}")
 
 
 def fix_of(cls: type, name: str) -> str:
     """Return what to write instead of an old name, or "" for other names."""
     row = row_of(cls, name)
-    if row is None:
-        return ""
+    return "" if row is None else _fix(row)
+
+
+def _fix(row: TRLName) -> str:
     return f"{row.replacement}=..." if row.action == "rename" else row.replacement
 
 
-def check_arguments(cls: type, given: Iterable[str]) -> None:
+def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
     """Refuse keywords that a constructor neither has nor converts, all of them in one error.
 
     Raises:
         ArgumentTypeError: Names them, with what replaces them. A `ConfigError` if they are old options of a config.
     """
-    unknown = [name for name in unknown_arguments(cls, given) if not is_accepted(cls, name)]
-    fixes = {name: fix for name in unknown if (fix := fix_of(cls, name))}
-    of_config = fixes and not hasattr(cls, "config_class")
-    refuse_unknown_arguments(cls, unknown, fixes, ConfigError if of_config else None)
+    config = _config_of(cls)
+    unknown, fixes = [], {}
+    for name in unknown_arguments(cls, given):
+        if is_accepted(cls, name, given[name]):
+            continue
+        rows = (row_of(owner, name, given[name]) for owner in (cls, config) if owner)
+        row = next((row for row in rows if row), None)
+        unknown.append(name if row is None or row.name == row.plain else f"{name}={given[name]!r}")
+        if row is not None:
+            fixes[unknown[-1]] = _fix(row)
+    refuse_unknown_arguments(cls, unknown, fixes, ConfigError if fixes and config is None else None)
 
 
-def is_accepted(cls: type, name: str) -> bool:
+def is_accepted(cls: type, name: str, value: object = ANY) -> bool:
     """Return whether a constructor accepts an old name, or a trainer an option of its config."""
-    row, config = row_of(cls, name), vars(cls).get("config_class") or getattr(cls, "config_class", None)
+    row, config = row_of(cls, name, value), _config_of(cls)
     if row is None and config is not None:
-        return name in {item.name for item in fields(config)} or is_accepted(config, name)
+        return name in {item.name for item in fields(config)} or is_accepted(config, name, value)
     return row is not None and row.action != "refuse"
 
 
+def is_unknown(cls: type, name: str) -> bool:
+    """Return whether a constructor neither has nor converts nor refuses a name by the table."""
+    config = _config_of(cls)
+    return bool(unknown_arguments(cls, [name])) and not (
+        is_accepted(cls, name) or any(row_of(kind, name) for kind in (cls, config) if kind)
+    )
+
+
+def attribute(config: object, name: str) -> Any:
+    """Return an option of a config by its name in older releases.
+
+    Raises:
+        AttributeError: There is no such option. Names what replaces it.
+    """
+    row = row_of(type(config), name)
+    if row is not None and row.action in ("rename", "convert"):
+        target, _, literal = row.replacement.partition("=")
+        value: Any = config
+        for part in target.split("."):
+            value = (value or {}).get(part) if isinstance(value, dict | None) else getattr(value, part)
+        warnings.warn(_text(type(config), name, f"now {row.replacement}"), FutureWarning, stacklevel=3)
+        return value == ast.literal_eval(literal) if literal else value
+    fix = "" if row is None else f": an option of older releases. Instead: {row.replacement}"
+    raise AttributeError(f"{type(config).__name__!r} object has no attribute {name!r}{fix}", name=name)
+
+
 def convert(
-    obj: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[str]
+    obj: object, args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Convert the old names among a constructor's keywords.
 
@@ -79,63 +162,78 @@ def convert(
     return kwargs, kept
 
 
-# Values of old options that the present option cannot express, and what to do instead.
-REFUSED_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "warmup_ratio": (
-        lambda value: value >= 1,
-        "give warmup_steps as a number of steps; only shares below 1 are ratios",
-    ),
-    "save_safetensors": (lambda value: not value, "leave it out: weights are always saved as safetensors"),
-}
-
-
 def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Put old names into ``kwargs``. Return options for a trainer's config, and attributes for the finished object."""
-    moved, kept = {}, {}
+    moved: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for name, value in old.items():
-        row = row_of(cls, name)
-        if name in REFUSED_VALUES and REFUSED_VALUES[name][0](value):
-            raise ConfigError(f"{cls.__name__}: {name}={value!r} has no equivalent. Fix: {REFUSED_VALUES[name][1]}.")
-        if (
-            name == "warmup_ratio" and kwargs.get("warmup_steps") == 0
-        ):  # Its old default, which left the ratio in force.
-            del kwargs["warmup_steps"]
-        if row is None:
+        row = row_of(cls, name, value)
+        if row is None:  # An option of a trainer's config.
             config: Any = cls.config_class  # type: ignore[attr-defined]
-            of_config = row_of(config, name)
-            target = name if of_config is None or of_config.action != "rename" else of_config.replacement
-            moved[target] = value
-            _warn(cls, name, f"an option: args={config.__name__}({target}=...)")
-        elif row.action == "rename":
-            _warn(cls, name, f"now {row.replacement}")
-            _put(cls, name, value, row.replacement, kwargs)
-        elif row.action == "convert":
-            target, _, literal = row.replacement.partition("=")
-            _warn(cls, name, f"now {row.replacement}")
-            if value:
-                _put(cls, name, ast.literal_eval(literal), target, kwargs)
-        elif row.action == "keep":
-            kept[name] = value
+            of_config = row_of(config, name, value) or TRLName(name, "option", "", "rename", name)
+            new = apply(config, of_config, name, value, moved, moved)
+            _warn(cls, name, f"an option: args={config.__name__}({new or name}=...)")
         else:
-            _warn(cls, name, f"ignored: {row.replacement}")
+            new = apply(cls, row, name, value, kwargs, kept)
+            if row.action != "keep":
+                _warn(cls, name, f"now {new}" if new else f"ignored: {row.replacement}")
     return moved, kept
 
 
-def _put(cls: type, name: str, value: Any, target: str, kwargs: dict[str, Any]) -> None:
-    if target in kwargs and kwargs[target] != value:
+def apply(cls: type, row: TRLName, name: str, value: object, kwargs: dict[str, Any], kept: dict[str, Any]) -> str:
+    """Put an old name into ``kwargs`` by its present name, and return that name; "" if the old name has no effect.
+
+    None is the value of an option that was not set in older releases.
+    """
+    if row.action == "keep":
+        kept[name] = value
+    elif row.action == "loss":
+        if value is not None:
+            _add_loss(cls, row.replacement, value, kwargs)
+        return "loss_type and loss_weights"
+    elif row.action in ("rename", "convert"):
+        target, _, literal = row.replacement.partition("=")
+        if target == "warmup_steps" and kwargs.get(target) == 0:  # Its old default, which left the ratio in force.
+            del kwargs[target]
+        if value is not None and (value or not literal):
+            _put(cls, name, ast.literal_eval(literal) if literal else value, target, kwargs)
+        return row.replacement
+    return ""
+
+
+def _add_loss(cls: type, loss: str, weight: object, kwargs: dict[str, Any]) -> None:
+    losses = kwargs.get("loss_type", default_losses(cls))
+    losses = [losses] if isinstance(losses, str) else list(losses)
+    weights = kwargs.get("loss_weights") or [1.0] * len(losses)
+    kwargs |= {"loss_type": [*losses, loss], "loss_weights": [*weights, weight]}
+
+
+def default_losses(cls: type) -> list[str]:
+    """Return the default of a config's ``loss_type``."""
+    return next(item.default_factory() for item in fields(cls) if item.name == "loss_type")
+
+
+def _put(cls: type, name: str, value: object, target: str, kwargs: dict[str, Any]) -> None:
+    option, _, key = target.partition(".")
+    given = read_mapping(option, kwargs.get(option)) or {} if key else kwargs
+    if (key or option) in given and given[key or option] != value:
         raise ArgumentTypeError(
-            f"{cls.__name__} got {target}={kwargs[target]!r:.60} and {name}={value!r:.60}, its name in older releases. Fix: give "
-            f"{target} only."
+            f"{cls.__name__} got {target}={given[key or option]!r:.60} and {name}={value!r:.60}, its name in older releases. "
+            f"Fix: give {target} only."
         )
-    kwargs[target] = value
+    kwargs[option] = {**given, key: value} if key else value
 
 
 def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
     """Return a config with further options. Its constructor runs again, so that derived fields follow."""
     if config is None or isinstance(config, str):
         return kind(*([] if config is None else [config]), **options)
+    plain = not isinstance(config, kind)  # transformers.TrainingArguments, whose defaults may be overridden.
+    config = as_config(kind, config)
     kind, names = type(config), {item.name for item in fields(config) if item.init}
-    given = {name: getattr(config, name) for name in vars(config).get("_given", ()) if name in names}
+    given = {name: vars(config)[name] for name in vars(config).get("_given", ()) if name in names}
+    if plain:
+        given = {name: value for name, value in given.items() if name not in options}
     for name in options.keys() & given.keys():
         if given[name] != options[name]:
             raise ConfigError(
@@ -149,5 +247,9 @@ def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
     return made
 
 
+def _text(cls: type, name: str, text: str) -> str:
+    return f"{cls.__name__}: {name} of older releases is {text}."
+
+
 def _warn(cls: type, name: str, text: str) -> None:
-    warnings.warn(f"{cls.__name__}: {name} of older releases is {text}.", FutureWarning, stacklevel=5)
+    warnings.warn(_text(cls, name, text), FutureWarning, stacklevel=5)

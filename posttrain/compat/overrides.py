@@ -64,9 +64,11 @@ def hook_for(cls: type, name: str) -> str | None:
 
 
 def missing(cls: type, name: str) -> AttributeError:
-    """The error for an attribute that a trainer does not have; of a method of TRL's it names the hook."""
-    hook = hook_for(cls, name)
+    """Return the error for an attribute that a trainer does not have. It names the hook or the present name."""
+    hook, present = hook_for(cls, name), trl_names.renamed_arguments().get(f"Trainer.{name}")
     fix = "" if hook is None else f": TRL's method has no twin here. Fix: use {hook} (docs/hooks.md)."
+    if present is not None:
+        fix = f": a name of older releases. Fix: use {present}."
     return AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{fix}", name=name)
 
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import pkgutil
+import sys
+import warnings
 from types import ModuleType
 from typing import Any
 
 from posttrain.compat import trl_names
+from posttrain.errors import did_you_mean
 
 # Every module of TRL 1.16 whose names are public, those that the release page of 1.18 names, and those of older versions that
 # scripts still import. For a trainer ``X`` under ``trainer``, ``X_trainer`` and ``X_config`` are meant; under ``experimental``
@@ -25,6 +29,11 @@ generation.async_vllm_client generation.vllm_client generation.vllm_generation
 kernels.chunked_divergence kernels.chunked_logprob kernels.logprob_entropy
 models.activation_offloading
 models.selective_activation_checkpointing models.utils
+commands commands.cli_utils env_utils environment environment.base_environment extras.best_of_n_sampler
+models.auxiliary_modules models.modeling_base models.modeling_sd_base models.modeling_value_head models.sd_utils
+trainer.alignprop_config trainer.alignprop_trainer trainer.base trainer.ddpo_config trainer.ddpo_trainer
+trainer.iterative_sft_config trainer.iterative_sft_trainer
+experimental.self_distillation
 rewards.accuracy_rewards rewards.format_rewards rewards.other_rewards
 scripts.distillation scripts.dpo scripts.env scripts.grpo scripts.kto scripts.reward scripts.rloo scripts.sft
 scripts.utils scripts.vllm_serve
@@ -38,10 +47,10 @@ experimental.merge_model_callback experimental.openenv experimental.openreward e
 experimental.sdft.teacher_sync experimental.sdpo.loss_utils experimental.sdpo.teacher_sync experimental.utils
 experimental.winrate_callback
 """
-_STABLE = "sft dpo grpo async_grpo rloo reward kto distillation ppo online_dpo cpo orpo bco nash_md xpo gkd"
+_STABLE = "sft dpo grpo async_grpo rloo reward kto distillation ppo ppov2 online_dpo cpo orpo bco nash_md xpo gkd prm"
 _EXPERIMENTAL = (
-    "a2po async_distillation async_grpo bco cpo dpo gkd gmpo gold grpo_with_replay_buffer gspo_token iw_opd kto minillm nash_md "
-    "online_dpo orpo ppo prm sdft sdpo server_distillation ssd tpo xpo"
+    "a2po async_distillation async_grpo bco cpo dpo dppo gfpo gkd gmpo gold grpo_with_replay_buffer gspo_token iw_opd kto "
+    "minillm nash_md online_dpo orpo papo ppo prm sdft sdpo server_distillation ssd tpo xpo"
 )
 MODULES = frozenset(
     f"posttrain.{path}"
@@ -82,20 +91,36 @@ def public_name(module: str, name: str) -> Any:
         return getattr(posttrain, name)
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    refuse(module, name)
-    fix = "see docs/migration.md for what does its job"
-    raise ImportError(f"cannot import {name!r} from {module!r}: posttrain has no such name. Fix: {fix}.", name=name)
+    found = older_name(module, name)
+    if found is not None:
+        return found
+    meant = did_you_mean(name, posttrain.__all__)
+    raise ImportError(
+        f"cannot import {name!r} from {module!r}: posttrain has no such name{meant}. Fix: copy the function or class from TRL if "
+        "it is one of its internal helpers. docs/migration.md lists the public names.",
+        name=name,
+    )
 
 
-def refuse(module: str, name: str) -> None:
-    """Raise for a name of TRL's without a twin.
+def older_name(module: str, name: str) -> Any:
+    """Return the object that a name of TRL without a twin stands for. Return None for other names.
 
     Raises:
-        ImportError: Names what does its job.
+        ImportError: Nothing here is the same. Names what does its job.
     """
-    if instead := trl_names.refused("import").get(name):
-        text = f"cannot import {name!r} from {module!r}: posttrain has no such name. Fix: use {instead}."
+    row = trl_names.imports().get(name)
+    if row is None:
+        return None
+    if row.action == "refuse":
+        needless = row.replacement.startswith("nothing: ")
+        fix = row.replacement.replace("nothing", "leave it out", 1) if needless else f"use {row.replacement}"
+        text = f"cannot import {name!r} from {module!r}: posttrain has no such name. Fix: {fix}."
         raise ImportError(text, name=name)
+    text, level = f"{name} of older releases is now {row.replacement}.", 3 if module == "posttrain" else 4
+    warnings.warn(text, FutureWarning, stacklevel=level)
+    found = pkgutil.resolve_name(row.replacement)
+    setattr(sys.modules[module], name, found)  # An import statement asks twice.
+    return found
 
 
 def spec_of(fullname: str) -> importlib.machinery.ModuleSpec | None:

@@ -15,6 +15,7 @@ EXTRAS = {
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
     "fastapi": "serve",
+    "libcst": "migrate",
     "liger_kernel": "liger",
     "math_verify": "math",
     "openenv": "openenv",

@@ -7,6 +7,6 @@ import posttrain
 
 def __getattr__(name: str) -> Any:
     """TRL keeps public helpers in its package of this name: they are the public names of ``posttrain``."""
-    if name not in posttrain.__all__:
+    if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(posttrain, name)

@@ -8,10 +8,9 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from tokenizers import AddedToken
@@ -19,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Pro
 
 from posttrain.data.chat import inner_tokenizer, terminal_token_ids
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError, check_choice
-from posttrain.fields import PositiveInt, Share, check_fields, option
+from posttrain.fields import PositiveInt, Share, check_fields, config, option
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
 from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, text_of
@@ -52,9 +51,11 @@ UNUSED = ("pad", "reserved", "unused")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@dataclass
+@config
 class ModelConfig:
     """Model, adapter and quantization options of the command line."""
+
+    trust_remote_code: ClassVar[bool] = False  # An option of training configs, and of this one in older releases.
 
     model_name_or_path: str | None = option(None, "Hub id or folder of the model.")
     model_revision: str = option("main", "Branch, tag or commit on the hub.")
@@ -91,7 +92,7 @@ class ModelConfig:
         """Return the keyword arguments for `create_model_from_path`."""
         return {
             "revision": self.model_revision,
-            "trust_remote_code": trust_remote_code,
+            "trust_remote_code": trust_remote_code or self.trust_remote_code,
             "attn_implementation": self.attn_implementation,
             "dtype": self.dtype,
         }
@@ -483,11 +484,11 @@ def _name_tied_layers(model: Any) -> None:
     peft removes them. It finds tied layers by the names ``embed_tokens`` and ``lm_head``, so for an embedding with another name
     (``wte``) a saved adapter, or a second one made of the config, would leave the output layer out.
     """
-    for config in model.peft_config.values():
+    for settings in model.peft_config.values():
         for field, tied in (("target_modules", "target_modules_to_tie"), ("modules_to_save", "modules_to_tie")):
-            names = getattr(config, field, None)
+            names = getattr(settings, field, None)
             if names and not isinstance(names, str):
-                setattr(config, field, type(names)(dict.fromkeys([*names, *(getattr(config, tied, None) or ())])))
+                setattr(settings, field, type(names)(dict.fromkeys([*names, *(getattr(settings, tied, None) or ())])))
 
 
 def _check_tied_layers(model: Any) -> None:
@@ -726,10 +727,10 @@ def _mirror(model: nn.Module, tokenizer: Tokenizer) -> None:
     ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
     ids |= {"pad_token_id": tokenizer.pad_token_id}
     configs = [model.config] if text_config is model.config else [model.config, text_config]
-    for config in configs:
+    for model_config in configs:
         for name, value in ids.items():
             if value is not None:
-                setattr(config, name, value)
+                setattr(model_config, name, value)
     generation = generation_config_of(model)
     if generation is None or not model.can_generate():
         return

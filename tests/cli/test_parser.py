@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from posttrain import SFTConfig
+from posttrain import ModelConfig, ScriptArguments, SFTConfig
 from posttrain.cli.commands import TRAINING
 from posttrain.cli.parser import TrlParser, load_config
 from posttrain.cli.train import parser_for
@@ -222,3 +222,54 @@ def test_every_shipped_config_parses(path):
 def test_a_batch_of_nothing_is_refused_before_anything_is_loaded(name, tmp_path):
     with raises(ConfigError, name, "0", "1"):
         SFTConfig(output_dir=str(tmp_path), **{name: 0})
+
+
+OLDER = [
+    ("max_seq_length: 6", "max_length", 6),
+    ("evaluation_strategy: no", "eval_strategy", "no"),
+    ("use_liger: false", "use_liger_kernel", False),
+    ("group_by_length: true", "train_sampling_strategy", "group_by_length"),
+    ("overwrite_output_dir: true", "overwrite_output_dir", None),
+    ("torch_dtype: bfloat16", "dtype", "bfloat16"),
+    ("warmup_ratio: 0.1", "warmup_steps", 0.1),
+    ("tpu_num_cores: null", "tpu_num_cores", None),
+]
+
+
+def parsed(tmp_path, yaml, *flags):
+    path = tmp_path / "old.yaml"
+    path.write_text(f"output_dir: {tmp_path}\nreport_to: none\n{yaml}")
+    instances = parser_for("sft").parse_args_and_config(["--config", str(path), *flags])
+    return {name: value for instance in instances for name, value in vars(instance).items()}
+
+
+@pytest.mark.parametrize("form", ["file", "flag", "flag="])
+@pytest.mark.parametrize(("line", "name", "value"), OLDER)
+def test_an_option_of_an_older_release_is_read_from_a_file_and_from_the_command_line(tmp_path, line, name, value, form):
+    flag = ["--" + line.split(": ")[0], line.split(": ")[1]]
+    with pytest.warns(FutureWarning, match="of older releases is ") as caught:
+        if form == "file":
+            options = parsed(tmp_path, line)
+        else:
+            options = parsed(tmp_path, "", *(flag if form == "flag" else ["=".join(flag)]))
+    assert options.get(name) == value and sum("older releases" in str(one.message) for one in caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*older releases")
+def test_two_spellings_in_one_file_are_refused_and_the_command_line_beats_the_file(tmp_path):
+    with pytest.raises(TypeError, match="max_length=4 and max_seq_length=3, its name in older releases"):
+        parsed(tmp_path, "max_length: 4\nmax_seq_length: 3")
+    assert parsed(tmp_path, "max_seq_length: 3", "--max_length", "8")["max_length"] == 8
+    assert parsed(tmp_path, "max_length: 3", "--max_seq_length", "8")["max_length"] == 8
+    with pytest.raises(ConfigError, match=r"no argument 'tpu_num_cores'. Fix: start processes with accelerate"):
+        parsed(tmp_path, "tpu_num_cores: 8")
+
+
+def test_a_script_reads_trust_remote_code_from_its_model_config(tmp_path):
+    flags = ["--output_dir", str(tmp_path), "--report_to", "none", "--trust_remote_code"]
+    config, model = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config(flags)
+    assert config.trust_remote_code is True and model.trust_remote_code is True
+    (model,) = TrlParser(ModelConfig).parse_args_and_config(["--trust_remote_code"])
+    assert model.trust_remote_code is True and ModelConfig().trust_remote_code is False
+    (script,) = TrlParser(ScriptArguments).parse_args_and_config(["--dataset_name", "a"])
+    assert script.gradient_checkpointing_use_reentrant is False

@@ -194,7 +194,6 @@ def test_a_helper_by_a_name_of_another_trainer_and_a_plain_attribute_stay_the_us
 def test_the_table_of_trl_s_names_agrees_with_the_trainers():
     rows = trl_names.rows()
     assert len({(row.kind, row.name) for row in rows}) == len(rows)
-    assert {row.action for row in rows if row.kind in ("method", "import")} == {"call", "ignore", "refuse"}
     for row in rows:
         assert row.action == "call" or row.replacement, row
         if row.kind != "method":

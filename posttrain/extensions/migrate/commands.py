@@ -1,0 +1,10 @@
+"""`migrate`: the command, which imports its modules when it runs."""
+
+from __future__ import annotations
+
+
+def migrate(argv: list[str]) -> int:
+    """Rewrite scripts, notebooks and YAML files of TRL 0.7 to 1.16; exit status 1: a file cannot be read."""
+    from posttrain.extensions.migrate.files import run
+
+    return run(argv)

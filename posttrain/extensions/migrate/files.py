@@ -1,0 +1,173 @@
+"""Find the files, rewrite them, and show the differences and what needs a person. `run` is the command."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posttrain.errors import DataError
+from posttrain.extensions.migrate.note import Note
+from posttrain.integrations import require
+
+SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
+SKIPPED = {"node_modules", "site-packages", "__pycache__"}
+MARK = "# posttrain migrate: cell "
+MAGIC = "pass  # posttrain migrate: "
+
+
+class Rewritten(NamedTuple):
+    """A file before and after.
+
+    Attributes:
+        before: Text, or for notebooks the text of each code cell.
+        after: The same parts, rewritten.
+        text: Contents to write.
+        notes: What needs a person.
+    """
+
+    before: list[str]
+    after: list[str]
+    text: str
+    notes: list[Note]
+
+
+def migrate_file(path: Path) -> Rewritten:
+    """Rewrite a file in memory.
+
+    Raises:
+        DataError: It cannot be parsed. Names the file and the line.
+        MissingDependencyError: libcst is not installed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    if path.suffix in (".yaml", ".yml"):
+        from posttrain.extensions.migrate.recipes import migrate_recipe
+
+        after, notes = migrate_recipe(text, path)
+        return Rewritten([text], [after], after, notes)
+    require("libcst", "posttrain migrate")
+    if path.suffix == ".ipynb":
+        return _notebook(text, path)
+    from posttrain.extensions.migrate.scripts import migrate_script
+
+    after, notes = migrate_script(text, str(path))
+    return Rewritten([text], [after], after, notes)
+
+
+def _notebook(text: str, path: Path) -> Rewritten:
+    """Rewrite the code cells of a notebook as one script, in which each cell follows a comment."""
+    from posttrain.extensions.migrate.scripts import migrate_script, parsed
+
+    try:
+        content = json.loads(text)
+        cells: list[Any] = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: it is not a notebook (JSON with a list of cells): {error!r}") from error
+    before = ["".join(cell["source"]) for cell in cells]
+    script = "".join(f"{MARK}{number}\n{hide_magics(cell)}\n" for number, cell in enumerate(before, 1))
+    starts = [at for at, line in enumerate(script.split("\n"), 1) if line.startswith(MARK)]
+
+    def place(line: int) -> tuple[int, int]:
+        cell = sum(start < line for start in starts)
+        return line - starts[cell - 1], cell
+
+    for number, cell in enumerate(before, 1):
+        parsed(hide_magics(cell), f"{path}:cell {number}")
+    changed, notes = migrate_script(script, str(path))
+    parts = re.split(rf"^{re.escape(MARK)}\d+\n", changed, flags=re.MULTILINE)[1:]
+    after = [re.sub(rf"{re.escape(MAGIC)}(.*)", lambda m: json.loads(m[1]), part)[:-1] for part in parts]
+    for cell, old, new in zip(cells, before, after, strict=True):
+        if old != new:
+            cell["source"] = new.splitlines(keepends=True) if isinstance(cell["source"], list) else new
+    indent = re.match(r"\{\n( *)", text)
+    written = json.dumps(content, indent=len(indent[1]) if indent else None, ensure_ascii=False)
+    notes = [Note(place(note.line)[0], note.text, place(note.line)[1]) for note in notes]
+    return Rewritten(before, after, written + "\n" * text.endswith("\n") if before != after else text, notes)
+
+
+def hide_magics(cell: str) -> str:
+    """Replace lines that only IPython reads by statements that hold their text, one line each."""
+    if cell.lstrip().startswith("%%"):
+        return MAGIC + json.dumps(cell)
+    lines, inside = [], False
+    for line in cell.split("\n"):
+        if inside:
+            lines[-1] = (
+                MAGIC.join(lines[-1].rsplit(MAGIC, 1)[:1])
+                + MAGIC
+                + json.dumps(json.loads(lines[-1].rsplit(MAGIC, 1)[1]) + "\n" + line)
+            )
+        elif line.lstrip().startswith(("!", "%")) or re.match(r"\s*[\w.]+\?+$", line):
+            bare = line.lstrip()
+            lines.append(line[: len(line) - len(bare)] + MAGIC + json.dumps(bare))
+        else:
+            lines.append(line)
+            continue
+        inside = line.rstrip().endswith("\\")
+    return "\n".join(lines)
+
+
+def found(paths: list[str]) -> Iterator[Path]:
+    """Yield the files that are named, and scripts, notebooks and YAML files below the folders that are named.
+
+    Raises:
+        DataError: A path does not exist, or is of another kind.
+    """
+    for path in map(Path, paths):
+        if path.is_dir():
+            for file in sorted(path.rglob("*")):
+                parts = file.relative_to(path).parts
+                hidden = any(part.startswith(".") or part in SKIPPED for part in parts)
+                if file.suffix in SUFFIXES and file.is_file() and not hidden:
+                    yield file
+        elif path.is_file() and path.suffix in SUFFIXES:
+            yield path
+        else:
+            raise DataError(f"{path}: not a folder or a file that ends with {', '.join(SUFFIXES)}.")
+
+
+def run(argv: list[str]) -> int:
+    """Show or write the rewritten files.
+
+    Returns:
+        0, or 1 if a file could not be parsed. The other files are rewritten all the same.
+    """
+    parser = argparse.ArgumentParser(
+        prog="posttrain migrate",
+        description="Rewrite code that was written for TRL 0.7 to 1.16: imports, options, keywords that moved into configs. "
+        "Prints the differences, and a list of what needs a person.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="script, notebook, YAML file, or a folder of them")
+    parser.add_argument("--write", action="store_true", help="change the files")
+    arguments = parser.parse_args(argv)
+    failed, changed, notes = 0, 0, []
+    for path in found(arguments.paths):
+        try:
+            result = migrate_file(path)
+        except DataError as error:
+            sys.stderr.write(f"{error}\n")
+            failed += 1
+            continue
+        notes += [note.at(path) for note in result.notes]
+        for number, (before, after) in enumerate(zip(result.before, result.after, strict=True), 1):
+            name = f"{path}:cell {number}" if path.suffix == ".ipynb" else str(path)
+            lines = (f"{text}\n".splitlines(keepends=True) for text in (before.rstrip("\n"), after.rstrip("\n")))
+            sys.stdout.writelines(difflib.unified_diff(*lines, name, name))
+        if result.before != result.after:
+            changed += 1
+            if arguments.write:
+                path.write_text(result.text, encoding="utf-8")
+    if notes:
+        sys.stdout.write("\nFor a person:\n" + "".join(f"  {note}\n" for note in notes))
+    verb = "changed" if arguments.write else "to change (--write)"
+    sys.stdout.write(f"\n{changed} file{'s' * (changed != 1)} {verb}, {len(notes)} for a person, {failed} not read.\n")
+    return 1 if failed else 0

@@ -1,0 +1,77 @@
+"""`migrate_recipe`: options of older releases in a YAML file, changed line by line so that comments stay."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import posttrain
+from posttrain.cli.commands import TRAINING
+from posttrain.cli.train import GRPOScriptArguments
+from posttrain.compat import old_names
+from posttrain.errors import DataError
+from posttrain.extensions.migrate.note import Note
+
+OF_RECIPES = {"output_dir", "model_name_or_path", "learning_rate", "per_device_train_batch_size"}
+
+
+def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
+    """Rewrite the keys of a file of options. Other YAML files are not changed.
+
+    Raises:
+        DataError: It is not valid YAML.
+    """
+    try:
+        documents = list(yaml.compose_all(text, yaml.SafeLoader))
+        options = yaml.safe_load(text) if len(documents) == 1 else None
+    except yaml.YAMLError as error:
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        raise DataError(f"{path}:{mark.line + 1 if mark else 1}: it is not valid YAML: {error}") from error
+    if not isinstance(options, dict) or not OF_RECIPES & options.keys():
+        return text, []
+    (node,) = documents
+    kinds = (GRPOScriptArguments, config_of(options), posttrain.ModelConfig)
+    lines, notes = text.splitlines(keepends=True), []
+    for key, value in reversed(node.value):
+        name, given = key.value, options.get(key.value)
+        cls = old_names.owner(kinds, name)
+        if cls is None or any(name in kind.__dataclass_fields__ for kind in kinds):
+            continue
+        row: Any = old_names.row_of(cls, name, given)
+        target, _, literal = row.replacement.partition("=")
+        first, last = key.start_mark.line, value.end_mark.line + (value.end_mark.column > 0)
+        if row.action == "refuse" or (
+            row.action in ("loss", "rename") and given is not None and not target.isidentifier()
+        ):
+            notes.append(Note(first + 1, f"{name}: {row.replacement}"))
+        elif row.action == "loss" and given is not None:
+            notes.append(Note(first + 1, f"{name}: add {target!r} to loss_type and {given} to loss_weights"))
+        elif target in options and row.action != "ignore" and given is not None:
+            if options[target] != given:
+                notes.append(Note(first + 1, f"{name}={given!r} and {target}={options[target]!r} are both given"))
+                continue
+            del lines[first:last]
+        elif row.action == "rename" and given is not None:
+            column = key.start_mark.column
+            lines[first] = lines[first][:column] + target + lines[first][key.end_mark.column :]
+        elif row.action == "convert" and given:
+            lines[first:last] = [f"{target}: {yaml.safe_dump(ast.literal_eval(literal)).splitlines()[0]}\n"]
+        elif row.action != "keep":
+            del lines[first:last]
+    return "".join(lines), notes[::-1]
+
+
+def config_of(options: dict[str, Any]) -> type:
+    """Return the config that knows most of the options. Names that are refused count least, and the first command wins a tie."""
+
+    def known(kind: type) -> float:
+        names = {item.name for item in fields(kind)}
+        rows = (old_names.row_of(kind, name) for name in options if name not in names)
+        return len(names & options.keys()) + sum(0.2 if row.action == "refuse" else 1 for row in rows if row)
+
+    configs = [command.config for command in TRAINING.values() if command.plugin is None]
+    return max(configs, key=known)

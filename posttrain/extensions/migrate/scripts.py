@@ -1,0 +1,658 @@
+"""`migrate_script`: a script of TRL rewritten with its formatting, by the table of names (`posttrain.compat.trl_names`)."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+from libcst.metadata import MetadataWrapper, PositionProvider
+from transformers import TrainingArguments
+
+import posttrain
+from posttrain.compat import old_names
+from posttrain.compat.overrides import hook_for
+from posttrain.compat.paths import BY_MODULE
+from posttrain.compat.trl_names import ANY, TRLName, imports
+from posttrain.errors import DataError
+from posttrain.extensions.migrate.note import Note
+
+PACKAGES = ("trl", "posttrain")
+SHARED = "TrainingArguments"  # Of transformers; trainers of older releases took it.
+PARSERS = {"TrlParser", "HfArgumentParser"}
+
+
+def migrate_script(text: str, path: str) -> tuple[str, list[Note]]:
+    """Rewrite a script.
+
+    Args:
+        text: Its source.
+        path: Names it in errors.
+
+    Returns:
+        The rewritten source, and what needs a person.
+
+    Raises:
+        DataError: It is not valid Python. Names the file and the line.
+    """
+    if not any(package in text for package in PACKAGES):
+        return text, []
+    module = parsed(text, path)
+    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+    script = Script(wrapper.resolve(PositionProvider))
+    wrapper.module.visit(script)
+    if not (script.imported or script.modules or script.starred):
+        return text, []
+    script.collect_moves()
+    changed = wrapper.module.visit(Rewriter(script)).code
+    return changed, sorted(set(script.notes))
+
+
+def parsed(text: str, path: str) -> cst.Module:
+    """Parse a script.
+
+    Raises:
+        DataError: It is not valid Python. Names the file and the line.
+    """
+    try:
+        return cst.parse_module(text)
+    except cst.ParserSyntaxError as error:
+        raise DataError(f"{path}:{error.raw_line}: it is not valid Python: {error.message}") from error
+
+
+class Script(cst.CSTVisitor):
+    """What a script imports, which variables hold configs, parsers and trainers, and the calls that make them.
+
+    Attributes:
+        positions: Places of nodes.
+        imported: Names of TRL's by their local names.
+        modules: Local names of TRL's package.
+        starred: Whether all names are imported.
+        classes: Our classes by local names, those of the script's subclasses included.
+        kinds: Our classes by the names of variables that hold their instances.
+        made: Calls that make configs, by the names of variables.
+        lines: Lines on which variables are assigned.
+        mappings: Keys of dicts by the names of variables.
+        calls: Calls of our classes, with the class.
+        added: Arguments that calls of configs get from trainers.
+        replaced: Names of configs that take the place of ``TrainingArguments``, by call.
+        renamed: New names by local name.
+        needed: Names that must be imported.
+        uses: How often each name occurs, without imports of ``TrainingArguments``.
+        notes: What needs a person.
+    """
+
+    def __init__(self, positions: Mapping[cst.CSTNode, Any]) -> None:
+        super().__init__()
+        self.positions = positions
+        self.imported: dict[str, str] = {}
+        self.modules: set[str] = set()
+        self.starred = False
+        self.classes: dict[str, Any] = {}
+        self.kinds: dict[str, Any] = {}
+        self.parsers: dict[str, list[Any]] = {}
+        self.made: dict[str, list[cst.Call]] = {}
+        self.lines: dict[str, int] = {}
+        self.mappings: dict[str, list[str]] = {}
+        self.calls: dict[cst.Call, Any] = {}
+        self.added: dict[cst.Call, list[cst.Arg]] = {}
+        self.moved: dict[cst.Call, set[str]] = {}
+        self.replaced: dict[cst.Call, str] = {}
+        self.renamed: dict[str, str] = {}
+        self.needed: set[str] = set()
+        self.uses: Counter[str] = Counter()
+        self.notes: list[Note] = []
+
+    def line(self, node: cst.CSTNode) -> int:
+        """Return the line on which a node begins."""
+        return self.positions[node].start.line
+
+    def note(self, node: cst.CSTNode, text: str, argument: str = "") -> None:
+        """Add something that needs a person, about a node or one of its arguments."""
+        place = by_name(node).get(argument, node) if isinstance(node, cst.Call) else node
+        self.notes.append(Note(self.line(place), text))
+
+    def visit_Import(self, node: cst.Import) -> None:
+        """Remember the local name of TRL's package."""
+        for alias in node.names:
+            name = get_full_name_for_node(alias.name) or ""
+            if name.partition(".")[0] in PACKAGES:
+                self.modules.add(alias.evaluated_alias or name.partition(".")[0])
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+        """Remember names and classes, and note those that are not here."""
+        package = get_full_name_for_node(node.module) or "" if node.module else ""
+        if isinstance(node.names, cst.ImportStar) or node.relative:
+            self.starred |= package.partition(".")[0] in PACKAGES and not node.relative
+            return
+        for alias in node.names:
+            name, local = str(alias.evaluated_name), alias.evaluated_alias or str(alias.evaluated_name)
+            if package == "transformers" and name == SHARED:
+                self.uses[SHARED] -= 1
+                self.classes[local] = posttrain.PostTrainingConfig
+            if package.partition(".")[0] not in PACKAGES:
+                continue
+            self.imported[local] = name
+            row = imports().get(name)
+            if row is not None and row.action == "refuse":
+                self.note(node, f"{name} is not here. Use {row.replacement}.")
+            elif row is not None and row.replacement.startswith("posttrain.") and row.replacement.count(".") == 1:
+                name = row.replacement.removeprefix("posttrain.")
+                if alias.asname is None:
+                    self.renamed[local] = name
+            if (known := class_of(name)) is not None:
+                self.classes[local] = known
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        """Remember a subclass, and note the methods that are never called here."""
+        base = next((kind for item in node.bases if (kind := self.kind_of(item.value))), None)
+        if base is None:
+            return
+        self.classes[node.name.value] = base
+        for item in node.body.body:
+            if isinstance(item, cst.FunctionDef) and (hook := hook_for(base, item.name.value)):
+                self.note(
+                    item, f"{node.name.value} overrides {item.name.value}, which is never called here. Use {hook}."
+                )
+
+    def kind_of(self, node: cst.BaseExpression) -> Any:
+        """Return our class that an expression names; None for other expressions."""
+        name = get_full_name_for_node(node) or ""
+        head, _, last = name.rpartition(".")
+        if name == f"transformers.{SHARED}":
+            return posttrain.PostTrainingConfig
+        if head.partition(".")[0] in self.modules or (self.starred and not head):
+            return self.classes.get(name) or class_of(last)
+        return self.classes.get(name)
+
+    def visit_Call(self, node: cst.Call) -> None:
+        """Remember calls of our classes, and note calls of methods that are not here."""
+        kind = self.kind_of(node.func)
+        if kind is not None:
+            self.calls[node] = kind
+        if isinstance(node.func, cst.Attribute) and isinstance(node.func.value, cst.Name):
+            trainer = self.kinds.get(node.func.value.value)
+            if trainer is not None and not is_dataclass(trainer) and (hook := hook_for(trainer, node.func.attr.value)):
+                self.note(node, f"{trainer.__name__}.{node.func.attr.value} is not here. Use {hook}.")
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        """Remember what variables hold."""
+        target, value = node.targets[0].target, node.value
+        for name in names_in(target):
+            self.lines[name] = self.line(node)
+        if isinstance(target, cst.Name) and (keys := keys_of(value)) is not None:
+            self.mappings[target.value] = keys
+        if not isinstance(value, cst.Call):
+            return
+        function = get_full_name_for_node(value.func) or ""
+        if isinstance(target, cst.Name):
+            kind = self.kind_of(value.func)
+            if kind is not None:
+                self.kinds[target.value] = kind
+                self.made.setdefault(target.value, []).append(value)
+            elif function.rpartition(".")[2] in PARSERS and value.args:
+                first = value.args[0].value
+                items = [item.value for item in first.elements] if isinstance(first, cst.Tuple | cst.List) else [first]
+                self.parsers[target.value] = [self.kind_of(item) for item in items]
+        elif isinstance(target, cst.Tuple) and function.partition(".")[0] in self.parsers:
+            for item, kind in zip(target.elements, self.parsers[function.partition(".")[0]], strict=False):
+                if isinstance(item.value, cst.Name) and kind is not None:
+                    self.kinds[item.value.value] = kind
+
+    def collect_moves(self) -> None:
+        """Find the keywords of trainers that are options of configs, and the calls of the configs that get them."""
+        for call, kind in self.calls.items():
+            if is_dataclass(kind):
+                continue
+            moved = [
+                arg for arg in call.args if arg.keyword and is_option(kind, arg.keyword.value, value_of(arg.value))
+            ]
+            given, config = given_config(kind, call), kind.config_class
+            target = self.config_call(given)
+            if target is not None and moved and self.calls[target] is posttrain.PostTrainingConfig:
+                self.replaced[target] = config.__name__
+                self.calls[target] = config
+                self.needed.add(config.__name__)
+            if not moved:
+                continue
+            if given is None and not any(arg.star for arg in call.args):
+                self.needed.add(config.__name__)
+            elif target is None:
+                names = ", ".join(arg.keyword.value for arg in moved if arg.keyword)
+                self.note(
+                    call, f"{names}: options of {config.__name__}. Give them to the config that is passed as args."
+                )
+                continue
+            elif late := [
+                name for arg in moved for name in names_in(arg.value) if self.lines.get(name, 0) > self.line(target)
+            ]:
+                self.note(call, f"{', '.join(late)}: assigned after {config.__name__}(...), which has the option.")
+                continue
+            else:
+                self.added[target] = [*self.added.get(target, []), *moved]
+            self.moved[call] = {arg.keyword.value for arg in moved if arg.keyword}
+
+    def is_free_of_shared(self) -> bool:
+        """Return whether every use of ``TrainingArguments`` was replaced."""
+        return bool(self.replaced) and self.uses[SHARED] == len(self.replaced)
+
+    def visit_Name(self, node: cst.Name) -> None:
+        """Count the uses of names."""
+        self.uses[node.value] += 1
+
+    def config_call(self, given: cst.BaseExpression | None) -> cst.Call | None:
+        """Return the call that makes a config; None if it is not found, or not the only one."""
+        if isinstance(given, cst.Call):
+            return given if given in self.calls else None
+        made = self.made.get(given.value, []) if isinstance(given, cst.Name) else []
+        return made[0] if len(made) == 1 else None
+
+
+class Rewriter(cst.CSTTransformer):
+    """Changes imports, names, arguments and attributes."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self.script = script
+        self.needed = script.needed - {name for local, name in script.imported.items() if local == name}
+
+    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:
+        """Rename TRL's package."""
+        return updated_node.with_changes(
+            names=[alias.with_changes(name=renamed_package(alias.name)) for alias in updated_node.names]
+        )
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
+        """Rewrite an import from TRL; names that stand in other packages get statements of their own."""
+        node = updated_node.body[0]
+        if not isinstance(node, cst.ImportFrom) or node.module is None or node.relative:
+            return updated_node
+        package = get_full_name_for_node(node.module) or ""
+        if package == "transformers" and not isinstance(node.names, cst.ImportStar) and self.script.is_free_of_shared():
+            names = [alias for alias in node.names if alias.evaluated_name != SHARED]
+            if names and len(names) < len(node.names):
+                names[-1] = names[-1].with_changes(comma=node.names[-1].comma)
+                return updated_node.with_changes(body=[node.with_changes(names=names)])
+        if package.partition(".")[0] not in PACKAGES:
+            return updated_node
+        if isinstance(node.names, cst.ImportStar):
+            return updated_node.with_changes(body=[node.with_changes(module=renamed_package(node.module))])
+        below = package.partition(".")[2]
+        groups: dict[str, list[cst.ImportAlias]] = {}
+        for alias in node.names:
+            module, new = place_of(
+                str(alias.evaluated_name),
+                f"posttrain.{below}" if below else "posttrain",
+                moves=package.startswith("trl"),
+            )
+            if new != alias.evaluated_name:
+                local = alias.asname or cst.AsName(cst.Name(str(alias.evaluated_name)))
+                alias = alias.with_changes(
+                    name=cst.Name(new), asname=None if new in self.script.renamed.values() else local
+                )
+            groups.setdefault(module, []).append(alias)
+        if self.needed and "posttrain" in groups:
+            groups["posttrain"] += [cst.ImportAlias(cst.Name(name)) for name in sorted(self.needed)]
+            self.needed = set()
+        if list(groups) == [package] and len(groups[package]) == len(node.names):
+            return updated_node.with_changes(body=[node.with_changes(names=groups[package])])
+        lines = []
+        for module, names in groups.items():
+            kept, last = node, node.names[-1].comma
+            if module != next(iter(groups)):
+                kept, last = node.with_changes(lpar=None, rpar=None), cst.MaybeSentinel.DEFAULT
+            new = kept.with_changes(module=dotted(module), names=joined(names, last, one_line=kept.lpar is None))
+            leading = () if lines else updated_node.leading_lines
+            lines.append(updated_node.with_changes(body=[new], leading_lines=leading))
+        return cst.FlattenSentinel(lines)
+
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        """Import names that no statement could take."""
+        if not self.needed:
+            return updated_node
+        names = [cst.ImportAlias(cst.Name(name)) for name in sorted(self.needed)]
+        line = cst.SimpleStatementLine(
+            [cst.ImportFrom(cst.Name("posttrain"), joined(names, cst.MaybeSentinel.DEFAULT, one_line=True))]
+        )
+        first = next(
+            i for i, part in enumerate(updated_node.body) if "import posttrain" in updated_node.code_for_node(part)
+        )
+        body = [*updated_node.body[: first + 1], line, *updated_node.body[first + 1 :]]
+        return updated_node.with_changes(body=body)
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
+        """Rename a class."""
+        new = self.script.renamed.get(updated_node.value)
+        return updated_node.with_changes(value=new) if new else updated_node
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        """Leave the names in imports to `leave_SimpleStatementLine`."""
+        return False
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+        """Rename TRL's package, its moved classes, and options that are read from a config."""
+        base = original_node.value
+        if not isinstance(base, cst.Name):
+            return updated_node
+        name = original_node.attr.value
+        if base.value == "trl" and "trl" in self.script.modules:
+            module, new = place_of(name, "posttrain")
+            if (row := imports().get(name)) and row.action == "refuse":
+                self.script.note(original_node, f"{name} is not here. Use {row.replacement}.")
+            return updated_node.with_changes(value=dotted(module), attr=cst.Name(new))
+        kind = self.script.kinds.get(base.value)
+        row = None if kind is None else old_names.row_of(kind, name)
+        if row is not None and row.action == "rename" and row.replacement.isidentifier():
+            return updated_node.with_changes(attr=cst.Name(row.replacement))
+        if row is not None and row.action != "keep":
+            self.script.note(original_node, f"{base.value}.{name}: {row.replacement}")
+        return updated_node
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        """Convert the arguments of a config or a trainer."""
+        kind = self.script.calls.get(original_node)
+        if kind is None:
+            return updated_node
+        moved = self.script.moved.get(original_node, set())
+        call = updated_node
+        for name in moved:
+            call = without(call, name)
+        if moved and given_config(kind, call) is None:
+            options = [arg for arg in updated_node.args if arg.keyword and arg.keyword.value in moved]
+            config = cst.Call(cst.Name(kind.config_class.__name__))
+            for option in options:
+                config = with_argument(config, option)
+            config = self.converted(original_node, kind.config_class, config)
+            call = with_argument(call, cst.Arg(config, cst.Name("args"), equal=equal_sign(call)))
+        for arg in self.script.added.get(original_node, ()):
+            call = with_argument(call, arg)
+        if original_node in self.script.replaced:
+            call = with_defaults(call, kind).with_changes(func=cst.Name(self.script.replaced[original_node]))
+        for arg in original_node.args:
+            if arg.star == "**":
+                self.look_into(arg, kind)
+        return self.converted(original_node, kind, call)
+
+    def look_into(self, arg: cst.Arg, kind: type) -> None:
+        """Note the old names in a mapping that a call unpacks."""
+        keys = keys_of(arg.value) or self.script.mappings.get(code(arg.value))
+        if keys is None:
+            self.script.note(arg, f"{kind.__name__}({code(arg).strip(', ')}): its names were not looked at.")
+        for name in keys or ():
+            row = row_of(kind, name)
+            if row is not None or old_names.is_unknown(kind, name):
+                self.script.note(arg, f"{name}: {row.replacement if row else f'{kind.__name__} has no such argument'}")
+
+    def converted(self, node: cst.Call, kind: type, call: cst.Call) -> cst.Call:
+        """Convert the old names among a call's arguments."""
+        for name, arg in by_name(call).items():
+            value = value_of(arg.value)
+            row = row_of(kind, name, value)
+            if row is not None and row.action != "keep":
+                call = self.argument(node, kind, call, name, row)
+            elif row is None and old_names.is_unknown(kind, name) and kind is not posttrain.PostTrainingConfig:
+                self.script.note(node, f"{kind.__name__} has no argument {name}.", name)
+        return call
+
+    def argument(self, node: cst.Call, kind: type, call: cst.Call, name: str, row: TRLName) -> cst.Call:
+        """Convert one argument."""
+        given = by_name(call)
+        arg, value = given[name], value_of(given[name].value)
+        target, _, literal = row.replacement.partition("=")
+        if row.action == "refuse" or (literal and value is ANY):
+            self.script.note(node, f"{name}: {row.replacement}", name)
+            return call
+        if row.action == "ignore" or value is None or (literal and not value):
+            return without(call, name)
+        if row.action == "loss":
+            return self.with_loss(node, kind, call, name, target)
+        option, _, key = target.partition(".")
+        if key:
+            return self.with_key(node, call, name, option, key)
+        if option == "warmup_steps" and option in given and value_of(given[option].value) == 0:
+            call, given = without(call, option), {}
+        new = cst.parse_expression(literal) if literal else arg.value
+        if option in given:
+            shown = [code(part) for part in (new, given[option].value)]
+            if shown[0] == shown[1]:
+                return without(call, name)
+            self.script.note(node, f"{name}={shown[0]} and {option}={shown[1]} are both given. Keep one of them.", name)
+            return call
+        return exchanged(call, name, cst.Name(option), new)
+
+    def with_key(self, node: cst.Call, call: cst.Call, name: str, option: str, key: str) -> cst.Call:
+        """Move an argument into a mapping, which is another argument."""
+        given = by_name(call)
+        element = cst.DictElement(cst.SimpleString(f'"{key}"'), given[name].value)
+        if option not in given:
+            return exchanged(call, name, cst.Name(option), cst.Dict([element]))
+        mapping = given[option].value
+        if not isinstance(mapping, cst.Dict):
+            self.script.note(node, f"{name}: put it into {option} as {key!r}.", name)
+            return call
+        elements = [*mapping.elements]
+        if elements and isinstance(elements[-1].comma, cst.MaybeSentinel):
+            elements[-1] = elements[-1].with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+        mapping = mapping.with_changes(elements=[*elements, element])
+        return without(exchanged(call, option, cst.Name(option), mapping), name)
+
+    def with_loss(self, node: cst.Call, kind: type, call: cst.Call, name: str, loss: str) -> cst.Call:
+        """Turn the weight of a loss into entries of ``loss_type`` and ``loss_weights``."""
+        given = by_name(call)
+        losses = value_of(given["loss_type"].value) if "loss_type" in given else old_names.default_losses(kind)
+        losses = [losses] if isinstance(losses, str) else losses
+        weights = value_of(given["loss_weights"].value) if "loss_weights" in given else None
+        if ANY in (losses, weights):
+            self.script.note(node, f"{name}: add {loss!r} to loss_type and the value to loss_weights.", name)
+            return call
+        weights = weights or [1.0] * len(losses)
+        new = {
+            "loss_type": repr([*losses, loss]).replace("'", '"'),
+            "loss_weights": f"[{', '.join([*map(repr, weights), code(given[name].value)])}]",
+        }
+        for option, text in new.items():
+            value = cst.parse_expression(text)
+            if option in given:
+                call = exchanged(call, option, cst.Name(option), value)
+            else:
+                call = with_argument(call, cst.Arg(value, cst.Name(option)))
+        return without(call, name)
+
+
+def code(node: cst.CSTNode) -> str:
+    """Return the source of a node."""
+    return cst.Module([]).code_for_node(node)
+
+
+def by_name(call: cst.Call) -> dict[str, cst.Arg]:
+    """Return the keyword arguments of a call."""
+    return {arg.keyword.value: arg for arg in call.args if arg.keyword}
+
+
+def exchanged(call: cst.Call, name: str, keyword: cst.Name, value: cst.BaseExpression) -> cst.Call:
+    """Give an argument another keyword and value."""
+    new = by_name(call)[name].with_changes(keyword=keyword, value=value)
+    return call.with_changes(args=[new if arg.keyword and arg.keyword.value == name else arg for arg in call.args])
+
+
+def class_of(name: str) -> Any:
+    """Return our config or trainer by TRL's name; None for other names."""
+    row = imports().get(name)
+    if row is not None and row.action == "rename" and row.replacement.startswith("posttrain."):
+        name = row.replacement.rpartition(".")[2]
+    if name in posttrain.__all__ and name.endswith(("Config", "Trainer", "Arguments")):
+        kind = pkgutil.resolve_name(f"posttrain.{name}")
+        return kind if is_dataclass(kind) or "config_class" in dir(kind) else None
+    return None
+
+
+def place_of(name: str, module: str, *, moves: bool = True) -> tuple[str, str]:
+    """Return the module and the name by which a name of TRL is imported. ``moves``: public names come from ``posttrain``."""
+    row = imports().get(name)
+    if row is not None and row.action == "rename":
+        path, _, new = row.replacement.rpartition(".")
+        return path, new
+    if moves and name in posttrain.__all__ and f"{module}.{name}" not in BY_MODULE:
+        return "posttrain", name
+    return module, name
+
+
+def given_config(kind: type, call: cst.Call) -> cst.BaseExpression | None:
+    """Return the config that a trainer is given, by a keyword or by its position; None without one."""
+    place = list(inspect.signature(kind.__init__).parameters).index("args") - 1
+    plain = [arg.value for arg in call.args if not arg.keyword and not arg.star]
+    by_name = [arg.value for arg in call.args if arg.keyword and arg.keyword.value in ("args", "config")]
+    return next(iter([*by_name, *plain[place : place + 1]]), None)
+
+
+def row_of(kind: Any, name: str, value: object = ANY) -> TRLName | None:
+    """Return the row of an argument; for trainers also that of an option of its config that is refused."""
+    row = old_names.row_of(kind, name, value)
+    if row is None and not is_dataclass(kind) and old_names.unknown_arguments(kind, [name]):
+        row = old_names.row_of(kind.config_class, name, value)
+        return row if row is not None and row.action in ("refuse", "ignore") else None
+    return row
+
+
+def keys_of(node: cst.BaseExpression) -> list[str] | None:
+    """Return the keys of a dict display or of a call of ``dict``; None for other expressions."""
+    if isinstance(node, cst.Call) and code(node.func) == "dict" and all(arg.keyword for arg in node.args):
+        return list(by_name(node))
+    if isinstance(node, cst.Dict) and all(isinstance(item, cst.DictElement) for item in node.elements):
+        keys = [value_of(item.key) for item in node.elements if isinstance(item, cst.DictElement)]
+        return keys if all(isinstance(key, str) for key in keys) else None
+    return None
+
+
+def is_option(kind: type, name: str, value: object) -> bool:
+    """Return whether a trainer's keyword is an option of its config."""
+    if not old_names.unknown_arguments(kind, [name]) or old_names.row_of(kind, name):
+        return False
+    config = kind.config_class
+    return name in {item.name for item in fields(config)} or old_names.is_accepted(config, name, value)
+
+
+def value_of(node: cst.BaseExpression) -> Any:
+    """Return the value of a literal; `ANY` for other expressions."""
+    try:
+        return ast.literal_eval(code(node))
+    except (ValueError, SyntaxError):
+        return ANY
+
+
+def names_in(node: cst.CSTNode) -> list[str]:
+    """Return the names in an expression."""
+    names = [node.value] if isinstance(node, cst.Name) else []
+    return names + [name for child in node.children for name in names_in(child)]
+
+
+def dotted(path: str) -> Any:
+    """Return the expression of a dotted name."""
+    return cst.parse_expression(path)
+
+
+def renamed_package(node: cst.BaseExpression) -> Any:
+    """Replace ``trl`` at the beginning of a dotted name."""
+    name = get_full_name_for_node(node) or ""
+    first, dot, rest = name.partition(".")
+    return dotted(f"posttrain{dot}{rest}") if first == "trl" else node
+
+
+def joined(
+    names: Sequence[cst.ImportAlias], last: cst.Comma | cst.MaybeSentinel, *, one_line: bool
+) -> list[cst.ImportAlias]:
+    """Return imported names with commas between them, and ``last`` behind them."""
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    result = [
+        alias.with_changes(comma=comma) if one_line or isinstance(alias.comma, cst.MaybeSentinel) else alias
+        for alias in names[:-1]
+    ]
+    return [*result, names[-1].with_changes(comma=last)]
+
+
+def equal_sign(call: cst.Call) -> cst.AssignEqual:
+    """Return the equal sign of a call's first keyword."""
+    plain = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    return next((arg.equal for arg in call.args if isinstance(arg.equal, cst.AssignEqual)), plain)
+
+
+def with_argument(call: cst.Call, arg: cst.Arg) -> cst.Call:
+    """Append an argument, on a line of its own if the others stand on lines of their own."""
+    if not call.args:
+        return call.with_changes(args=[cst.Arg(arg.value, arg.keyword, equal=equal_sign(call))])
+    *before, last = call.args
+    between: Any = call.whitespace_before_args
+    if before and isinstance(before[-1].comma, cst.Comma):
+        between = before[-1].comma.whitespace_after
+    if isinstance(between, cst.ParenthesizedWhitespace):
+        between = cst.ParenthesizedWhitespace(indent=between.indent, last_line=between.last_line)
+    elif not isinstance(between, cst.SimpleWhitespace) or not between.value:
+        between = cst.SimpleWhitespace(" ")
+    end: Any = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else None
+    if isinstance(end, cst.ParenthesizedWhitespace):  # A comment behind the last argument stays there.
+        inner = end.last_line if not isinstance(between, cst.ParenthesizedWhitespace) else between.last_line
+        first = cst.Comma(
+            whitespace_after=end.with_changes(last_line=inner, indent=getattr(between, "indent", end.indent))
+        )
+        new = cst.Comma(whitespace_after=cst.ParenthesizedWhitespace(indent=end.indent, last_line=end.last_line))
+    else:
+        first, new = cst.Comma(whitespace_after=between), last.comma
+    added = cst.Arg(
+        arg.value, arg.keyword, equal=equal_sign(call), comma=new, whitespace_after_arg=last.whitespace_after_arg
+    )
+    last = last.with_changes(comma=first, whitespace_after_arg=cst.SimpleWhitespace(""))
+    return call.with_changes(args=[*before, last, added])
+
+
+def without(call: cst.Call, name: str) -> cst.Call:
+    """Remove an argument. Comments on lines of their own behind it stay."""
+    args = list(call.args)
+    at, arg = next((at, arg) for at, arg in enumerate(args) if arg.keyword and arg.keyword.value == name)
+    after: Any = arg.comma.whitespace_after if isinstance(arg.comma, cst.Comma) else None
+    comments = commented(after.empty_lines) if isinstance(after, cst.ParenthesizedWhitespace) else []
+    if at and at == len(args) - 1:
+        args[at - 1] = last_argument(args[at - 1], arg)
+    elif at and comments and isinstance(previous := args[at - 1].comma, cst.Comma):
+        space: Any = previous.whitespace_after
+        if isinstance(space, cst.ParenthesizedWhitespace):
+            space = space.with_changes(empty_lines=[*space.empty_lines, *comments])
+            args[at - 1] = args[at - 1].with_changes(comma=previous.with_changes(whitespace_after=space))
+    del args[at]
+    return call.with_changes(args=args)
+
+
+def with_defaults(call: cst.Call, config: type) -> cst.Call:
+    """Give a config the defaults of ``TrainingArguments`` where it has others."""
+    own = {item.name: item.default for item in fields(config)}
+    given = by_name(call)
+    for item in fields(TrainingArguments):
+        if item.default != own[item.name] and isinstance(item.default, int | float) and item.name not in given:
+            call = with_argument(call, cst.Arg(cst.parse_expression(repr(item.default)), cst.Name(item.name)))
+    return call
+
+
+def last_argument(arg: cst.Arg, removed: cst.Arg) -> cst.Arg:
+    """Return an argument as the last one: with its own comment, and the end of the line of the removed last argument."""
+    comma: Any = arg.comma
+    space = comma.whitespace_after
+    trailing = isinstance(removed.comma, cst.Comma)
+    end: Any = removed.comma.whitespace_after if trailing else removed.whitespace_after_arg
+    if isinstance(space, cst.ParenthesizedWhitespace) and isinstance(end, cst.ParenthesizedWhitespace):
+        lines = [*commented(space.empty_lines), *commented(end.empty_lines)]
+        end = space.with_changes(empty_lines=lines, indent=end.indent, last_line=end.last_line)
+    if trailing:
+        return arg.with_changes(comma=comma.with_changes(whitespace_after=end))
+    return arg.with_changes(comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=end)
+
+
+def commented(lines: Iterable[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    """Return the lines that hold a comment."""
+    return [line for line in lines if line.comment is not None]

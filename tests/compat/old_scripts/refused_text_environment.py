@@ -1,0 +1,4 @@
+# refused: TextEnvironment.*tools, environment_factory or rollout_func
+from trl import PPOConfig, TextEnvironment
+
+text_env = TextEnvironment(None, None, [], None, "prompt", generation_kwargs={})

@@ -1,0 +1,292 @@
+"""Scripts, notebooks and YAML files are rewritten by the table of names; what has no equivalent is listed with its line."""
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import DataError, MissingDependencyError
+from posttrain.extensions.migrate.commands import migrate
+from posttrain.extensions.migrate.files import hide_magics, migrate_file
+from posttrain.extensions.migrate.scripts import migrate_script
+
+ROOT = Path(__file__).parents[3]
+
+
+def rewritten(text):
+    after, notes = migrate_script(text, "script.py")
+    assert migrate_script(after, "script.py")[0] == after  # A second time changes nothing.
+    return after, [f"{note.line}: {note.text}" for note in notes]
+
+
+SFT = """\
+# Keep me.
+from transformers import AutoTokenizer, TrainingArguments
+from trl import SFTTrainer, DataCollatorForCompletionOnlyLM, set_seed  # and me
+
+args = TrainingArguments(
+    output_dir="out",
+    evaluation_strategy="steps",  # often
+    warmup_ratio=0.1,
+    # no tracker
+    report_to="none",  # none
+)
+trainer = SFTTrainer(
+    "model",
+    args=args,
+    tokenizer = tokenizer,  # the tokenizer
+    max_seq_length=2048,
+    packing=False,
+)
+"""
+SFT_NOW = """\
+# Keep me.
+from transformers import AutoTokenizer
+from posttrain import SFTTrainer, DataCollatorForCompletionOnlyLM, SFTConfig  # and me
+from transformers import set_seed  # and me
+
+args = SFTConfig(
+    output_dir="out",
+    eval_strategy="steps",  # often
+    warmup_steps=0.1,
+    # no tracker
+    report_to="none",  # none
+    max_length=2048,
+    packing=False,
+    learning_rate=5e-05,
+    bf16=False,
+    logging_steps=500,
+)
+trainer = SFTTrainer(
+    "model",
+    args=args,
+    processing_class = tokenizer,  # the tokenizer
+)
+"""
+
+
+def test_keywords_of_a_trainer_move_into_its_config_and_comments_stay():
+    assert rewritten(SFT) == (SFT_NOW, [])
+
+
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ("from trl import PPOv2Config\nPPOv2Config(exp_name='n')", "from posttrain import PPOConfig\nPPOConfig(run_name='n')"),
+        ("from trl import PPOv2Config as C\nC(exp_name='n')", "from posttrain import PPOConfig as C\nC(run_name='n')"),
+        ("from trl.trainer.sft_trainer import SFTTrainer", "from posttrain import SFTTrainer"),
+        ("from trl.trainer.reward_trainer import DataCollatorForPreference", "from posttrain.trainer.reward_trainer import DataCollatorForPreference"),
+        ("from trl import *", "from posttrain import *"),
+        ("import trl\ntrl.SFTConfig(use_liger=True)", "import posttrain\nposttrain.SFTConfig(use_liger_kernel=True)"),
+        ("import trl as t\nt.SFTConfig(use_liger=True)", "import posttrain as t\nt.SFTConfig(use_liger_kernel=True)"),
+        ("from trl import is_xpu_available", "from transformers.utils import is_torch_xpu_available as is_xpu_available"),
+        ("from posttrain import SFTConfig\nSFTConfig(max_seq_length=n)", "from posttrain import SFTConfig\nSFTConfig(max_length=n)"),
+        ("from trl import SFTConfig\nSFTConfig('o', max_seq_length=None, no_cuda=True)", "from posttrain import SFTConfig\nSFTConfig('o', use_cpu=True)"),
+        ("from trl import SFTConfig\nSFTConfig('o', use_mps_device=True)", "from posttrain import SFTConfig\nSFTConfig('o')"),
+        ("from trl import SFTConfig\nSFTConfig(group_by_length=True)", "from posttrain import SFTConfig\nSFTConfig(train_sampling_strategy='group_by_length')"),
+        ("from trl import SFTConfig\nSFTConfig(warmup_ratio=.1, warmup_steps=0)", "from posttrain import SFTConfig\nSFTConfig(warmup_steps=.1)"),
+        ("from trl import SFTConfig\nSFTConfig(torch_dtype='auto')", "from posttrain import SFTConfig\nSFTConfig(model_init_kwargs={\"dtype\": 'auto'})"),
+        ("from trl import SFTConfig\nSFTConfig(torch_dtype=d, model_init_kwargs={'a': 1})", "from posttrain import SFTConfig\nSFTConfig(model_init_kwargs={'a': 1, \"dtype\": d})"),
+        ("from trl import DPOConfig\nDPOConfig(rpo_alpha=a)", 'from posttrain import DPOConfig\nDPOConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, a])'),
+        ("from trl import DPOConfig\nDPOConfig(loss_type='ipo', rpo_alpha=2)", 'from posttrain import DPOConfig\nDPOConfig(loss_type=["ipo", "sft"], loss_weights=[1.0, 2])'),
+        ("from trl import DPOConfig\nDPOConfig(generate_during_eval=False, beta=.1)", "from posttrain import DPOConfig\nDPOConfig(beta=.1)"),
+        ("from trl import SFTTrainer\nSFTTrainer('m', packing=True, max_seq_length=9)", "from posttrain import SFTTrainer, SFTConfig\nSFTTrainer('m', args=SFTConfig(packing=True, max_length=9))"),
+        ("from trl import DPOTrainer, DPOConfig\nDPOTrainer('m', None, DPOConfig('o'), beta=.1)", "from posttrain import DPOTrainer, DPOConfig\nDPOTrainer('m', None, DPOConfig('o', beta=.1))"),
+        ("from trl import SFTTrainer\nclass Mine(SFTTrainer): pass\nMine('m', tokenizer=t)", "from posttrain import SFTTrainer\nclass Mine(SFTTrainer): pass\nMine('m', processing_class=t)"),
+        ("from trl import SFTTrainer\nt = SFTTrainer('m')\nt.tokenizer.save()", "from posttrain import SFTTrainer\nt = SFTTrainer('m')\nt.processing_class.save()"),
+        ("from trl import ModelConfig, TrlParser\np = TrlParser((A, ModelConfig))\na, m = p.parse_args_and_config()\nm.torch_dtype",
+         "from posttrain import ModelConfig, TrlParser\np = TrlParser((A, ModelConfig))\na, m = p.parse_args_and_config()\nm.dtype"),
+    ],
+)  # fmt: skip
+def test_one_spelling_becomes_the_present_one(old, now):
+    assert rewritten(old) == (now, [])
+
+
+@pytest.mark.parametrize(
+    ("code", "note"),
+    [
+        ("from trl import BestOfNSampler", "1: BestOfNSampler is not here. Use posttrain.complete("),
+        ("import trl\ntrl.TextEnvironment()", "2: TextEnvironment is not here. Use tools"),
+        ("from trl import DPOConfig\nDPOConfig(\n  'o',\n  max_prompt_length=9,\n)", "4: max_prompt_length: filter the data"),
+        ("from trl import SFTConfig\nSFTConfig(max_length=4, max_seq_length=3)", "2: max_seq_length=3 and max_length=4 are both given."),
+        ("from trl import SFTConfig\nSFTConfig(group_by_length=x)", "2: group_by_length: train_sampling_strategy="),
+        ("from trl import SFTConfig\nSFTConfig(lerning_rate=1)", "2: SFTConfig has no argument lerning_rate."),
+        ("from trl import SFTConfig\nSFTConfig(**options)", "2: SFTConfig(**options): its names were not looked at."),
+        ("from trl import SFTConfig\nk = dict(seed=1, no_cuda=True)\nSFTConfig(**k)", "3: no_cuda: use_cpu"),
+        ("from trl import DPOTrainer\nDPOTrainer('m', max_prompt_length=9)", "2: max_prompt_length: filter the data"),
+        ("from trl import SFTTrainer\nSFTTrainer('m', args=make(), packing=True)", "2: packing: options of SFTConfig."),
+        ("from trl import SFTTrainer, SFTConfig\na = SFTConfig('o')\nn = 9\nSFTTrainer('m', a, max_seq_length=n)", "4: n: assigned after SFTConfig(...)"),
+        ("from trl import GRPOTrainer\nclass A(GRPOTrainer):\n  def _generate(self): pass", "3: A overrides _generate, which is never called here."),
+        ("from trl import PPOTrainer\nt = PPOTrainer(c)\nt.step(q, r, s)", "3: PPOTrainer.step is not here. Use train()"),
+    ],
+)  # fmt: skip
+def test_what_needs_a_person_is_listed_with_its_line_and_reason(code, note):
+    _, notes = rewritten(code)
+    assert len(notes) == 1 and notes[0].startswith(note)
+
+
+def test_a_script_without_trl_and_names_of_other_packages_stay():
+    for text in (
+        "SFTConfig(max_seq_length=1)\n",
+        "from mine import SFTConfig\nimport trlx\nSFTConfig(max_seq_length=1)\n",
+    ):
+        assert rewritten(text) == (text, [])
+
+
+def test_a_script_that_does_not_parse_names_file_and_line(tmp_path, capsys):
+    (tmp_path / "bad.py").write_text("from trl import SFTConfig\nSFTConfig(\n")
+    (tmp_path / "good.py").write_text("from trl import SFTConfig\n")
+    with pytest.raises(DataError, match=r"bad.py:\d: it is not valid Python"):
+        migrate_file(tmp_path / "bad.py")
+    assert migrate([str(tmp_path), "--write"]) == 1
+    assert (tmp_path / "good.py").read_text() == "from posttrain import SFTConfig\n"
+    assert "bad.py" in capsys.readouterr().err
+    with pytest.raises(DataError, match="not a folder or a file that ends with"):
+        migrate([str(tmp_path / "missing.py")])
+    (tmp_path / "bad.ipynb").write_text("{}")
+    with pytest.raises(DataError, match="it is not a notebook"):
+        migrate_file(tmp_path / "bad.ipynb")
+
+
+def test_without_write_the_differences_are_shown_and_nothing_changes(tmp_path, capsys):
+    path = tmp_path / "sft.py"
+    path.write_text(SFT)
+    assert migrate([str(path)]) == 0 and path.read_text() == SFT
+    shown = capsys.readouterr().out
+    assert (
+        '\n-    evaluation_strategy="steps",  # often\n' in shown
+        and '\n+    eval_strategy="steps",  # often\n' in shown
+    )
+    assert "1 file to change (--write), 0 for a person, 0 not read." in shown
+    assert migrate([str(path), "--write"]) == 0 and path.read_text() == SFT_NOW
+    assert migrate([str(path)]) == 0 and "0 files to change" in capsys.readouterr().out.splitlines()[-1]
+
+
+CELLS = [
+    "!pip install -q trl \\\n    peft\n%load_ext autoreload\nfrom trl import SFTConfig",
+    "%%bash\nls",
+    "if True:\n    !nvidia-smi\n    args = SFTConfig('o', torch_dtype=\"auto\", max_prompt_length=3)\nargs?",
+    "from trl import SFTTrainer\ntrainer = SFTTrainer('m', args=args,\n  max_seq_length=8)",
+]
+
+
+def notebook(cells):
+    parts = [{"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [], "source": c.splitlines(keepends=True)} for c in cells]  # fmt: skip
+    text = {"cell_type": "markdown", "metadata": {}, "source": ["# Größe\n"]}
+    content = {"cells": [text, *parts], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def test_cells_of_a_notebook_are_rewritten_and_the_rest_of_the_file_stays(tmp_path):
+    path = tmp_path / "a.ipynb"
+    path.write_text(notebook(CELLS), encoding="utf-8")
+    result = migrate_file(path)
+    now = list(CELLS)
+    now[0] = now[0].replace("from trl", "from posttrain")
+    now[2] = now[2].replace('torch_dtype="auto", max_prompt_length=3', 'model_init_kwargs={"dtype": "auto"}, max_prompt_length=3, max_length=8')  # fmt: skip
+    now[3] = "from posttrain import SFTTrainer\ntrainer = SFTTrainer('m', args=args)"
+    assert result.after == now and result.text == notebook(now)
+    assert [note.at(path) for note in result.notes] == [
+        f"{path}:cell 3:3: max_prompt_length: filter the data, or set max_length"
+    ]
+    path.write_text(notebook(["x = 1", "def broken(:", "import trl"]), encoding="utf-8")
+    with pytest.raises(DataError, match=r"a.ipynb:cell 2:\d: it is not valid Python"):
+        migrate_file(path)
+
+
+def test_hidden_lines_of_ipython_keep_the_number_of_lines_but_for_continued_ones():
+    hidden = hide_magics("%time x\n  !ls\ny = 1")
+    assert hidden.count("\n") == 2 and hidden.endswith("y = 1")
+
+
+RECIPE = """\
+# Model
+model_name_or_path: gpt2  # small
+torch_dtype: bfloat16
+use_liger: true
+
+# Training
+output_dir: out
+max_seq_length: 512  # tokens
+evaluation_strategy: "no"
+overwrite_output_dir: true
+group_by_length: true
+warmup_ratio: 0.1
+dataset_text_field: text
+packing: false
+tpu_num_cores: 8
+save_safetensors: true
+"""
+RECIPE_NOW = """\
+# Model
+model_name_or_path: gpt2  # small
+dtype: bfloat16
+use_liger_kernel: true
+
+# Training
+output_dir: out
+max_length: 512  # tokens
+eval_strategy: "no"
+train_sampling_strategy: group_by_length
+warmup_steps: 0.1
+dataset_text_field: text
+packing: false
+tpu_num_cores: 8
+"""
+
+
+def test_a_recipe_is_rewritten_line_by_line(tmp_path):
+    path = tmp_path / "sft.yaml"
+    path.write_text(RECIPE)
+    result = migrate_file(path)
+    assert result.text == RECIPE_NOW
+    assert [note.at(path) for note in result.notes] == [
+        f"{path}:15: tpu_num_cores: start processes with accelerate launch --tpu"
+    ]
+
+
+def test_a_recipe_is_read_as_that_of_the_config_that_knows_its_options(tmp_path):
+    path = tmp_path / "dpo.yaml"
+    path.write_text(
+        "output_dir: o\nbeta: 0.1\nmax_length: 9\nmax_prompt_length: 5\nrpo_alpha: 1.0\nloss_type: [sigmoid]\ntorch_dtype: null\n"
+    )
+    result = migrate_file(path)
+    assert result.text == path.read_text().replace("torch_dtype: null\n", "")
+    assert [note.line for note in result.notes] == [4, 5] and "add 'sft' to loss_type" in result.notes[1].text
+    path.write_text("output_dir: o\nmax_length: 9\nmax_seq_length: 8\n")
+    assert "max_seq_length=8 and max_length=9 are both given" in migrate_file(path).notes[0].text
+    path.write_text("compute_environment: LOCAL\nno_cuda: true\n")  # A file of accelerate.
+    assert migrate_file(path).text == path.read_text() and not migrate_file(path).notes
+    path.write_text("output_dir: o\nno_cuda: true\n---\nb: 1\n")  # Several documents.
+    assert migrate_file(path).text == path.read_text()
+    path.write_text("a: [\n")
+    with pytest.raises(DataError, match=r"dpo.yaml:2: it is not valid YAML"):
+        migrate_file(path)
+
+
+def test_the_command_and_its_extra_are_registered():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["posttrain.commands"]["migrate"] == "posttrain.extensions.migrate.commands:migrate"
+    assert project["optional-dependencies"]["migrate"] == ["libcst"]
+
+
+def test_without_libcst_the_error_names_the_extra_and_recipes_are_rewritten_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    (tmp_path / "a.py").write_text("import trl")
+    (tmp_path / "a.yaml").write_text("output_dir: o\nno_cuda: true\n")
+    with pytest.raises(MissingDependencyError, match=re.escape('pip install "posttrain[migrate]"')):
+        migrate_file(tmp_path / "a.py")
+    assert migrate_file(tmp_path / "a.yaml").text == "output_dir: o\nuse_cpu: true\n"
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((ROOT / "examples").rglob("*.yaml")) + sorted((ROOT / "examples").glob("*.py")),
+    ids=lambda path: path.name,
+)
+def test_the_examples_are_in_the_present_spelling(path):
+    result = migrate_file(path)
+    assert result.before == result.after and not [note for note in result.notes if "not looked at" not in note.text]
