@@ -66,12 +66,14 @@ class AnswerOptions:
         max_length: Maximum number of tokens of prompt and answer. None: never truncate.
         truncation_mode: ``keep_start`` or ``keep_end``.
         mask_inner_turns: Exclude turns within an answer that are not the assistant's, and their template tokens, from the loss.
+        max_prompt_length: Maximum number of tokens of a prompt, whose beginning is removed. None: no limit.
     """
 
     branches: tuple[str, ...] = ("chosen", "rejected")
     max_length: int | None = 1024
     truncation_mode: str = "keep_start"
     mask_inner_turns: bool = False
+    max_prompt_length: int | None = None
 
 
 def _answer_batch(
@@ -157,7 +159,7 @@ def _answers(
         prompt, wholes = one_bos(prompt, bos), [one_eos(one_bos(ids, bos), tokenizer) for ids in wholes]
     boundary = min(common_prefix(prompt, ids) for ids in wholes)
     lost = len(prompt) - boundary
-    prompt, answers = prompt[:boundary], [ids[boundary:] for ids in wholes]
+    prompt, answers = prompt[:boundary][-(options.max_prompt_length or boundary) :], [ids[boundary:] for ids in wholes]
     limit, start, reason, cut = options.max_length, options.truncation_mode == "keep_start", "", False
     if lost > max(4, 0.05 * (boundary + lost)):
         reason = UNUSABLE

@@ -54,6 +54,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "reward_funcs": ("rewards.functions",),
     "reward_processing_classes": ("rewards.processing_classes",),
     "reward_weights": ("rewards.weights",),
+    "tokenizer": ("processing_class",),
 }
 SET = SETTABLE | FIXED | set(PATHS)
 OF_TRANSFORMERS = frozenset(transformers.TrainingArguments.__dataclass_fields__)

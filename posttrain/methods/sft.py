@@ -22,6 +22,7 @@ from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 
 LOSSES: dict[str, Callable] = {"nll": nll, "chunked_nll": nll, "dft": dft}
+OLD_DATASET_KWARGS = {"add_special_tokens", "append_concat_token"}
 
 
 @config
@@ -73,7 +74,13 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
             raise ConfigError(
                 f"loss_type='dft' with label_smoothing_factor={self.label_smoothing_factor}: smoothing is defined for nll alone."
             )
-        unknown = sorted(set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"})
+        given = set(self.dataset_kwargs or {})
+        for name in sorted(given & OLD_DATASET_KWARGS):
+            warnings.warn(
+                f"dataset_kwargs[{name!r}] of older releases is ignored: special tokens that a text has already are not added "
+                "again, and every document ends with the end token.", FutureWarning, stacklevel=5,
+            )  # fmt: skip
+        unknown = sorted(given - {"skip_prepare_dataset"} - OLD_DATASET_KWARGS)
         if unknown:
             raise ConfigError(f"dataset_kwargs has unknown keys {unknown}; the only key is 'skip_prepare_dataset'.")
 

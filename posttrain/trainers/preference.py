@@ -182,9 +182,9 @@ class PreferenceTrainer(PostTrainer):
 
     def answer_options(self) -> AnswerOptions:
         """How rows become ids."""
-        return AnswerOptions(
-            self.method.branches, self.args.max_length, self.args.truncation_mode, self.args.mask_inner_turns
-        )
+        args = self.args
+        most = vars(args).get("max_prompt_length")  # Of older releases.
+        return AnswerOptions(self.method.branches, args.max_length, args.truncation_mode, args.mask_inner_turns, most)
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Tokenise one set, as `prepare_answers` does; check labels, and what came of the first rows of the training set."""
@@ -199,6 +199,10 @@ class PreferenceTrainer(PostTrainer):
         keep = (*known, *self.method.keep, NUMBER)
         about: dict[str, Any] = {"name": name, "num_proc": self.args.dataset_num_proc, "keep": keep}
         if self.vision.reader is not None:
+            if vars(self.args).get("max_prompt_length"):
+                raise ConfigError(
+                    "max_prompt_length would cut images out of prompts. Fix: leave it out, or shorten the prompts."
+                )
             prepared, self.reports[name] = self.vision.prepare_rows(dataset, branches=self.method.branches, **about)
         else:
             prepared_set = prepare_answers(dataset, self.processing_class, self.answer_options(), **about)

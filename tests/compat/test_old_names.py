@@ -98,6 +98,26 @@ def test_max_prompt_length_keeps_the_end_of_a_prompt(tmp_path, tiny_tokenizer):
     assert max(map(len, whole)) > 9
 
 
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_max_prompt_length_of_preference_rows_keeps_the_end_of_a_prompt(tmp_path, tiny_tokenizer, mode):
+    def of(folder, **settings):
+        args = DPOConfig(str(tmp_path / folder), **SHORT, truncation_mode=mode, **settings)
+        data, model = pairs(), build_model(len(tiny_tokenizer))
+        return DPOTrainer(model, None, args, train_dataset=data, processing_class=tiny_tokenizer).train_dataset
+
+    whole, older = of("whole"), of("older", max_prompt_length=2)
+    assert min(map(len, whole["prompt_ids"])) > 2
+    assert [row[-2:] for row in whole["prompt_ids"]] == list(older["prompt_ids"])
+    assert list(whole["chosen_ids"]) == list(older["chosen_ids"])
+
+
+def test_dataset_kwargs_of_older_releases_are_ignored_with_a_warning(tmp_path):
+    with pytest.warns(FutureWarning, match="append_concat_token"):
+        SFTConfig(str(tmp_path), dataset_kwargs={"append_concat_token": False})
+    with pytest.raises(ConfigError, match="unknown keys"):
+        SFTConfig(str(tmp_path), dataset_kwargs={"concat": False})
+
+
 @pytest.mark.filterwarnings("ignore:.*older releases")
 def test_two_spellings_with_different_values_are_refused(tmp_path, tiny_tokenizer):
     with pytest.raises(ArgumentTypeError, match=r"max_length=4 and max_seq_length=3, its name in older releases"):
@@ -140,7 +160,7 @@ def test_options_of_the_first_rloo_are_those_of_the_present_one(tmp_path):
          {"loss_type": ["ipo", "hinge", "sft"], "loss_weights": [1.0, 3.0, 2.0]}),
         (DPOConfig, {"rpo_alpha": None}, {"loss_type": ["sigmoid"], "loss_weights": None}),
         (DPOConfig, {"reference_free": False}, {}), (DPOConfig, {"generate_during_eval": False}, {}),
-        (DPOConfig, {"max_prompt_length": None}, {}), (DPOConfig, {"label_pad_token_id": -100}, {}),
+        (SFTConfig, {"max_prompt_length": None}, {}), (DPOConfig, {"label_pad_token_id": -100}, {}),
         (GRPOConfig, {"use_liger_loss": True}, {"use_liger_kernel": False}),
         (GRPOConfig, {"vllm_max_model_len": 64}, {"vllm_max_model_length": 64}),
         (GRPOConfig, {"wandb_log_unique_prompts": True}, {"log_unique_prompts": True}),
@@ -168,7 +188,6 @@ def test_an_old_option_runs_as_the_present_one_with_one_warning(tmp_path, cls, o
     ("cls", "old", "fix"),
     [
         (SFTConfig, {"max_prompt_length": 5}, "filter the data, or set max_length"),
-        (DPOConfig, {"max_prompt_length": 5}, "filter the data, or set max_length"),
         (DPOConfig, {"generate_during_eval": True}, "use LogCompletionsCallback"),
         (GRPOConfig, {"vllm_device": "cuda:1"}, "set vllm_mode='server'"),
         (RLOOConfig, {"token_level_kl": True}, "leave it out: the KL penalty"),
@@ -212,10 +231,9 @@ def test_an_old_attribute_without_an_equivalent_names_what_replaces_it(tmp_path)
     assert not hasattr(config, "no_such_name") and not hasattr(ModelConfig(), "evaluation_strategy")
 
 
-def test_an_old_attribute_of_a_trainer_names_the_present_one(tmp_path, tiny_tokenizer):
+def test_trainers_have_their_older_attribute_for_the_tokenizer(tmp_path, tiny_tokenizer):
     trainer = sft_now(str(tmp_path), tiny_tokenizer)
-    with pytest.raises(AttributeError, match=r"'tokenizer': a name of older releases. Fix: use processing_class"):
-        trainer.tokenizer  # noqa: B018
+    assert trainer.tokenizer is trainer.processing_class
 
 
 @pytest.mark.filterwarnings("ignore:.*older releases")

@@ -214,8 +214,8 @@ def test_bad_arguments_are_refused(tiny_tokenizer, tmp_path):
         SFTTrainer(build_model(10), args, train_dataset=chats().to_iterable_dataset(), processing_class=tiny_tokenizer)
     with raises(ConfigError, "'nll'"):
         SFTConfig(str(tmp_path), loss_type="nl")
-    with pytest.raises(ConfigError, match="add_special_tokens"):
-        SFTConfig(str(tmp_path), dataset_kwargs={"add_special_tokens": False})
+    with pytest.raises(ConfigError, match="special"):
+        SFTConfig(str(tmp_path), dataset_kwargs={"special": False})
 
 
 def test_a_stream_trains(tiny_tokenizer, tmp_path):

@@ -353,7 +353,7 @@ def test_a_template_file_replaces_the_template_and_a_missing_one_is_told(tiny_to
         ({"packing_strategy": "bdf"}, "did you mean 'bfd'"),
         ({"max_length": 0}, "max_length=0"),
         ({"loss_type": "dft", "label_smoothing_factor": 0.1}, "smoothing is defined for nll"),
-        ({"dataset_kwargs": {"add_special_tokens": False}}, r"unknown keys \['add_special_tokens'\]"),
+        ({"dataset_kwargs": {"special": False}}, r"unknown keys \['special'\]"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(tmp_path, settings, match):
