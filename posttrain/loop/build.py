@@ -183,7 +183,7 @@ def plan(spec: Spec) -> Plan:
     args, model = spec.args, spec.model
     if spec.method.traits.samples and not isinstance(spec.rewards, RewardRunner):
         spec = replace(spec, rewards=RewardRunner(**reward_options(spec.rewards, args, None)))
-    check_arguments(
+    refuse_untrainable(
         spec.method.traits, spec.name, model, args, spec.train_dataset, spec.data_collator, spec.eval_dataset
     )
     check_quantised(model, args, spec.peft_config, spec.quantization_config)
@@ -346,7 +346,7 @@ def with_sampling(run: Run, planned: Plan) -> Run:
     return run
 
 
-def check_arguments(
+def refuse_untrainable(
     traits: Traits,
     name: str,
     model: str | nn.Module,

@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from posttrain import ConfigError, DataError, PosttrainError, SFTConfig
 from posttrain.data.forest import Layout
-from posttrain.loop.build import check_arguments
+from posttrain.loop.build import refuse_untrainable
 from tests.conftest import build_model
 from tests.methods.helpers import chats, losses, sft, weights
 from tests.wordings import raises
@@ -228,7 +228,7 @@ def test_means_of_each_process_alone_are_not_there_and_that_is_told(tiny_tokeniz
     trainer = sft(tmp_path, tiny_tokenizer, average_tokens_across_devices=False)
     assert "average_tokens_across_devices" not in caplog.text  # One process: both are the same.
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    check_arguments(trainer.method.traits, "SFTTrainer", "x", trainer.args, trainer.train_dataset, None)
+    refuse_untrainable(trainer.method.traits, "SFTTrainer", "x", trainer.args, trainer.train_dataset, None)
     assert "average_tokens_across_devices=False" in caplog.text
 
 

@@ -11,6 +11,8 @@ from accelerate import PartialState
 from torch import Tensor
 
 from posttrain.errors import ConfigError
+from posttrain.extensions.trl_helpers.collators import pad_ids
+from posttrain.extensions.trl_helpers.tensors import pad
 
 SIMPLE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{message['role'].capitalize() + ': ' + message['content'] + '\n\n'}}{% endfor %}"
@@ -127,20 +129,10 @@ class DataCollatorForCompletionOnlyLM:
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """Pad rows with ``input_ids`` and label them."""
-        rows = [list(example["input_ids"]) for example in examples]
-        shape = len(rows), max(map(len, rows))
-        batch = {
-            "input_ids": torch.full(shape, int(self.tokenizer.pad_token_id or 0)),  # (B, L)
-            "attention_mask": torch.zeros(shape, dtype=torch.long),  # (B, L)
-            "labels": torch.full(shape, self.ignore_index),  # (B, L)
-        }
-        for index, ids in enumerate(rows):
-            tokens = torch.tensor(ids)
-            batch["input_ids"][index, : len(ids)] = tokens
-            batch["attention_mask"][index, : len(ids)] = 1
-            keep = torch.tensor(self.trained(ids))
-            batch["labels"][index, : len(ids)] = torch.where(keep, tokens, self.ignore_index)
-        return batch
+        rows = [torch.tensor(list(example["input_ids"])) for example in examples]
+        kept = [torch.tensor(self.trained(ids.tolist())) for ids in rows]
+        labels = [torch.where(keep, ids, self.ignore_index) for ids, keep in zip(rows, kept, strict=True)]
+        return pad_ids(rows, int(self.tokenizer.pad_token_id or 0), None) | {"labels": pad(labels, self.ignore_index)}
 
 
 def _places(ids: Sequence[int], part: Sequence[int]) -> list[int]:
