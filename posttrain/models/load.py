@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count, islice
@@ -408,7 +409,10 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     import peft
 
     try:
-        return peft.get_peft_model(model, peft_config)
+        with warnings.catch_warnings():
+            # peft reads a property of transformers that is deprecated.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return peft.get_peft_model(model, peft_config)
     except ValueError as error:
         if "not found in the base model" not in str(error):
             raise
