@@ -19,7 +19,8 @@ from posttrain.errors import ConfigError, did_you_mean
 WRITTEN = {"PLANNED": "8"}  # Values of defaults that are named constants.
 RUN, FAMILY = "the run", "of its family"
 ROOT = Path(__file__).parents[1]
-SOURCES = ("methods/**/*.py", "extensions/experimental/gold.py", "cli/train.py", "models/load.py")
+EXTENSIONS = ("extensions/experimental/*.py", "extensions/asynchronous/*.py")
+SOURCES = ("methods/**/*.py", *EXTENSIONS, "cli/train.py", "models/load.py")
 # Settings of transformers.TrainingArguments that a new config shows.
 EVALUATION = {
     "eval_strategy": "steps  # The data needs a test split: a folder with train and test files, or test_split_size.",
