@@ -8,7 +8,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.cli.demo import example, find_model
+from posttrain.cli.demo import Forecast, example, find_model
 from posttrain.extensions.page.build import write_page
 from posttrain.extensions.page.run import read_runs
 from posttrain.loop.checkpoint import resolve_resume
@@ -54,6 +54,7 @@ def main(argv=None):
     model, started, script = args.model or find_model(), time.perf_counter(), example("grpo_add")
     trainer = script.make_trainer(model, args.output_dir, args.steps, report_to="none", disable_tqdm=True)
     use_rich_progress(trainer)
+    trainer.add_callback(Forecast())
     console.print("Asking 64 held-out questions [bold]before[/] training ...")
     before = script.exam(trainer)
     right = script.count_right(before)

@@ -284,6 +284,7 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-R021", "online-overlong-unreachable", "config", "a length penalty that no completion can reach", "j"),
     ("PT-R022", "online-no-signal", "log_step", "many consecutive generations without a signal", "j"),
     ("PT-R032", "online-ids-without-token", "log_step", "sampled ids without a token in the tokenizer", "j"),
+    ("PT-R033", "online-reward-constant", "log_step", "a reward function that never varies", "j"),
     ("PT-R028", "advantages-clipped", "log_step", "advantages far beyond the standard deviation of their group", "j"),
     ("PT-K001", "tokenizers-differ", "config", "token ids with different meanings in two models", "i"),
     ("PT-K002", "tokenizers-special", "config", "two models with different eos or pad tokens", "i"),

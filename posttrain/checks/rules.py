@@ -118,11 +118,12 @@ class View:
 
 @dataclass(frozen=True)
 class Sign:
-    """Result of a predicate: a sentence with numbers. ``where`` and ``fix`` override those of the rule if not empty."""
+    """Result of a predicate: a sentence with numbers. The other fields override those of the rule."""
 
     what: str
     where: str = ""
     fix: str = ""
+    severity: Severity | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class Rule:
         for name in self.names_in(newest) if self.metrics else [""]:
             for sign in self.holds(View(history, name, steps, generations_per_step)):
                 where, fix = sign.where or name, sign.fix or self.fix
-                yield Finding(self.code, self.severity, sign.what, where, self.why, fix)
+                yield Finding(self.code, sign.severity or self.severity, sign.what, where, self.why, fix)
 
 
 def _above(most: float, what: str, *, newest: bool = False) -> Callable[[View], Iterator[Sign]]:
@@ -248,6 +249,22 @@ def _never_applies(view: View) -> Iterator[Sign]:
         if applies is not None and not any(applies):
             what = f"{name} returned None for every row of the last {view.steps} steps."
             yield Sign(what, f"rewards/{name}/applicable")
+
+
+def _constant(view: View) -> Iterator[Sign]:
+    spreads = {name: view.values(f"rewards/{name}/std") for name in columns(view.history, "std")}
+    if not any(map(any, filter(None, spreads.values()))):
+        return  # PT-R002 and PT-R022 report that no function varies.
+    for name, spread in spreads.items():
+        means = view.values(f"rewards/{name}/mean")
+        if not spread or not means or any(spread) or len({*means}) > 1:
+            continue
+        span, where = f"for every completion of the last {view.steps} steps.", f"rewards/{name}/std"
+        if means[0] == 0:
+            yield Sign(f"{name} never paid: its reward was 0 {span}", where)
+        else:
+            fix = "nothing, if this is its maximum; otherwise check how the function reads completions."
+            yield Sign(f"{name} is constant: its reward was {means[0]:g} {span}", where, fix, "info")
 
 
 def _nan_rewards(view: View) -> Iterator[Sign]:
@@ -420,6 +437,12 @@ RULES: tuple[Rule, ...] = (
         "PT-R014", (), 10, _never_applies,
         "the function has no effect. The usual cause is a value that never occurs in its column.",
         "compare the column's values with those in the function, or remove the function.",
+    ),
+    Rule(
+        "PT-R033", (), 20, _constant,
+        "the function has 0 % of the rewards' variance, so it does not change what the policy learns.",
+        "give partial credit, sample more often (num_generations, temperature), use easier prompts, or check how the function "
+        "reads completions (posttrain report shows the last ones).",
     ),
     Rule(
         "PT-R016", (), 1, _nan_rewards,

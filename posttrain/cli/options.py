@@ -19,7 +19,16 @@ from posttrain.errors import ConfigError, did_you_mean
 WRITTEN = {"PLANNED": "8"}  # Values of defaults that are named constants.
 RUN, FAMILY = "the run", "of its family"
 ROOT = Path(__file__).parents[1]
-SOURCES = ("methods/**/*.py", "extensions/experimental/gold.py", "cli/train.py", "models/load.py")
+EXTENSIONS = ("extensions/experimental/*.py", "extensions/asynchronous/*.py")
+SOURCES = ("methods/**/*.py", *EXTENSIONS, "cli/train.py", "models/load.py")
+# Settings of transformers.TrainingArguments that a new config shows.
+EVALUATION = {
+    "eval_strategy": "steps  # The data needs a test split: a folder with train and test files, or test_split_size.",
+    "eval_steps": "50",
+    "save_steps": "50",
+    "load_best_model_at_end": "true  # The checkpoint with the lowest eval_loss, or the best metric_for_best_model.",
+}
+
 # Common options of transformers.TrainingArguments, whose source would import torch.
 COMMON = {
     "output_dir": "Folder of the run: checkpoints, metrics, the model.",
@@ -240,6 +249,8 @@ def starter(command: str) -> str:
         f"# First: posttrain check {command} --config THIS_FILE",
         begun,
     ]
+    lines += ["# --- evaluation and checkpoints; every field of transformers.TrainingArguments can be set here"]
+    lines += [f"# {name}: {value}" for name, value in EVALUATION.items() if name not in known]
     for heading, options in groups(command).items():
         lines.append(f"# --- {heading}; each option is shown with its default")
         for name, option in options.items():

@@ -71,6 +71,7 @@ class PosttrainArgumentParser(HfArgumentParser):
             if hint in (bool, bool | None) and f"--no_{action.dest}" not in self._option_string_actions:
                 flags = dict.fromkeys((f"--no_{action.dest}", f"--no-{action.dest.replace('_', '-')}"))
                 self.add_argument(*flags, action="store_false", dest=action.dest, default=SUPPRESS, help=SUPPRESS)
+        self.optional = {name for name, hint in hints.items() if type(None) in typing.get_args(hint)}
         self.fields = {item.name: item for kind in types for item in dataclasses.fields(kind) if item.init}
         self.kinds = types
 
@@ -91,6 +92,8 @@ class PosttrainArgumentParser(HfArgumentParser):
         """
         tokens, path = split_config(sys.argv[1:] if args is None else args)
         config = load_config(path) if path is not None else {}
+        # null means not given, except for fields where None is a value.
+        config = {key: value for key, value in config.items() if value is not None or key in self.optional}
         _apply_env(config.pop("env", None))
         tokens, kept = self._present(tokens, config)
         known = {key: self._meant(key, value, path) for key, value in config.items() if key in self.fields}
@@ -242,8 +245,7 @@ def _apply_env(env: Any) -> None:
         return
     if not isinstance(env, dict):
         raise ConfigError(f"the 'env' block of the config must be a mapping of names to values, not {env!r}.")
-    for name, value in env.items():
-        os.environ[name] = str(value)
+    os.environ.update({name: str(value) for name, value in env.items() if value is not None})
 
 
 def to_tokens(key: str, value: object, flags: bool = False) -> list[str]:

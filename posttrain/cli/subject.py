@@ -122,10 +122,15 @@ class Subject:
         return train._train_split(self.script_args, self.mixture)
 
     @cached_property
+    def splits(self) -> Any:
+        """All splits of the data, by name."""
+        with no_progress_bars():
+            return train._datasets(self.script_args, self.mixture, self.config)
+
+    @cached_property
     def data(self) -> Any:
         """Training set; None if the environment produces prompts during training."""
-        with no_progress_bars():
-            return train._datasets(self.script_args, self.mixture, self.config).get(self.split)
+        return self.splits.get(self.split)
 
     def drawn(self, dataset: AnyDataset, count: int) -> tuple[Any, int | None, list[int]]:
         """Sample up to ``count`` examples; return them in dataset order, the total (None for a stream), and their indices.

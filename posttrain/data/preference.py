@@ -313,6 +313,11 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
     if bare["chosen"] == bare["rejected"]:
         raise DataError("chosen and rejected are equal, so this row expresses no preference.")
     cut = _shared_messages(**bare) if isinstance(chosen, list) else _shared_text(chosen, rejected)
+    if isinstance(chosen, list) and cut <= 0:
+        raise DataError(
+            "column 'prompt' is missing, and chosen and rejected differ in their first message, so they share no prompt. The row "
+            f"has columns {sorted(example)}. Fix: rename the prompt's column to 'prompt', or add one."
+        )
     return {"prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
 
 
@@ -326,10 +331,6 @@ def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
         cut -= 1
         while cut > 0 and chosen[cut - 1].get("role") == "assistant":
             cut -= 1
-    if cut <= 0:
-        raise DataError(
-            "chosen and rejected differ in their first message, so they share no prompt. Fix: add a 'prompt' column."
-        )
     return cut
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from itertools import count, islice
 from pathlib import Path
@@ -409,7 +410,10 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     import peft
 
     try:
-        return peft.get_peft_model(model, peft_config)
+        with warnings.catch_warnings():
+            # peft reads a property of transformers that is deprecated.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return peft.get_peft_model(model, peft_config)
     except ValueError as error:
         if "not found in the base model" not in str(error):
             raise

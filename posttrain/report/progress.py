@@ -27,33 +27,44 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-# Metrics to show, in this order, if the run logs them. `posttrain report` shows all other metrics.
+# Metrics to show, in this order, if the run logs them. "*" stands for the name of each reward function. `posttrain report`
+# shows all other metrics.
 MAIN: dict[str, str] = {
     "loss": "loss",
     "eval_loss": "held-out loss",
     "reward": "reward",
     "eval_reward": "held-out reward",
+    "rewards/*/mean": "*",
+    "eval_rewards/*/mean": "held-out *",
+    "accuracy": "accuracy",
     "eval_accuracy": "held-out accuracy",
-    "reward_std": "reward std",
-    "frac_reward_zero_std": "groups with equal rewards",
+    "margin": "margin",
+    "eval_margin": "held-out margin",
+    "rewards/accuracies": "preference accuracy",
+    "eval_rewards/accuracies": "held-out preference accuracy",
+    "rewards/margins": "margin",
+    "eval_rewards/margins": "held-out margin",
     "rewards/chosen": "reward of chosen",
     "rewards/rejected": "reward of rejected",
-    "rewards/accuracies": "preference accuracy",
+    "distill/divergence": "divergence (nats)",
+    "eval_distill/divergence": "held-out divergence (nats)",
+    "frac_reward_zero_std": "groups with equal rewards",
     "mean_token_accuracy": "token accuracy",
+    "eval_mean_token_accuracy": "held-out token accuracy",
+    "grad_norm": "gradient norm",
+    "completions/mean_length": "mean length",
     "kl": "KL (nats)",
     "objective/kl": "KL (nats)",
-    "entropy": "entropy (nats)",
-    "completions/mean_length": "mean length",
     "completions/clipped_ratio": "truncated",
+    "reward_std": "reward std",
+    "entropy": "entropy (nats)",
     "clip_ratio/region_mean": "clipped tokens",
-    "grad_norm": "gradient norm",
     "learning_rate": "learning rate",
     "rollouts/tokens_per_second": "tokens/s",
     "step_time": "seconds per step",
-    "rewards/margins": "margin",
     "num_tokens": "tokens seen",
 }
-# Maximum number of metrics per line.
+# Maximum number of metrics per line. All reward functions, or all evaluation sets, count as one.
 COLUMNS = 8
 SILENCE = 30.0  # Without a terminal, the time left is printed after this many seconds without output.
 ROWS = 40  # Number of latest rows in a notebook's table.
@@ -105,26 +116,37 @@ def resume_command() -> str:
 
 
 # Metrics that indicate whether a run learned. Higher is better, except for losses.
-JUDGED = ("reward", "eval_accuracy", "eval_reward", "rewards/accuracies", "loss", "eval_loss")
+JUDGED = (
+    "reward", "eval_reward", "accuracy", "eval_accuracy", "rewards/accuracies", "eval_rewards/accuracies", "loss", "eval_loss",
+)  # fmt: skip
 NOISE = 1e-6  # Rounding error of float32 for a loss near zero.
 
 
-def of_sets(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str, str]:
-    """Add the metrics of named evaluation sets after each evaluation metric.
+def logged_labels(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str, str]:
+    """Replace "*" by the name of each logged reward function, and add the metrics of named evaluation sets.
 
     Args:
         labels: Label of each metric.
         logged: Names of metrics; each evaluation logs its ``eval_NAME_runtime``.
 
-    >>> of_sets({"loss": "loss", "eval_loss": "held-out loss"}, ["eval_a_loss", "eval_a_runtime", "eval_runtime"])
+    >>> logged_labels({"loss": "loss", "eval_loss": "held-out loss"}, ["eval_a_loss", "eval_a_runtime", "eval_runtime"])
     {'loss': 'loss', 'eval_loss': 'held-out loss', 'eval_a_loss': 'held-out loss of a'}
+    >>> logged_labels({"rewards/*/mean": "*"}, ["rewards/length/mean", "rewards/length/std"])
+    {'rewards/length/mean': 'length'}
     """
+    logged = list(logged)
     sets = [name[len("eval_") : -len("_runtime")] for name in logged if re.fullmatch("eval_.+_runtime", name)]
     expanded = {}
     for name, label in labels.items():
-        expanded[name] = label
+        kinds = {name: label}
         if name.startswith("eval_"):
-            expanded |= {f"eval_{one}{name.removeprefix('eval')}": f"{label} of {one}" for one in sets}
+            kinds |= {f"eval_{one}{name.removeprefix('eval')}": f"{label} of {one}" for one in sets}
+        for kind, text in kinds.items():
+            pattern = re.compile(re.escape(kind).replace(r"\*", "(.+)"))
+            found = {
+                one[0]: text.replace("*", one[1]) for one in map(pattern.fullmatch, logged) if one and one.groups()
+            }
+            expanded |= found if "*" in kind else {kind: text}
     return expanded
 
 
@@ -144,7 +166,9 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
         # Without logged losses, use the mean over all steps that trainers report at the end.
         means = [float(line["train_loss"]) for line in history if "train_loss" in line]
         lines = [f"loss {mean:.3g}, the mean of all steps: no step was logged (logging_steps)" for mean in means[-1:]]
-    labels = of_sets({name: MAIN[name] for name in JUDGED}, dict.fromkeys(name for line in history for name in line))
+    labels = logged_labels(
+        {name: MAIN[name] for name in JUDGED}, dict.fromkeys(name for line in history for name in line)
+    )
     for name, label in labels.items():
         values = [float(line[name]) for line in history if name in line]
         if not values or (rewarded and name == "loss"):
@@ -179,8 +203,20 @@ def _unrewarded(history: Sequence[Mapping[str, Any]]) -> int | None:
     return since
 
 
+def _best(args: TrainingArguments, state: TrainerState) -> list[str]:
+    """Return a line about the best evaluation: its checkpoint, its metric, and whether it was loaded."""
+    if state.best_metric is None or args.metric_for_best_model is None:
+        return []
+    metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')} {state.best_metric:.4g}"
+    if state.best_model_checkpoint is None:
+        return [f"Best evaluation: {metric}. No checkpoint was saved at its step."]
+    loaded = "loaded" if args.load_best_model_at_end else "not loaded (load_best_model_at_end=False)"
+    return [f"Best checkpoint: {state.best_model_checkpoint} ({metric}), {loaded}."]
+
+
 def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, interrupted: bool) -> list[str]:
-    """Return the lines shown at the end of a run: how it ended, what was learned, file locations, and next commands.
+    """Return the lines shown at the end of a run: how it ended, what was learned, the best checkpoint, file locations, and
+    next commands.
 
     Args:
         args: Training arguments with ``output_dir``.
@@ -191,7 +227,7 @@ def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, int
     folder = str(args.output_dir)
     at = f"at step {state.global_step} of {state.max_steps}"
     ended = f"Interrupted {at}" if interrupted else f"Ended {at}" if state.global_step < state.max_steps else "Finished"
-    lines = [f"{ended} after {duration(seconds)}.", *learned(state.log_history)]
+    lines = [f"{ended} after {duration(seconds)}.", *learned(state.log_history), *_best(args, state)]
     lines.append(f"{folder}: metrics.jsonl, manifest.json, checkpoints that from_pretrained loads.")
     if state.global_step < state.max_steps:
         lines.append(f"To continue:  {resume_command()}")
@@ -261,8 +297,11 @@ class RichProgressCallback(transformers.TrainerCallback):
         logs = logs or {}
         if self.progress is None or "train_runtime" in logs:
             return
-        labels = of_sets(self.headline, logs)
-        numbers = [(label, f"{float(logs[key]):.4g}") for key, label in labels.items() if key in logs][:COLUMNS]
+        shown = [logged_labels({name: label}, logs) for name, label in self.headline.items()]
+        shown = [labels for labels in shown if any(key in logs for key in labels)][:COLUMNS]
+        numbers = [
+            (label, f"{float(logs[key]):.4g}") for labels in shown for key, label in labels.items() if key in logs
+        ]
         if in_notebook():
             self._rows.append({"step": str(state.global_step), **dict(numbers)})
             return self._show(f"step {state.global_step} of {state.max_steps}, left {self._left(state)}", args)

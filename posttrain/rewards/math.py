@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -107,6 +108,8 @@ def answers_match(pred: Any, gold: Any) -> bool | None:
 UNPARSEABLE, SKIPPED, INCOMPLETE, TIMED_OUT = "[unparseable]", "[skipped]", "[incomplete reasoning]", "[timed out]"
 # Timeout for one formula, in seconds.
 FORMULA_SECONDS = 5.0
+# Maximum length and nesting of text that is parsed: the parser's time grows exponentially with the depth of open brackets.
+FORMULA_CHARS, FORMULA_DEPTH = 1000, 20
 # Words and dates are not formulas. Parsed as one, "yes" is the product y e s and equals "sey", and 05/01/2021 is 10/02/2021.
 WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*|\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}", re.S)
 # Number of batches without a parseable answer after which a warning explains the expected form.
@@ -140,7 +143,8 @@ def accuracy_reward(
         lenient: Whether to accept an answer that is not announced ("The answer is 42." or "42").
 
     Returns:
-        1.0, 0.0, or None where the reference cannot be parsed. For the reference ``42``: ``\boxed{42.0}`` and ``The final
+        1.0, 0.0, or None where the reference cannot be parsed. Only the last 1,000 characters up to the last box are parsed;
+        longer boxes are compared as text. For the reference ``42``: ``\boxed{42.0}`` and ``The final
         answer is $42$`` get 1, ``The answer is 42.`` gets 0 (1 if lenient), ``\boxed{41} or \boxed{42}`` gets 0 (a set). For
         ``0.5``: ``\boxed{50\%}`` and ``\boxed{1/2}`` get 1. For ``yes``: ``\boxed{Yes}`` gets 1, ``\boxed{no}`` gets 0.
 
@@ -201,12 +205,14 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
             f"{len(texts)} completions, but {len(solution)} solutions. There must be one solution per completion."
         )
     golds = ["" if gold is None else str(gold).strip() for gold in solution]
-    formulas = list(dict.fromkeys(gold for gold in golds if gold and not WORDS.fullmatch(bare(gold))))
+    read = {gold for gold in golds if gold and _to_parse(gold) == gold}
+    formulas = list(dict.fromkeys(gold for gold in golds if gold in read and not WORDS.fullmatch(bare(gold))))
     # A reference that takes too long to parse is compared as text.
     shown_golds = in_time(math_verify.show_gold, [(gold,) for gold in formulas])
     parsed = {gold: shown for gold, shown in zip(formulas, shown_golds, strict=True) if shown and shown != TIMED_OUT}
-    rows = [i for i, gold in enumerate(golds) if gold in parsed]
-    compared = dict(zip(rows, in_time(math_verify.compare, [(golds[i], texts[i], lenient) for i in rows]), strict=True))
+    answers = {i: _to_parse(texts[i]) for i, gold in enumerate(golds) if gold in parsed}
+    calls = {i: (golds[i], answer, lenient) for i, answer in answers.items() if answer is not None}
+    compared = dict(zip(calls, in_time(math_verify.compare, [*calls.values()]), strict=True))
     verdicts = []
     for i, (text, gold) in enumerate(zip(texts, golds, strict=True)):
         if i not in compared:
@@ -219,8 +225,24 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
     return verdicts
 
 
+def _to_parse(text: str) -> str | None:
+    """Return a text up to its last box, at most its last `FORMULA_CHARS` characters.
+
+    None: the box is longer, or its brackets are nested deeper than `FORMULA_DEPTH`. It is then compared as text.
+    """
+    if len(text) > FORMULA_CHARS and (start := text.rfind("\\boxed{")) >= 0:
+        closing = _closing(text, start + 6)
+        if closing is None or closing - start >= FORMULA_CHARS:
+            return None
+        text = text[: closing + 1]
+    text = text[-FORMULA_CHARS:].strip()
+    steps = ((sign in "{([") - (sign in "})]") for sign in text)
+    depths = itertools.accumulate(steps, lambda depth, step: max(0, depth + step), initial=0)
+    return text if max(depths) <= FORMULA_DEPTH else None
+
+
 def _judge_words(text: str, gold: str, lenient: bool) -> Verdict:
-    """Judge an answer whose reference is a word instead of a formula, or is empty."""
+    """Judge an answer as text: the reference is a word or empty, or one of the two is too long to be parsed."""
     wanted = _plain(gold)
     if not wanted:
         return Verdict(None, UNPARSEABLE, SKIPPED)

@@ -71,6 +71,8 @@ BROKEN = [
     ("PT-R006", 10, {"clip_ratio__region_mean": 0.4}),
     ("PT-R006", 10, {"cispo_clip_ratio": 0.4}),
     ("PT-R014", 10, {"rewards__form__applicable": 0.0}),
+    ("PT-R033", 20, {"rewards__form__mean": 0.0, "rewards__form__std": 0.0}),
+    ("PT-R033", 20, {"rewards__form__mean": 1.0, "rewards__form__std": 0.0}),
     ("PT-R016", 1, {"rewards__form__nan": 3.0}),
     ("PT-R017", 10, {"rewards__right__seconds": 2.0}),
 ]
@@ -81,6 +83,18 @@ def test_each_fault_is_found_alone_and_not_before_its_time(code, steps, changes)
     assert codes(log(steps, **changes)) == [code]
     if steps > 1:
         assert codes(log(steps - 1, **changes)) == []
+
+
+def test_a_reward_function_that_never_pays_is_a_warning_and_one_at_its_maximum_is_not():
+    silent = {"rewards__form__mean": 0.0, "rewards__form__std": 0.0}
+    (never,) = check_log(log(20, **silent))
+    assert (never.severity, never.where) == ("warning", "rewards/form/std")
+    assert never.what == "form never paid: its reward was 0 for every completion of the last 20 steps."
+    (solved,) = check_log(log(20, **silent | {"rewards__form__mean": 1.0}))
+    assert (solved.severity, solved.what.split(":")[0]) == ("info", "form is constant")
+    # One value per generation, or no function that varies, are other problems.
+    assert codes(log(20, **silent | {"rewards__form__mean": lambda i: float(i % 2)})) == []
+    assert codes(log(20, **silent, rewards__right__std=0.0)) == []
 
 
 def test_rows_that_speak_of_ten_steps_count_ten():

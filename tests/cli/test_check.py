@@ -49,6 +49,17 @@ def test_a_command_that_would_train_is_ready_and_nothing_is_written(folder, caps
     assert len(out.splitlines()) < 40
 
 
+def test_the_data_line_names_both_splits(folder, capsys):
+    Path("data").mkdir()
+    for split, count in (("train", 6), ("test", 2)):
+        write(f"data/{split}.jsonl", [{"prompt": f"{i}:", "completion": f" {i}"} for i in range(count)])
+    for strategy, end in (("steps", ""), ("no", ", not evaluated (eval_strategy='no')")):
+        flags = ("--dataset_name", "data", "--eval_strategy", strategy)
+        _, found = checked(capsys, "sft", "--config", "sft.yaml", *flags)
+        (said,) = [stage["said"] for stage in found["stages"] if stage["name"] == "data"]
+        assert said == f"6 rows, split 'train'; 2 rows, split 'test'{end}; columns prompt, completion"
+
+
 def test_json_holds_every_check_with_its_seconds(folder, capsys):
     code, found = checked(capsys, "sft", "--config", "sft.yaml")
     assert code == 0 and not found["refused"] and [stage["name"] for stage in found["stages"]] == [

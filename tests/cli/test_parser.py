@@ -43,6 +43,12 @@ def test_command_line_beats_file_beats_default(parse):
     assert (args.learning_rate, args.steps, args.dtype) == (0.9, 7, "float32")
 
 
+def test_null_means_not_given_unless_none_is_a_value(parse):
+    (args,) = parse("learning_rate: null\ndtype: null\nbf16: null\nsteps: null")
+    assert (args.learning_rate, args.dtype, args.bf16, args.steps) == (0.1, "float32", True, None)
+    assert parse("num_processes: null", return_remaining_strings=True)[1:] == ([],)
+
+
 def test_a_scientific_number_without_a_dot_is_a_number(parse):
     assert parse("learning_rate: 2e-5")[0].learning_rate == 2e-5
 
@@ -210,7 +216,7 @@ def test_help_of_every_training_command_prints(name, capsys):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_every_shipped_config_parses(path):
-    script, config, model, _ = parser_for(path.stem).parse_args_and_config(["--config", str(path)])
+    script, config, model, _ = parser_for(path.stem.partition("_")[0]).parse_args_and_config(["--config", str(path)])
     assert config.output_dir.startswith("runs/")
     assert script.dataset_name
     assert model.model_name_or_path

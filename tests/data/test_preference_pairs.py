@@ -173,3 +173,9 @@ def test_images_of_pairs_stay_the_bytes_that_they_were():
     for rows in (data, data.to_iterable_dataset()):
         made = undecoded(extract_and_unpair(rows))
         assert [row["images"] for row in made] == [[held]] * 2
+
+
+def test_pairs_whose_prompt_column_has_another_name_get_their_columns_named():
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("yes", "no"))
+    with pytest.raises(DataError, match=r"columns \['chosen', 'question', 'rejected'\]"):
+        extract_prompt({"question": "Is it?", "chosen": chosen, "rejected": rejected})

@@ -9,7 +9,8 @@ from posttrain.extensions.page.build import write_page
 from posttrain.extensions.page.run import read_run
 from posttrain.report import progress
 from posttrain.report.progress import RichProgressCallback, learned, resume_command, use_rich_progress
-from tests.methods.helpers import chats, sft
+from tests.methods.every_trainer import every
+from tests.methods.helpers import chats, count_a, grpo, sft
 from tests.wordings import raises
 
 
@@ -29,6 +30,70 @@ def test_plain_lines_tell_step_numbers_and_time_left(tiny_tokenizer, tmp_path):
     first = trainer.state.log_history[0]
     assert f"loss {first['loss']:.4g}" in lines[0]
     assert lines[-1].endswith("left 0 s")
+
+
+def shown_by(trainer):
+    """Labels and texts of the last line of metrics."""
+    view = use_rich_progress(trainer)
+    view.console = Console(file=(out := io.StringIO()), force_terminal=False)
+    trainer.train()
+    return [line for line in out.getvalue().splitlines() if line.startswith("step")][-1].split("  ")[1:-1]
+
+
+def never(completions, **_):
+    return [0.0] * len(completions)
+
+
+def test_each_method_shows_what_its_page_says_to_watch(tiny_tokenizer, tmp_path):
+    def shown(trainer, *names):
+        logged = [line for line in trainer.state.log_history if "loss" in line][-1]
+        return [f"{label} {logged[name]:.4g}" for label, name in names]
+
+    trainer = grpo(tmp_path / "grpo", tiny_tokenizer, rewards=[count_a, never], beta=0.1)
+    assert shown_by(trainer) == shown(
+        trainer, ("loss", "loss"), ("reward", "reward"), ("count_a", "rewards/count_a/mean"), ("never", "rewards/never/mean"),
+        ("groups with equal rewards", "frac_reward_zero_std"), ("gradient norm", "grad_norm"),
+        ("mean length", "completions/mean_length"), ("KL (nats)", "kl"), ("truncated", "completions/clipped_ratio"),
+    )  # fmt: skip
+    trainer = every("reward", tmp_path / "reward", tiny_tokenizer)
+    assert shown_by(trainer)[:3] == shown(trainer, ("loss", "loss"), ("accuracy", "accuracy"), ("margin", "margin"))
+    trainer = every("dpo", tmp_path / "dpo", tiny_tokenizer)
+    assert shown_by(trainer)[:5] == shown(
+        trainer, ("loss", "loss"), ("preference accuracy", "rewards/accuracies"), ("margin", "rewards/margins"),
+        ("reward of chosen", "rewards/chosen"), ("reward of rejected", "rewards/rejected"),
+    )  # fmt: skip
+    trainer = every("sft", tmp_path / "sft", tiny_tokenizer)
+    assert shown_by(trainer)[:3] == shown(
+        trainer, ("loss", "loss"), ("token accuracy", "mean_token_accuracy"), ("gradient norm", "grad_norm")
+    )
+
+
+def test_the_end_names_the_best_checkpoint_its_metric_and_whether_it_was_loaded(tiny_tokenizer, tmp_path):
+    for load in (True, False):
+        settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        folder = tmp_path / str(load)
+        trainer, _, out = watched(
+            folder,
+            tiny_tokenizer,
+            terminal=False,
+            metric_for_best_model="loss",
+            load_best_model_at_end=load,
+            **settings,
+        )
+        trainer.train()
+        losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+        path, end = folder / f"checkpoint-{1 + losses.index(min(losses))}", "loaded." if load else "not loaded (load_b"
+        assert f"Best checkpoint: {path} (eval_loss {min(losses):.4g}), {end}" in out.getvalue()
+    trainer, _, out = watched(
+        tmp_path / "none",
+        tiny_tokenizer,
+        terminal=False,
+        metric_for_best_model="loss",
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    trainer.train()
+    assert f"Best evaluation: eval_loss {min(losses):.4g}. No checkpoint was saved" in out.getvalue()
 
 
 def test_a_long_step_tells_the_time_left_though_no_log_is_due(tiny_tokenizer, tmp_path, monkeypatch):

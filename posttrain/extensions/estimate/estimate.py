@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 # EX_CONFIG of sysexits.h, the same as for a run that a check refuses.
 DOES_NOT_FIT = 78
+# Batches up to this many times the given one are tried.
+MOST_TIMES = 16
 # Number of longest examples (by characters) of the dataset to tokenize.
 EXAMPLES = 48
 
@@ -59,7 +62,8 @@ def _length(text: str) -> int:
 def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, None)) -> dict[str, Any]:
     """Estimate a run as a JSON-compatible dict. Sizes are in bytes.
 
-    ``batch_sizes`` has the peak of each batch size, and ``would_help`` the peak after each change.
+    ``batch_sizes`` has the peak of each batch size that keeps the effective batch size, ``larger_batch`` the largest batch of
+    a process that fits without accumulation (None: any fits), and ``would_help`` the peak after each change.
 
     Args:
         subject: The training command and its arguments.
@@ -98,7 +102,20 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
         key = _largest(changed)
         known[key] = known[key] if key in known else estimate_memory(changed).peak
         peaks[other] = known[key]
-    fits, changes = memory.peak <= limit, {}
+    fits, changes, whole = memory.peak <= limit, {}, size * accumulation
+    larger, bound = 0, False
+    if peaks[whole] <= limit:
+
+        def make(rows: int) -> Workload:
+            changed = plan(subject.method, config, batch_size=rows, **settings)
+            calls = changed.generating
+            if calls is not None:  # One generation is then as many times as large as the batch.
+                grown = {name: getattr(calls, name) * rows // whole for name in ("prompts", "sequences")}
+                calls = replace(calls, **grown)
+            return replace(changed, passes=len(changed.batches), generating=calls)
+
+        step = int(args.num_generations) if subject.method.traits.samples else 1
+        larger, bound = _larger(whole, peaks[whole], limit, step, make)
     if not fits:
         changes = {change: estimate_memory(changed).peak for change, changed in _changes(work).items()}
     return {
@@ -110,9 +127,38 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
         "batch_size": size, "accumulation": accumulation,
         "largest_pass": max(batch.input_ids.numel() for batch in work.batches),
         "largest_batch_size": max((n for n, peak in peaks.items() if peak <= limit), default=0), "batch_sizes": peaks,
+        "larger_batch": larger, "larger_batch_is_bound": bound,
         "would_help": {c: p for c, p in sorted(changes.items(), key=lambda one: one[1]) if p < memory.peak},
         "notes": notes,
     }  # fmt: skip
+
+
+def _larger(whole: int, peak: int, limit: int, step: int, make: Callable[[int], Workload]) -> tuple[int | None, bool]:
+    """Return the largest batch of a process found to fit without accumulation, and whether it is only a lower bound.
+
+    None: any batch fits, because its passes do not grow.
+
+    Args:
+        whole: Batch that fits.
+        peak: Its peak.
+        limit: Bytes that may be used.
+        step: Batches between ``whole`` and the largest one are multiples of this number.
+        make: Returns the workload of a batch.
+    """
+    from posttrain.models.memory_estimate import estimate_memory
+
+    most = MOST_TIMES * whole
+    low, high = (whole, peak), (most, estimate_memory(make(most)).peak)
+    if high[1] <= limit:
+        works = [make(most), make(2 * most)]
+        grows = _largest(works[0]) != _largest(works[1]) or works[0].generating != works[1].generating
+        return (most, True) if grows else (None, False)
+    for _ in range(2):  # The peak grows almost linearly: the second secant is close.
+        size = int(low[0] + (limit - low[1]) / (high[1] - low[1]) * (high[0] - low[0])) // step * step
+        if low[0] < size < high[0]:
+            tried = size, estimate_memory(make(size)).peak
+            low, high = (tried, high) if tried[1] <= limit else (low, tried)
+    return low[0], False
 
 
 def _largest(work: Workload) -> tuple[int, int, bool]:
@@ -221,11 +267,14 @@ def screen(plan: dict[str, Any]) -> str:
         *[f"  {name + ':':24}{gib(size):>8}" for name, size in others.items()],
     ]
     best, whole = plan["largest_batch_size"], plan["batch_size"] * plan["accumulation"]
+    larger, now = plan["larger_batch"], f"now {plan['batch_size']} x {plan['accumulation']}"
     if not best:
         lines.append("\nno batch size that keeps the effective batch fits")
-    elif len(set(plan["batch_sizes"].values())) == 1:
-        bounded = "any size: passes are limited by tokens, not by rows"
-        lines.append(f"\nlargest batch that fits: {best} ({bounded}; effective batch {whole})")
+    elif larger is None:
+        lines.append(f"\nlargest batch that fits: any, because passes are limited by tokens, not by rows ({now})")
+    elif larger > whole:
+        bound = "at least " if plan["larger_batch_is_bound"] else ""
+        lines.append(f"\nlargest batch that fits: {bound}{larger} ({now})")
     else:
         lines.append(f"\nlargest batch that fits: {best} x {whole // best} accumulated, effective batch {whole}")
     if not plan["fits"]:

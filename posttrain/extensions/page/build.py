@@ -25,7 +25,7 @@ from posttrain.errors import ConfigError
 from posttrain.extensions.page.inspect import TEMPLATES, histogram
 from posttrain.extensions.page.run import Run, Series
 from posttrain.report.files import whole_file
-from posttrain.report.progress import MAIN, of_sets
+from posttrain.report.progress import MAIN, logged_labels
 from posttrain.report.record import flat
 from posttrain.report.templates import environment
 
@@ -276,7 +276,9 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     panels = panels_of(runs)
     make: Any = environment(TEMPLATES).get_template("sections.html.jinja").module
     sections = {
-        "overview": make.overview(runs, of_sets(MAIN, dict.fromkeys(name for run in runs for name in run.series))),
+        "overview": make.overview(
+            runs, logged_labels(MAIN, dict.fromkeys(name for run in runs for name in run.series))
+        ),
         "findings": make.findings(runs),
         "pathologies": make.pathologies(runs, _cards(verdicts)),
         "curves": make.curves(groups_of(panels, runs, verdicts)),

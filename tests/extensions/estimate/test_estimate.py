@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.checks.memory import Lengths, plan
+from posttrain.checks.memory import PLANNED_SHARE, Lengths, plan
 from posttrain.cli.commands import TRAINING
 from posttrain.cli.main import main
 from posttrain.cli.train import parser_for
@@ -111,6 +111,20 @@ def test_the_screen_names_components_moments_and_the_batch(config, capsys):
     assert code == 0
     for part in ("weights", "optimizer states", "total", "largest batch that fits", "generation:"):
         assert part in screen, part
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not(config, capsys, monkeypatch):
+    monkeypatch.setattr("posttrain.models.memory.in_use", lambda device: 0)
+
+    def estimated(rows, **settings):
+        return said(capsys, "sft", "--config", config(max_length=64, per_device_train_batch_size=rows, **settings))[1]
+
+    limit = {"memory_limit_gib": (estimated(6)["peak"] + 1000) / PLANNED_SHARE / 2**30}
+    found = estimated(2, **limit)
+    assert found["fits"] and not found["larger_batch_is_bound"] and found["larger_batch"] in (5, 6)
+    assert estimated(found["larger_batch"], **limit)["fits"] and not estimated(7, **limit)["fits"]
+    assert estimated(8, memory_limit_gib=1.0)["larger_batch"] is None  # Passes are limited by tokens.
+    assert estimated(7, **limit)["larger_batch"] == 0
 
 
 def test_options_of_the_trainer_change_the_answer(config, capsys):
