@@ -415,7 +415,7 @@ def check_special_tokens(
             "programs that detect padding by token id will treat the end of a text as padding: they remove it, or do not stop at "
             "it. Training here is not affected, because masks are positional."
         )
-        fix = "set tokenizer.pad_token to a token with no other use before the model is saved."
+        fix = "set tokenizer.pad_token, or the option pad_token (--pad_token), to a token with no other use."
         # Many models are published like this; this run did not change it.
         findings.append(Finding("PT-K101", "info", what, "generation_config", why, fix))
     if pad is None:

@@ -232,8 +232,6 @@ class PostTrainingConfig(transformers.TrainingArguments):
         if self.model_init_kwargs is not None:
             self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
             check_distributed(self.model_init_kwargs.get("distributed_config"))
-        if self.pad_token is not None:
-            warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=5)
         silenced_codes(self.silence_findings)  # type: ignore[arg-type]
         if self.use_liger_kernel:
             # Its loss would take the place of the forward that reads the output layer in chunks; its layers are taken.

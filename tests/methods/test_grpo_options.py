@@ -151,6 +151,15 @@ def test_r39_the_liger_switch_leaves_our_chunked_loss_in_place(tiny_tokenizer, t
     assert "entropy" in logs(trainer)[0]
 
 
+@pytest.mark.parametrize(
+    ("loss", "setting"),
+    [("gspo", "importance_sampling_level='sequence'"), ("IcePop", "token_mask"), ("dapo+", "dynamic")],
+)
+def test_methods_that_are_settings_of_a_loss_are_named(tmp_path, loss, setting):
+    with raises(ConfigError, f"loss_type={loss!r}", setting):
+        grpo_args(tmp_path, loss_type=loss)
+
+
 def test_r38_active_dropout_is_warned_of(tiny_tokenizer, tmp_path, caplog):
     model = build_model(len(tiny_tokenizer))
     model.config.attention_dropout = 0.1

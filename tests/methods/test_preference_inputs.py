@@ -209,7 +209,6 @@ def test_streams_where_they_cannot_work(tiny_tokenizer, tmp_path, caplog):
     assert "dispatch_batches=True with a streaming train_dataset is set to False" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:pad_token is deprecated")
 def test_a_pad_token_outside_the_vocabulary_is_refused(tiny_tokenizer, tmp_path):
     with raises(ValueError, "pad_token='<nope>'"):
         make("dpo", tiny_tokenizer, tmp_path, settings={"pad_token": "<nope>"})

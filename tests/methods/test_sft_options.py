@@ -452,10 +452,10 @@ def test_a_data_collator_that_leaves_padding_unmarked_is_refused(tiny_tokenizer,
         sft(tmp_path, tiny_tokenizer, data_collator=bare).train()
 
 
-def test_the_old_option_of_the_pad_token_is_heard_and_deprecated(tiny_tokenizer, tmp_path):
-    with pytest.warns(FutureWarning, match="pad_token is deprecated"):
-        trainer = sft(tmp_path, tiny_tokenizer, pad_token="<|endoftext|>")
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_the_option_pad_token_sets_the_pad_token(tiny_tokenizer, tmp_path):
+    trainer = sft(tmp_path, tiny_tokenizer, pad_token="<|endoftext|>")
     assert trainer.processing_class.pad_token == "<|endoftext|>"
     assert trainer.model.config.pad_token_id == trainer.processing_class.pad_token_id == 0
-    with pytest.warns(FutureWarning), raises(ConfigError, "pad_token='<nope>'"):
+    with raises(ConfigError, "pad_token='<nope>'"):
         sft(tmp_path, tiny_tokenizer, pad_token="<nope>")

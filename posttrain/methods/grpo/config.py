@@ -167,6 +167,16 @@ SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
+# Published methods that are settings of a loss.
+OTHER_NAMES = {
+    "dapo+": "loss_type='dapo', epsilon_high=0.28, dynamic_sampling and mask_truncated_completions=True",
+    "gspo": "loss_type='grpo' and importance_sampling_level='sequence'",
+    "gspo_token": "loss_type='grpo' and importance_sampling_level='sequence_token'",
+    "icepop": "loss_type='grpo' and vllm_importance_sampling_mode='token_mask', with both vllm_importance_sampling_clip_min and "
+    "vllm_importance_sampling_clip_max",
+}
+
+
 @config
 class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     """Arguments of `GRPOTrainer`: group-relative policy optimisation and the losses of its family.
@@ -221,6 +231,8 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         spelled = {"True": "group", "true": "group", "False": "none", "false": "none"}
         self.scale_rewards = spelled.get(str(self.scale_rewards), self.scale_rewards)
         self._resolve_liger()
+        if (settings := OTHER_NAMES.get(str(self.loss_type).lower().replace("-", "_"))) is not None:
+            raise ConfigError(f"loss_type={self.loss_type!r} is not a loss of its own. Fix: set {settings}.")
         if self.loss_type == "bnpo":
             self.balance_ranks = False  # Its mean is one of each rank's own rows.
         super().__post_init__()
