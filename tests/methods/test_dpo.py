@@ -407,7 +407,6 @@ def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
         ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "sync_ref_model=True moves the reference"),
         ({"ref_model_mixup_alpha": 0.0}, "ref_model_mixup_alpha=0.0"),
         ({"max_length": 1}, "max_length=1"),
-        ({"rpo_alpha": 1.0}, "'rpo_alpha'. Fix: add 'sft' to loss_type"),
         ({"truncation_mode": "keep_middle"}, "truncation_mode='keep_middle'"),
     ],
 )
