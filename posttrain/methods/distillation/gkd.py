@@ -30,15 +30,26 @@ OF_SFT: dict[str, tuple[Any, str]] = {
     temperature=(0.9, "Sampling only: the loss is at temperature 1; > 0."),
 )  # fmt: skip
 class GKDConfig(DistillationConfig):
-    """Arguments of `GKDTrainer`."""
+    """Arguments of `GKDTrainer`, which distills on the dataset's answers, the student's samples, or a mixture."""
 
     _loss_temperature: ClassVar[str | float] = 1.0
-    max_new_tokens: PositiveInt | None = option(None, "TRL's name of max_completion_length.")
-    chat_template_path: str | None = option(
-        None, "Template file, or a folder or hub id whose template and tokens to take."
+    max_new_tokens: PositiveInt | None = option(
+        None,
+        "TRL's name of max_completion_length, the maximum number of tokens of a sampled completion. None: "
+        "max_completion_length. If it is set, it overrides that field.",
     )
-    eos_token: str | None = option(None, "End-of-sequence token; None: the tokenizer's.")
-    pad_token: str | None = option(None, "Padding token; None: the tokenizer's, else its end-of-sequence token.")
+    chat_template_path: str | None = option(
+        None,
+        "Path of a .jinja or .j2 file with a chat template, whose special tokens must be in the vocabulary "
+        "already. Any other value is the folder or Hub id of a tokenizer: its template and added tokens are "
+        "copied, and the embedding grows. None: the tokenizer's own template.",
+    )
+    eos_token: str | None = option(
+        None, "Token that ends a sequence. It must be in the tokenizer's vocabulary. None: the tokenizer's own token."
+    )
+    pad_token: str | None = option(
+        None, "Deprecated. Set pad_token on the tokenizer instead. None: the tokenizer's pad token, else its end token."
+    )
 
     def __post_init__(self) -> None:
         self.check_fields()
