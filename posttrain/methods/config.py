@@ -228,7 +228,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
     bad_rows: Literal["error", "drop"] = option(
         "error",
         "How to treat rows that cannot be trained, such as rows with a missing answer. 'error': refuse the "
-        "dataset. 'drop': drop the rows and list them in bad_rows.jsonl in the output folder.",
+        "dataset. 'drop': drop them, and rows that teach nothing, such as equal or blank answers, and list all in "
+        "bad_rows.jsonl in the output folder.",
     )
     bad_rows_max: Share = option(
         0.05,
