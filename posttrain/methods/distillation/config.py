@@ -331,7 +331,7 @@ class DistillationFields:
 
 # Of rewards, which these losses do not have, and of a ratio.
 OF_REWARDS: dict[str, tuple[Any, str]] = {
-    name: (default, "A teacher says what is learnt: no reward is read, and no ratio clipped.")
+    name: (default, "Leave it out: the loss is the divergence from a teacher, without rewards and without a clipped ratio.")
     for name, default in {
         "reward_weights": None, "reward_timeout": None, "reward_transform": None, "check_rewards": True,
         "check_reward_determinism": False, "stop_without_signal": None, "dynamic_sampling": 0,

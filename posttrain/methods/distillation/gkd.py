@@ -27,7 +27,7 @@ OF_SFT: dict[str, tuple[Any, str]] = {
 @config
 @preset(
     unread=OF_SFT, learning_rate=2e-5, lmbda=0.5, beta=0.5, max_length=1024, max_completion_length=128, disable_dropout=True,
-    temperature=(0.9, "Sampling only: the loss is at temperature 1; > 0."),
+    temperature=(0.9, "Divisor of the logits in sampling, above 0. The loss uses temperature 1."),
 )  # fmt: skip
 class GKDConfig(DistillationConfig):
     """Arguments of `GKDTrainer`, which distills on the dataset's answers, the student's samples, or a mixture."""
