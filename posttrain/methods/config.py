@@ -217,8 +217,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
     preflight: Literal["error", "warn", "off"] = option(
         "error",
         "Effect of findings of the checks before and during training. 'error': findings of severity error stop "
-        "the run, all others are logged as warnings. 'warn': all findings are logged and none stops the run. "
-        "'off': no checks.",
+        "the run, other findings are logged. 'warn': findings are logged and never stop the run. 'off': no "
+        "checks.",
     )
     silence_findings: dict[str, str] | str | None = option(
         None,
@@ -419,9 +419,9 @@ class PictureConfig:
 
     freeze_vision: Annotated[str, OneOf(("auto", "tower", True, False))] = option(
         "auto",
-        "Which parameters of the vision tower and the projector are frozen. True: both. 'tower': the tower only. "
-        "False: none. 'auto': none if rows have images, both if they have only text. A new adapter covers only "
-        "the text model, unless the value is False or its targets name the tower.",
+        "Which parameters of the vision tower and the projector are frozen. True: all of them. 'tower': the "
+        "tower's. False: none. 'auto': none if rows have images, all of them if rows have only text. A new "
+        "adapter covers only the text model, unless the value is False or its targets name the tower.",
     )
     image_fit: Literal["error", "drop", "resize"] = option(
         "error",

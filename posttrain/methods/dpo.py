@@ -39,11 +39,11 @@ class DPOConfig(PictureConfig, ComparedConfig):
             "help": (
                 "One loss or a list of losses, which are added with loss_weights. 'sigmoid': DPO. 'hinge': ignores pairs "
                 "with a sufficient gap. 'ipo': a target for the gap. 'exo_pair': reverse KL to the label. 'nca_pair': "
-                "keeps chosen answers likely. 'robust': for labels of which a known share is wrong. 'bco_pair': each side "
-                "against 0. 'sppo_hard': a target for each side. 'aot' and 'aot_unpaired': compare sorted gaps or sides "
-                "of the batch. 'apo_zero': raises chosen, lowers rejected answers. 'apo_down': lowers both, rejected "
-                "answers more. 'discopop': a discovered mixture of losses. 'sft': likelihood of chosen answers. "
-                "'sigmoid_norm': DPO on log-ratios per token. Formulas are in docs/losses.md."
+                "keeps chosen answers likely. 'robust': for labels that are wrong with probability label_smoothing. "
+                "'bco_pair': each side against 0. 'sppo_hard': a target for each side. 'aot' and 'aot_unpaired': compare "
+                "sorted gaps or sides of the batch. 'apo_zero': raises chosen, lowers rejected answers. 'apo_down': "
+                "lowers both, rejected answers more. 'discopop': a discovered mixture of losses. 'sft': likelihood of "
+                "chosen answers. 'sigmoid_norm': DPO on log-ratios per token. Formulas are in docs/losses.md."
             )
         },
     )
@@ -58,11 +58,10 @@ class DPOConfig(PictureConfig, ComparedConfig):
     )
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = option(
         "reverse_kl",
-        "Divergence from the reference that the loss regularizes (f-DPO). 'reverse_kl': the one of DPO. "
-        "'forward_kl': keeps all answers of the reference likely. 'js_divergence': between the two. "
-        "'alpha_divergence': between them as set by f_alpha_divergence_coef. Only losses on the difference of "
-        "chosen and rejected scores accept another value than 'reverse_kl': sigmoid, sigmoid_norm, hinge, ipo, "
-        "exo_pair, robust, discopop.",
+        "Divergence from the reference that the loss regularizes (f-DPO). 'reverse_kl': plain DPO. 'forward_kl': "
+        "keeps all answers of the reference likely. 'js_divergence': between the two. 'alpha_divergence': between "
+        "them as set by f_alpha_divergence_coef. Only losses on the difference of chosen and rejected scores "
+        "accept another value than 'reverse_kl': sigmoid, sigmoid_norm, hinge, ipo, exo_pair, robust, discopop.",
     )
     f_alpha_divergence_coef: float = option(
         0.5,

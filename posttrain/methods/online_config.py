@@ -165,7 +165,7 @@ class VllmFields:
     vllm_server_base_url: str | None = option(
         None,
         "Address of the rollout server, for example 'http://localhost:8000', or several addresses separated by "
-        "commas. It replaces vllm_server_host and vllm_server_port. None: these two.",
+        "commas. It replaces vllm_server_host and vllm_server_port. None: the address is built from them.",
     )
     vllm_server_host: str = option(
         "0.0.0.0", "Host of the rollout server. It is ignored if vllm_server_base_url is set."
@@ -475,7 +475,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     mask_truncated_completions: bool = option(
         False,
         "Exclude completions that reach the length limit from the loss. Their rewards still count in their group. "
-        "Set it if good reasoning is cut off by max_completion_length.",
+        "Set it, as DAPO does, if good answers are truncated at max_completion_length and get low rewards.",
     )
     dynamic_sampling: NonNegativeInt = option(
         0,

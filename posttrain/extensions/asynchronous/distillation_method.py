@@ -37,7 +37,7 @@ OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
     temperature=(1.0, "Divisor of the logits in sampling, above 0. The loss uses teacher_temperature."),
 )  # fmt: skip
 class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
-    """Arguments of `AsyncDistillationTrainer`: those of the rollout workers and servers, and of the teachers."""
+    """Arguments of `AsyncDistillationTrainer`: options of rollout workers, servers and teachers."""
 
     _loss_temperature: ClassVar[str | float] = "teacher_temperature"
     _meaningless: ClassVar[dict[str, object]] = {name: value for name, value in MEANINGLESS.items() if name != "beta"}

@@ -27,23 +27,23 @@ THINKING = re.compile(r"<think>.*?</think>\s*|(<think>.*)", re.DOTALL)
 SHORT = 10  # A single line of fewer characters is no answer (SSD).
 # Of GRPO's trainer, and not of its loss.
 OF_GRPO: dict[str, tuple[Any, str]] = {
-    "cast_lm_head_to_fp32": (False, "Both models' logits are in float32 anyway."),
-    "entropy_coef": (0.0, "Use GRPO for a bonus of entropy."),
-    "mask_zero_variance_groups": (False, "Groups without a reward to learn from still have a teacher."),
-    "sync_ref_model": (False, "teacher_model_kind='ema' is a teacher that follows the student."),
-    "top_entropy_quantile": (1.0, "The teacher is asked about every token."),
-    "use_adaptive_entropy": (False, "See entropy_coef."),
+    "cast_lm_head_to_fp32": (False, "Leave it out: the loss computes the logits of both models in float32."),
+    "entropy_coef": (0.0, "Use GRPOTrainer for an entropy bonus."),
+    "mask_zero_variance_groups": (False, "Leave it out: groups with equal rewards still learn from the teacher."),
+    "sync_ref_model": (False, "Set teacher_model_kind='ema' for a teacher that follows the student."),
+    "top_entropy_quantile": (1.0, "Leave it out: the teacher scores every token."),
+    "use_adaptive_entropy": (False, "Use GRPOTrainer for an entropy bonus."),
 }
 OF_BUFFER: dict[str, tuple[Any, str]] = {
     "vllm_sync_frequency": (
         1,
-        "Weights are pushed when they moved; steps_per_generation trains one generation longer.",
+        "Leave it out: weights are pushed after every update. Raise steps_per_generation to push less often.",
     ),
     "log_completions_steps": (100, "Use logging_steps."),
 }
 # Of a teacher and its divergence, which SSD has not.
 OF_TEACHER: dict[str, tuple[Any, str]] = {
-    name: (default, "SSD trains on its own samples, without a teacher.")
+    name: (default, "Leave it out: SSD trains on its own samples without a teacher.")
     for name, default in {
         "beta": 1.0, "loss_top_k": 0, "loss_add_tail": True, "seq_kd": False, "teacher_model_kind": "model",
         "teacher_model_name_or_path": None, "teacher_model_server_url": None, "teacher_scores": None, "teacher_weights": None,
@@ -76,8 +76,8 @@ def _require_context(dataset: AnyDataset, name: str) -> None:
 @config
 @preset(
     unread=OF_BUFFER | {
-        "reverse_kl_top_1_mode": ("sampled", "loss_top_k above 1 sees the student's likeliest ids."),
-        "use_teacher_server": (False, "teacher_model_server_url names the server."),
+        "reverse_kl_top_1_mode": ("sampled", "Set loss_top_k above 1 to use the student's most likely ids."),
+        "use_teacher_server": (False, "Set teacher_model_server_url to the address of the server."),
     },
     loss_top_k=(1, "With 'jsd': number of token ids per position in the divergence, see DistillationConfig. 0: all."),
     max_length=1024, disable_dropout=True,
@@ -233,7 +233,7 @@ class MiniLLM(Distillation):
     max_completion_length=(256, "Maximum number of tokens of a completion, including the end token."),
     disable_dropout=(True, "Set every dropout probability of the model to 0, so that equal inputs give equal log-probs."),
     unread={
-        "use_teacher_server": (False, "teacher_model_kind='live' needs no second model."),
+        "use_teacher_server": (False, "Set teacher_model_kind='live' for a teacher without a second model."),
         "loss_top_k": (0, "Use distillation_topk."),
         "loss_add_tail": (True, "Use distillation_add_tail."),
     },
@@ -324,7 +324,7 @@ class SDFT(Distillation):
     distillation_alpha=1.0, distillation_mode="sampled_token", distillation_topk=None, teacher_model_kind="ema",
     epsilon_high=(0.2, "Upper clip of the importance ratio: 1 + epsilon_high. None: epsilon."),
     unread=OF_GRPO | {
-        "diagnostics_warning_interval": (10, "The checks of the log warn of flat rewards by themselves."),
+        "diagnostics_warning_interval": (10, "Leave it out: checks during training warn about groups with equal rewards."),
         "diagnostics_flat_tolerance": (1e-8, "Use min_group_std."),
     },
 )  # fmt: skip

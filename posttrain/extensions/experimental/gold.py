@@ -66,9 +66,9 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
 @preset(
     unread=OF_BUFFER | {
         "wandb_log_unique_prompts": (True, "Use log_unique_prompts."),
-        "callbacks": (None, "The trainer takes callbacks."),
-        "uld_skip_student_eos": (True, "A stop token spells nothing that the teacher could be asked for."),
-        "uld_skip_teacher_eos": (True, "A stop token spells nothing that the student could be asked for."),
+        "callbacks": (None, "Pass callbacks to the trainer."),
+        "uld_skip_student_eos": (True, "Leave it out: a stop token has no text to align."),
+        "uld_skip_teacher_eos": (True, "Leave it out: a stop token has no text to align."),
     },
     learning_rate=1e-7, top_p=0.95, vllm_server_port=8001,
     temperature=(0.9, "Divisor of the logits in sampling, and in the loss without use_uld_loss, above 0."),
@@ -94,8 +94,8 @@ class GOLDConfig(GKDConfig):
     )
     uld_token_merge_strategy: Literal["observed", "bayesian"] = option(
         "observed",
-        "With use_uld_loss: distribution that represents a group of tokens. 'observed': the one before the "
-        "group's first token. 'bayesian': the one before its last token.",
+        "With use_uld_loss: how a group of tokens is represented. 'observed': the distribution before its first "
+        "token. 'bayesian': the distribution before its last token.",
     )
     uld_use_hybrid_loss: bool = option(
         False, "With use_uld_loss: compare token ids with equal bytes in both vocabularies by the divergence of beta."

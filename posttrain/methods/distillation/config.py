@@ -158,7 +158,7 @@ class DistillationFields:
     )
     lmbda: Share = option(
         1.0,
-        "Fraction of prompts whose completions the student samples, from 0 to 1. The others train on the "
+        "Fraction of prompts whose completions the student samples, from 0 to 1. All other prompts train on the "
         "dataset's completion column, or on the teacher's samples with seq_kd. 1: only the student's samples "
         "(on-policy). 0: nothing is sampled by the student, which is fastest.",
     )
@@ -177,8 +177,8 @@ class DistillationFields:
     )
     eval_mode: Literal["auto", "dataset", "student"] = option(
         "auto",
-        "Completions that evaluation scores. 'dataset': those of the dataset. 'student': samples of the student. "
-        "'auto': 'dataset' if the set has a completion column, else 'student'.",
+        "Completions that evaluation scores. 'dataset': the dataset's completions. 'student': samples of the "
+        "student. 'auto': 'dataset' if the set has a completion column, else 'student'.",
     )
     teacher_model_name_or_path: dict[str, str] | str | None = option(
         None,
@@ -228,8 +228,9 @@ class DistillationFields:
     loss_top_k: NonNegativeInt = option(
         0,
         "Number of token ids per position in the divergence. beta=0: the teacher's most likely ids. beta=1: the "
-        "student's. Between: the union of both. 1 uses the sampled token for the student's most likely id. 0: the "
-        "whole vocabulary, which is exact. Smaller sets need less memory and traffic.",
+        "student's. Between: the most likely ids of student and teacher. 1 uses the sampled token for the "
+        "student's most likely id. 0: the whole vocabulary, which is exact. Smaller sets need less memory and "
+        "traffic.",
     )
     loss_add_tail: bool = option(
         True,
@@ -343,8 +344,8 @@ OF_REWARDS: dict[str, tuple[Any, str]] = {
 @config
 @preset(
     unread=OF_REWARDS | {
-        "max_tool_calling_iterations": (None, "Completions of a student are single turns; tools are GRPOTrainer's."),
-        "sync_ref_model": (False, "teacher_model_kind='ema' is a teacher that follows the student."),
+        "max_tool_calling_iterations": (None, "Use GRPOTrainer for tools: completions are single turns here."),
+        "sync_ref_model": (False, "Set teacher_model_kind='ema' for a teacher that follows the student."),
     }
 )  # fmt: skip
 class DistillationConfig(DistillationFields, PictureConfig, OnlineConfig):

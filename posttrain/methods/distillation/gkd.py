@@ -10,17 +10,20 @@ from posttrain.methods.distillation.objective import Distillation
 
 # Fields that the peer's configs have from SFT, whose preparation of rows its trainers switch off.
 OF_SFT: dict[str, tuple[Any, str]] = {
-    "assistant_only_loss": (False, "The last message is the completion, and it alone is trained."),
-    "completion_only_loss": (None, "The completion alone is trained."),
+    "assistant_only_loss": (False, "Leave it out: only the completion is trained, the last message of a conversation."),
+    "completion_only_loss": (None, "Leave it out: only the completion is trained."),
     "dataset_kwargs": (None, "Prepare the dataset with dataset.map."),
     "dataset_num_proc": (None, "Prepare the dataset with dataset.map(num_proc=...)."),
-    "dataset_text_field": ("text", "The columns are prompt and completion, or messages."),
-    "eval_packing": (None, "Rows share forward passes without padding where the model allows it."),
-    "loss_type": ("nll", "beta chooses the divergence."),
-    "packing": (False, "Rows share forward passes without padding where the model allows it."),
-    "packing_strategy": ("bfd", "See packing."),
-    "padding_free": (False, "See packing."),
-    "truncation_mode": ("keep_start", "Of a prompt that is too long the end is kept, as the peer's collator does."),
+    "dataset_text_field": ("text", "Name the columns prompt and completion, or messages."),
+    "eval_packing": (None, "Leave it out: rows share forward passes without padding if the model supports it."),
+    "loss_type": ("nll", "Set beta, which selects the divergence."),
+    "packing": (False, "Leave it out: rows share forward passes without padding if the model supports it."),
+    "packing_strategy": ("bfd", "Leave it out: rows share forward passes without padding if the model supports it."),
+    "padding_free": (False, "Leave it out: rows share forward passes without padding if the model supports it."),
+    "truncation_mode": (
+        "keep_start",
+        "Leave it out: a row above max_length loses its beginning, as in TRL's collator.",
+    ),
 }
 
 

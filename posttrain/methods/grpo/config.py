@@ -200,8 +200,8 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     scale_rewards: Annotated[str, OneOf(SCALES)] = option(
         "group",
         "What advantages are divided by. 'group' or True: the standard deviation of the group's rewards. 'batch': "
-        "the one of the whole generation. 'none' or False: nothing, so that easy and hard prompts are weighted by "
-        "their rewards alone (Dr. GRPO). Scaled advantages are limited to -10 to 10.",
+        "the standard deviation over the whole generation. 'none' or False: nothing, which removes the bias "
+        "towards prompts with nearly equal rewards (Dr. GRPO). Scaled advantages are limited to -10 to 10.",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize",
