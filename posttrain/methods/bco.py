@@ -91,12 +91,22 @@ class PromptDensity:
 
 @config
 class BCOConfig(ComparedConfig):
-    """Arguments of `BCOTrainer`."""
+    """Arguments of `BCOTrainer`, which trains a binary classifier of good and bad answers."""
 
-    learning_rate: float = option(5e-7, "Peak learning rate; about ten times more for LoRA.")
-    prompt_sample_size: PositiveInt = option(1024, "Prompts of each label that the density is fitted on.")
-    min_density_ratio: NonNegativeFloat = option(0.5, "Least weight of a bad answer.")
-    max_density_ratio: NonNegativeFloat = option(10.0, "Most weight of a bad answer.")
+    learning_rate: float = option(
+        5e-7, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
+    )
+    prompt_sample_size: PositiveInt = option(
+        1024, "With embedding_func: number of prompts per label that the model of prompt densities is fitted on."
+    )
+    min_density_ratio: NonNegativeFloat = option(
+        0.5,
+        "With embedding_func: minimum weight of a bad answer, above 0. The weight is larger if its prompt "
+        "resembles prompts of good answers.",
+    )
+    max_density_ratio: NonNegativeFloat = option(
+        10.0, "With embedding_func: maximum weight of a bad answer, at least min_density_ratio."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

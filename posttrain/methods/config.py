@@ -95,10 +95,11 @@ def check_parallelism(config: Any) -> None:
 
 @config
 class PostTrainingConfig(transformers.TrainingArguments):
-    """Arguments of every trainer: those of `transformers.TrainingArguments` with defaults made for post-training.
+    """Arguments that all trainers share: those of `transformers.TrainingArguments`, with defaults for post-training.
 
-    Activations are recomputed in backward unless ``gradient_checkpointing=False`` (or ``activation_checkpointing``, its
-    newer name; either spelling works, two that contradict each other are refused).
+    Activations are recomputed in the backward pass (``gradient_checkpointing=True``), which saves memory and costs time.
+    ``activation_checkpointing`` is the newer name of this switch. Two values that differ raise an error.
+    ``use_liger_kernel=True`` replaces layers of the model by Liger kernels; the loss is not replaced.
     """
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012
@@ -128,70 +129,118 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     per_device_train_batch_size: int | str = option(
         PLANNED,
-        "Rows of a micro-batch on each device. auto: the largest that fits 90 % of the memory at the longest "
-        "lengths, found by dry steps; with gradient_accumulation_steps it makes the effective batch that 8 would make.",
+        "Number of rows in a micro-batch on each device, at least 1. 'auto' tries dry steps at the maximum "
+        "lengths and selects the largest size that needs at most 90 % of the free memory. It changes "
+        "gradient_accumulation_steps so that the effective batch is the one of size 8.",
     )
     parallelism_config: dict[str, Any] | str | None = option(
         None,
-        "Of accelerate, as an object or a mapping. sp_size: processes that share each row by tokens (Ulysses); 1 is off.",
+        "accelerate's ParallelismConfig, or a mapping of its fields. sp_size is the number of processes that "
+        "share the tokens of each row (Ulysses); 1 disables it. Use it for rows too long for one device. cp_size "
+        "and tp_size above 1 are refused. None reads the sizes that accelerate launch sets.",
     )
     dry_step: bool | None = option(
         None,
-        "Before step 0, try a step at the longest lengths without an update. None: on a GPU yes, on a CPU no (a step "
-        "takes long there, and a system out of memory ends the process instead of telling it).",
+        "Run forward and backward at the maximum lengths before step 0, without an update, to find out whether "
+        "the memory suffices. None: True on a GPU. On a CPU False, because the step is slow and running out of "
+        "memory kills the process.",
     )
     memory_limit_gib: PositiveFloat | None = option(
-        None, "Most memory of the device to plan with, in GiB; None: what is free."
+        None,
+        "Maximum memory of the device that the run may plan with, in GiB, above 0. None: the free memory. Set it "
+        "if other processes share the device.",
     )
     logits_chunk_size: PositiveInt | None = option(
         None,
-        "Positions whose logits exist at once, in the loss and its backward; None: as many as 24 MiB hold on a "
-        "CPU, 64 on an accelerator.",
+        "Number of positions whose logits exist at the same time, in the loss and its backward pass. None: as "
+        "many as fit into 24 MiB on a CPU and 64 MiB on an accelerator. Smaller chunks need less memory and take "
+        "more time.",
     )
-    logging_steps: float = option(10, "Optimiser steps between two log lines; below 1 a share of all steps.")
+    logging_steps: float = option(
+        10, "Number of optimizer steps between two log lines. A value below 1 is a fraction of all steps."
+    )
     bf16: bool | None = option(
-        None, "Autocast to bfloat16. None turns it on where fp16 is off and the device is really faster."
+        None,
+        "Compute in bfloat16 with autocast. None: True if fp16 is off and the device is faster in bfloat16: a GPU "
+        "with native bfloat16, or a CPU with AMX or AVX512-BF16.",
     )
-    lr_scheduler_kwargs: dict | str | None = option(None, "Extra arguments of the schedule.")
+    lr_scheduler_kwargs: dict | str | None = option(
+        None,
+        "Additional arguments of the learning-rate schedule as a mapping or JSON, for example {'num_cycles': 1} "
+        "for cosine with restarts.",
+    )
     model_init_kwargs: dict[str, Any] | str | None = option(
-        None, "Keywords for from_pretrained when the model is given as a string."
+        None,
+        "Keyword arguments of from_pretrained as a mapping or JSON, for example {'dtype': 'bfloat16'}. They apply "
+        "only if the model is given as a string. The tokenizer is loaded from the same revision.",
     )
-    trust_remote_code: bool = option(False, "Allow code from the model's repository, for model and tokenizer.")
+    trust_remote_code: bool = option(
+        False,
+        "Allow Python code from the model's repository to run when models, tokenizers and reward models are "
+        "loaded. Enable it only for repositories that you trust.",
+    )
     router_aux_loss_coef: NonNegativeFloat | None = option(
-        None, "Weight of the load-balancing term of mixtures of experts. None: the model's own; 0: none."
+        None,
+        "Weight of the load-balancing loss of mixture-of-experts models, at least 0. None: the value in the "
+        "model's config. 0 disables it. A positive value is an error for models without a router.",
     )
     activation_offloading: bool = option(
-        False, "Keep activations in the host's memory between forward and backward (CUDA)."
+        False,
+        "Keep activations in host memory between the forward and the backward pass. This saves accelerator memory "
+        "and costs transfer time. It is an error on a CPU.",
     )
     kept_layers: NonNegativeInt | None = option(
         None,
-        "With gradient_checkpointing: last layers that keep their activations instead of computing them again. "
-        "None: as many as fit where full logits and their gradient would have been; 0: none.",
+        "With gradient_checkpointing: number of last layers that keep their activations instead of recomputing "
+        "them. None: as many as fit into the memory that chunked logits save. 0: none, which needs the least "
+        "memory.",
     )
-    disable_dropout: bool = option(False, "Set every dropout to 0.")
-    strict_data: bool = option(False, "Make every warning about the data, while it is prepared and after, an error.")
+    disable_dropout: bool = option(
+        False,
+        "Set every dropout probability of the model to 0, so that equal inputs give equal log-probs. An adapter's "
+        "lora_dropout is not changed.",
+    )
+    strict_data: bool = option(
+        False, "Turn every warning about the data into an error, during preparation and in later checks."
+    )
     max_hours: PositiveFloat | None = option(
-        None, "Hours after which the run saves a checkpoint and ends, as a job's time limit asks; None: no limit."
+        None,
+        "Number of hours of training, above 0, after which the run logs, saves a checkpoint and stops at the end "
+        "of the current step. Set it below the time limit of a cluster job. None: no limit.",
     )
     push_run_record: bool = option(
         False,
-        "With push_to_hub, upload the run record too. It holds rows of the data, prompts and completions as text, and the "
-        "command line. False: upload the model, its tokenizer, the model card and TensorBoard's logs.",
+        "With push_to_hub, also upload the run record. It contains rows of the data, prompts and completions as "
+        "text, and the command line. False uploads the model, its tokenizer, the model card and TensorBoard's "
+        "logs.",
     )
     preflight: Literal["error", "warn", "off"] = option(
-        "error", "Checks: error stops on what cannot be meant and warns of the rest; warn never stops; off: none."
+        "error",
+        "Effect of findings of the checks before and during training. 'error': findings of severity error stop "
+        "the run, other findings are logged. 'warn': findings are logged and never stop the run. 'off': no "
+        "checks.",
     )
     silence_findings: dict[str, str] | str | None = option(
-        None, "Findings that are known to be fine here: a reason by code or name, {'PT-D013': 'a control group'}."
+        None,
+        "Findings to accept, as a mapping or JSON from the code or name of a check to a reason, for example "
+        "{'PT-D013': 'a control group'}. They are recorded, but neither logged nor raised.",
     )
     bad_rows: Literal["error", "drop"] = option(
-        "error", "Rows that cannot be trained: error refuses them, drop leaves them out and lists them in a file."
+        "error",
+        "How to treat rows that cannot be trained, such as rows with a missing answer. 'error': refuse the "
+        "dataset. 'drop': drop them, and rows that teach nothing, such as equal or blank answers, and list all in "
+        "bad_rows.jsonl in the output folder.",
     )
-    bad_rows_max: Share = option(0.05, "Share of rows that bad_rows='drop' may leave out before it refuses, in [0, 1].")
+    bad_rows_max: Share = option(
+        0.05,
+        "With bad_rows='drop': maximum fraction of rows to drop, from 0 to 1. If more rows are bad, the run is "
+        "refused, because many bad rows usually mean a wrong column.",
+    )
     max_row_tokens: PositiveInt | None = option(
         None,
-        "Tokens a packed row may hold. None picks 2048 where attention takes segments, 512 with a dense mask on a CPU, 2048 "
-        "with one on a GPU, 16384 with FlexAttention. More fills a GPU better; less needs less memory.",
+        "Maximum number of tokens of a packed batch row. None: 2048 for attention with segments, 256 with a dense "
+        "mask on a CPU, 2048 with a dense mask on a GPU, 16384 with FlexAttention, 4096 for models that need "
+        "padding. More tokens use a GPU better; fewer need less memory.",
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -364,27 +413,47 @@ def warn_keep_end(truncation_mode: str) -> None:
 
 @dataclass
 class PictureConfig:
-    """Options of training on images; a text model refuses them."""
+    """Options of training on images. A config with one of them is refused if the model reads text only."""
 
     freeze_vision: Annotated[str, OneOf(("auto", "tower", True, False))] = option(
         "auto",
-        "True: tower and projector; tower: the tower alone; False: nothing; auto: nothing, with an adapter both.",
+        "Which parameters of the vision tower and the projector are frozen. True: all of them. 'tower': the "
+        "tower's. False: none. 'auto': none if rows have images, all of them if rows have only text. A new "
+        "adapter covers only the text model, unless the value is False or its targets name the tower.",
     )
     image_fit: Literal["error", "drop", "resize"] = option(
         "error",
-        "Rows whose images do not fit or cannot be read: an error above 0.5 %, or dropped and counted; resize: an "
-        "error, but images above their limits, or of rows above max_length, are made smaller.",
+        "How to treat rows whose images are too large, unreadable or too many. 'error': raise an error for an "
+        "unreadable image or an image above its limit, and if more than 0.5 % of the rows are too long or have "
+        "too many images. 'drop': drop such rows and log their number. 'resize': like 'error', but shrink images "
+        "above a limit, and images of rows above max_length.",
     )
-    image_max_tokens: PositiveInt | None = option(None, "Placeholders an image may have; None: any number.")
+    image_max_tokens: PositiveInt | None = option(
+        None,
+        "Maximum number of placeholder tokens per image, at least 1. None: no limit. Lower it if images take too "
+        "much of max_length.",
+    )
     image_max_pixels: PositiveInt | None = option(
-        None, "Pixels an image may have before it is prepared; None: any number."
+        None, "Maximum number of pixels per image before the processor prepares it, at least 1. None: no limit."
     )
-    max_images_per_row: NonNegativeInt | None = option(None, "Images a row may have; None: any number.")
-    image_background: Literal["white", "black"] = option("white", "What shows through transparent pixels.")
+    max_images_per_row: NonNegativeInt | None = option(
+        None,
+        "Maximum number of images per row. None: no limit. vLLM in the trainer's process reserves memory for this "
+        "number.",
+    )
+    image_background: Literal["white", "black"] = option(
+        "white", "Color behind transparent pixels, because models read RGB: 'white' or 'black'."
+    )
     check_image_use: bool = option(
-        False, "Online: evaluation also samples with images exchanged between rows, for PT-G017."
+        False,
+        "Online methods: sample a second time in each evaluation with images exchanged between rows, and warn if "
+        "the reward does not change (PT-G017). It doubles the sampling in evaluation.",
     )
-    image_cache_gb: NonNegativeFloat = option(1.0, "Host memory for features of a frozen tower, in GB; 0 keeps none.")
+    image_cache_gb: NonNegativeFloat = option(
+        1.0,
+        "Host memory for features of a frozen vision tower, in GB. The least recently used features are evicted "
+        "first. 0 disables the cache.",
+    )
 
     def __post_init__(self) -> None:
         choices = {"True": True, "False": False}

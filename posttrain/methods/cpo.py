@@ -24,15 +24,35 @@ logger = logging.getLogger(__name__)
 
 @config
 class CPOConfig(UnreadFields, AnswerConfig):
-    """Arguments of `CPOTrainer`."""
+    """Arguments of `CPOTrainer`, which trains on pairs without a reference model."""
 
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = option(
-        "sigmoid", "alphapo is simpo with cpo_alpha=0 and a shaped reward (alpha)."
+        "sigmoid",
+        "Loss of a pair. 'sigmoid': DPO's loss without a reference. 'hinge': ignores pairs with a sufficient gap. "
+        "'ipo': a target for the gap per token. 'simpo': the gap per token must reach the margin simpo_gamma / "
+        "beta; SimPO itself also sets cpo_alpha=0 and beta of 2 to 2.5. 'alphapo': 'simpo' with cpo_alpha=0 and a "
+        "reward shaped by alpha.",
     )
-    cpo_alpha: NonNegativeFloat = option(1.0, "Weight of the chosen answers' likelihood; 0: none (SimPO).")
-    simpo_gamma: float = option(0.5, "Margin of simpo; about beta / 2.")
-    alpha: float = option(0.0, "AlphaPO's shape of the reward; 0 is the log-likelihood.")
-    label_smoothing: Share = option(0.0, "Chance that a label is wrong; sigmoid and simpo.")
+    cpo_alpha: NonNegativeFloat = option(
+        1.0,
+        "Weight of the negative log-likelihood of chosen answers, at least 0. It keeps them likely. 0: no such "
+        "term, as in SimPO.",
+    )
+    simpo_gamma: float = option(
+        0.5,
+        "With loss_type='simpo' or 'alphapo': margin of the scaled reward, about beta / 2. A larger margin "
+        "separates the answers further.",
+    )
+    alpha: float = option(
+        0.0,
+        "With loss_type='simpo', 'alphapo' or 'ipo': shape of the reward (1 - p^(-alpha)) / alpha, with p the "
+        "mean probability per token (AlphaPO, arXiv:2501.03884). 0: the mean log-prob.",
+    )
+    label_smoothing: Share = option(
+        0.0,
+        "Probability that a label is wrong, from 0 to 1. Only 'sigmoid', 'simpo' and 'alphapo' use it; with other "
+        "losses a value above 0 is an error.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

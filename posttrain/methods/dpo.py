@@ -31,23 +31,64 @@ logger = logging.getLogger(__name__)
 
 @config
 class DPOConfig(PictureConfig, ComparedConfig):
-    """Arguments of `DPOTrainer`."""
+    """Arguments of `DPOTrainer`: which loss separates chosen from rejected answers, and how rows are prepared."""
 
     loss_type: list[str] = field(
-        default_factory=lambda: ["sigmoid"], metadata={"help": f"One or more of: {', '.join(DPO_LOSSES)}."}
+        default_factory=lambda: ["sigmoid"],
+        metadata={
+            "help": (
+                "One loss or a list of losses, which are added with loss_weights. 'sigmoid': DPO. 'hinge': ignores pairs "
+                "with a sufficient gap. 'ipo': a target for the gap. 'exo_pair': reverse KL to the label. 'nca_pair': "
+                "keeps chosen answers likely. 'robust': for labels that are wrong with probability label_smoothing. "
+                "'bco_pair': each side against 0. 'sppo_hard': a target for each side. 'aot' and 'aot_unpaired': compare "
+                "sorted gaps or sides of the batch. 'apo_zero': raises chosen, lowers rejected answers. 'apo_down': "
+                "lowers both, rejected answers more. 'discopop': a discovered mixture of losses. 'sft': likelihood of "
+                "chosen answers. 'sigmoid_norm': DPO on log-ratios per token. Formulas are in docs/losses.md."
+            )
+        },
     )
-    loss_weights: list[float] | None = option(None, "Weights of the losses, one each; None: all 1.")
-    ld_alpha: Share | None = option(None, "Weight in [0, 1] of tokens beyond the shorter answer (LD-DPO); None: 1.")
+    loss_weights: list[float] | None = option(
+        None, "Weight of each loss in loss_type, for example [0.8, 0.2, 1.0] for MPO. None: 1 for each."
+    )
+    ld_alpha: Share | None = option(
+        None,
+        "Weight of the tokens beyond the length of the pair's shorter answer, from 0 to 1 (LD-DPO). Lower values "
+        "reduce the preference for long answers; 0 ignores these tokens. None: 1, which is plain DPO. 'sft' "
+        "ignores it.",
+    )
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = option(
-        "reverse_kl", "Which divergence from the reference is charged."
+        "reverse_kl",
+        "Divergence from the reference that the loss regularizes (f-DPO). 'reverse_kl': plain DPO. 'forward_kl': "
+        "keeps all answers of the reference likely. 'js_divergence': between the two. 'alpha_divergence': between "
+        "them as set by f_alpha_divergence_coef. Only losses on the difference of chosen and rejected scores "
+        "accept another value than 'reverse_kl': sigmoid, sigmoid_norm, hinge, ipo, exo_pair, robust, discopop.",
     )
-    f_alpha_divergence_coef: float = option(0.5, "Coefficient of alpha_divergence.")
-    label_smoothing: Share = option(0.0, "Chance that a label is wrong; read by robust, exo_pair, aot, aot_unpaired.")
-    use_weighting: bool = option(False, "Weigh pairs by how likely the policy finds them (WPO).")
-    discopop_tau: PositiveFloat = option(0.05, "Temperature of discopop, above 0.")
-    padding_free: bool = option(False, "For compatibility: pairs carry no padding either way.")
+    f_alpha_divergence_coef: float = option(
+        0.5,
+        "With f_divergence_type='alpha_divergence': the coefficient alpha. Near 0 the divergence is the forward "
+        "KL, at 1 the reverse KL.",
+    )
+    label_smoothing: Share = option(
+        0.0,
+        "Probability that a label is wrong. 'robust' needs less than 0.5 (0.1 is common), 'exo_pair' needs more "
+        "than 0 (1e-3 is common); 'aot' and 'aot_unpaired' also use it. With other losses a value above 0 is an "
+        "error.",
+    )
+    use_weighting: bool = option(
+        False,
+        "Weight each pair by the policy's probability of its answers, normalized by their lengths (WPO, "
+        "arXiv:2406.11827). It makes off-policy pairs resemble on-policy ones. It is refused with 'aot' and "
+        "'aot_unpaired'.",
+    )
+    discopop_tau: PositiveFloat = option(
+        0.05, "Temperature of loss_type='discopop', above 0. The default is the paper's value."
+    )
+    padding_free: bool = option(
+        False,
+        "Accepted for compatibility with TRL. It has no effect, because batches have no padding between sequences.",
+    )
 
-    pad_token: str | None = option(None, "Deprecated: set pad_token on the tokenizer.")
+    pad_token: str | None = option(None, "Deprecated. Set pad_token on the tokenizer instead.")
 
     def __post_init__(self) -> None:
         self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type

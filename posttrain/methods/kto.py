@@ -27,13 +27,20 @@ logger = logging.getLogger(__name__)
 
 @config
 class KTOConfig(PictureConfig, ComparedConfig):
-    """Arguments of `KTOTrainer`."""
+    """Arguments of `KTOTrainer`, which trains on answers labeled good or bad."""
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = option(
-        "kto", "kto compares with mismatched answers; apo_zero_unpaired with 0."
+        "kto",
+        "Loss. 'kto': compare each answer's log-ratio with the mean log-ratio of answers to other prompts "
+        "(arXiv:2402.01306). It needs at least 2 rows per device; 4 or more make it less noisy. "
+        "'apo_zero_unpaired': compare it with 0 (arXiv:2408.06266), which costs no second pass.",
     )
-    desirable_weight: NonNegativeFloat = option(1.0, "Weight of good answers.")
-    undesirable_weight: NonNegativeFloat = option(1.0, "Weight of bad answers.")
+    desirable_weight: NonNegativeFloat = option(
+        1.0,
+        "Weight of good answers, at least 0. If good and bad answers are unequal in number, set one weight so "
+        "that the weighted good ones are 1 to 1.33 times the bad ones. A warning shows suitable values.",
+    )
+    undesirable_weight: NonNegativeFloat = option(1.0, "Weight of bad answers, at least 0. See desirable_weight.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -40,129 +40,310 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GenerationFields:
-    """How completions are sampled during training."""
+    """Options of sampling completions during training."""
 
-    num_generations: PositiveInt = option(8, "Completions per prompt, the group G; at least 2.")
-    num_generations_eval: NonNegativeInt | None = option(None, "G in evaluation; None or 0: the same.")
-    max_completion_length: PositiveInt = option(512, "Most tokens of a completion, EOS included.")
-    shuffle_dataset: bool = option(True, "Shuffle the prompts of the training set.")
+    num_generations: PositiveInt = option(
+        8,
+        "Number of completions sampled per prompt (the group size G). Advantages compare the completions of a "
+        "group, so it is at least 2. It must divide generation_batch_size. Raise it if most groups have equal "
+        "rewards.",
+    )
+    num_generations_eval: NonNegativeInt | None = option(
+        None,
+        "Number of completions per prompt in evaluation. A smaller number makes evaluation cheaper. None or 0: "
+        "num_generations.",
+    )
+    max_completion_length: PositiveInt = option(
+        512,
+        "Maximum number of tokens of a completion, including the end token. Raise it if completions/clipped_ratio "
+        "in the log is above 0.1.",
+    )
+    shuffle_dataset: bool = option(
+        True,
+        "Shuffle the prompts of the training set in every epoch. False keeps the dataset's order, for example for "
+        "a curriculum.",
+    )
     generation_batch_size: PositiveInt | None = option(
         None,
-        "Completions of one generation over all processes. None: per-device batch x processes x steps_per_generation.",
+        "Number of completions per generation, over all processes. It must be a multiple of num_generations and "
+        "of per_device_train_batch_size x processes. None: per_device_train_batch_size x processes x "
+        "steps_per_generation. Set this or steps_per_generation.",
     )
     steps_per_generation: PositiveInt | None = option(
-        None, "Micro-batches trained per generation. None: gradient_accumulation_steps."
+        None,
+        "Number of micro-batches that one generation is split into for training. None: "
+        "gradient_accumulation_steps, so each optimizer step trains on new completions. A larger value samples "
+        "less often and trains on older completions.",
     )
-    temperature: PositiveFloat = option(1.0, "Divides the logits, in sampling and in every log-prob; > 0.")
-    top_p: PositiveShare = option(1.0, "Nucleus mass in (0, 1]; 1 is off.")
-    top_k: NonNegativeInt | None = option(0, "Keep the k most likely tokens; 0 or None is off.")
-    min_p: Share | None = option(None, "Least share of the top probability; None is off.")
-    repetition_penalty: PositiveFloat = option(1.0, "Above 1 discourages repeats; 1 is off.")
-    generation_kwargs: dict | str | None = option(None, "Override sampling settings by name.")
-    chat_template_kwargs: dict | str | None = option(None, "Passed at every template call.")
-    cache_implementation: str | None = option(None, "Cache of the hf engine.")
+    temperature: PositiveFloat = option(
+        1.0,
+        "Divisor of the logits in sampling and in every log-prob, above 0. Higher values make completions more "
+        "diverse. At 1 the model's own distribution is sampled and trained.",
+    )
+    top_p: PositiveShare = option(
+        1.0,
+        "Nucleus sampling: sample only from the most likely tokens whose probabilities sum to top_p, above 0 and "
+        "at most 1. 1 disables it.",
+    )
+    top_k: NonNegativeInt | None = option(0, "Sample only from the k most likely tokens. 0 or None disables it.")
+    min_p: Share | None = option(
+        None,
+        "Sample only from tokens whose probability is at least min_p times that of the most likely token, from 0 "
+        "to 1. Common values are 0.01 to 0.2. None disables it.",
+    )
+    repetition_penalty: PositiveFloat = option(
+        1.0,
+        "Penalty on tokens that are already in the prompt or the completion, above 0. Values above 1 discourage "
+        "repetition, values below 1 encourage it, 1 disables it. Log-probs ignore it, so they differ from the "
+        "sampled distribution.",
+    )
+    generation_kwargs: dict | str | None = option(
+        None,
+        "Further sampling settings as a mapping or JSON: stop_strings, suppress_tokens, logit_bias, "
+        "min_new_tokens, no_repeat_ngram_size, eos_token_id, stop_token_ids, max_new_tokens, structured_outputs. "
+        "temperature, top_p, top_k, min_p and repetition_penalty override the fields of these names. "
+        "do_sample=False and a seed are refused.",
+    )
+    chat_template_kwargs: dict | str | None = option(
+        None,
+        "Arguments of the chat template as a mapping or JSON, for example {'enable_thinking': false}. They apply "
+        "whenever a prompt is rendered.",
+    )
+    cache_implementation: str | None = option(
+        None,
+        "Key-value cache of transformers' generate, for example 'static'. Only rollout_engine='hf' uses it; other "
+        "engines ignore it with a warning. None: transformers' default.",
+    )
     rollout_engine: Annotated[str, OneOf(("auto", *ENGINES))] = option(
         "auto",
-        "native (in process, on the trainer's weights), hf (transformers generate), paged, vllm, or auto: native if "
-        "exact; on a GPU vllm, else paged, first.",
+        "Engine that samples completions. 'native': in process, on the trainer's weights. 'native_bf16': the same "
+        "on a CPU with weights rounded to bfloat16. 'hf': transformers' generate, slow but correct for every "
+        "model. 'paged': transformers' continuous batching. 'vllm': vLLM in process. 'server': rollout servers. "
+        "'auto': on a GPU the first usable of vllm, paged, native, hf; on a CPU native if it is exact, else hf.",
     )
-    pad_to_multiple_of: int | str | None = option(None, "Rounds row widths up; auto or None: what the layout wants.")
-    ds3_gather_for_generation: bool = option(True, "Gather ZeRO-3 shards to generate.")
+    pad_to_multiple_of: int | str | None = option(
+        None,
+        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for "
+        "FlexAttention, which needs multiples of 128.",
+    )
+    ds3_gather_for_generation: bool = option(
+        True,
+        "DeepSpeed ZeRO-3: gather the weights on every device for generation. False is refused with use_vllm and "
+        "otherwise ignored with a warning. For a model larger than one device, use a rollout server.",
+    )
 
 
 @dataclass
 class VllmFields:
-    """Generation by vLLM or by rollout servers."""
+    """Options of generation with vLLM, with rollout servers, and with transformers' continuous batching."""
 
-    use_vllm: bool = option(False, "Generate with rollout servers, or vLLM.")
-    vllm_mode: Literal["server", "colocate"] = option("colocate", "Where vLLM runs.")
-    vllm_model_impl: str = option("vllm", "vllm or transformers.")
-    vllm_enable_sleep_mode: bool = option(False, "Free vLLM's memory while training.")
-    vllm_structured_outputs_regex: str | None = option(None, "Completions match this.")
-    vllm_server_base_url: str | None = option(None, "Overrides host and port.")
-    vllm_server_host: str = option("0.0.0.0", "Host of the rollout server.")
-    vllm_server_port: Port = option(8000, "Port of the rollout server.")
-    vllm_server_timeout: PositiveFloat = option(240.0, "Seconds to wait for the server.")
-    vllm_group_port: Port = option(51216, "Port of the weight-update group.")
-    vllm_gpu_memory_utilization: PositiveShare = option(0.3, "Share of GPU memory, colocate.")
-    vllm_max_model_length: PositiveInt | None = option(None, "Context length.")
-    vllm_tensor_parallel_size: PositiveInt = option(1, "Colocate only.")
-    vllm_importance_sampling_correction: bool = option(True, "Correct for engine mismatch.")
+    use_vllm: bool = option(
+        False,
+        "Generate with vLLM or rollout servers instead of an engine on the trainer's weights. Weights are pushed "
+        "to vLLM after every update. vllm_mode selects where it runs.",
+    )
+    vllm_mode: Literal["server", "colocate"] = option(
+        "colocate",
+        "Where vLLM runs. 'colocate': in the trainer's process, on the same GPUs. 'server': in servers that must "
+        "be running, started with posttrain serve or vllm serve.",
+    )
+    vllm_model_impl: str = option(
+        "vllm",
+        "Implementation of the model in vLLM. 'vllm': vLLM's own. 'transformers': the transformers backend, for "
+        "models that vLLM does not implement.",
+    )
+    vllm_enable_sleep_mode: bool = option(
+        False,
+        "Release vLLM's GPU memory while the trainer updates the weights (vllm_mode='colocate'). This saves "
+        "memory; waking up costs time. vllm_sleep_level selects what happens to the weights.",
+    )
+    vllm_structured_outputs_regex: str | None = option(
+        None,
+        "Regular expression that every completion must match (structured outputs). vLLM and the native engine "
+        "support it; the native engine needs xgrammar. None: no constraint.",
+    )
+    vllm_server_base_url: str | None = option(
+        None,
+        "Address of the rollout server, for example 'http://localhost:8000', or several addresses separated by "
+        "commas. It replaces vllm_server_host and vllm_server_port. None: the address is built from them.",
+    )
+    vllm_server_host: str = option(
+        "0.0.0.0", "Host of the rollout server. It is ignored if vllm_server_base_url is set."
+    )
+    vllm_server_port: Port = option(8000, "Port of the rollout server. It is ignored if vllm_server_base_url is set.")
+    vllm_server_timeout: PositiveFloat = option(
+        240.0,
+        "Seconds to wait for a rollout server at the start, and for one to come back if all are lost. After that "
+        "the run ends with an error.",
+    )
+    vllm_group_port: Port = option(
+        51216,
+        "Port of the process group that sends weights to vLLM servers. Change it only if another process uses it.",
+    )
+    vllm_gpu_memory_utilization: PositiveShare = option(
+        0.3,
+        "Fraction of the GPU's memory for vLLM, above 0 and at most 1 (vllm_mode='colocate'). The trainer needs "
+        "the rest. Set it on the server if there is one.",
+    )
+    vllm_max_model_length: PositiveInt | None = option(
+        None,
+        "Maximum number of tokens of prompt and completion in vLLM (vllm_mode='colocate'). Set it to the longest "
+        "prompt plus max_completion_length to save memory. None: the model's context length.",
+    )
+    vllm_tensor_parallel_size: PositiveInt = option(
+        1,
+        "Accepted for compatibility with TRL and must be 1, because each process runs its own vLLM. Serve larger "
+        "models with vllm_mode='server' and set tensor parallelism on the server.",
+    )
+    vllm_importance_sampling_correction: bool = option(
+        True,
+        "Multiply the loss by the ratio of the trainer's to the engine's probabilities, if the engine is not "
+        "exactly the policy. It corrects for their numerical difference. False ignores the difference.",
+    )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"
-    ] = option("sequence_mask", "How the ratio of trainer to engine is bounded.")
-    vllm_importance_sampling_clip_max: PositiveFloat | None = option(3.0, "Upper bound of the ratio.")
-    vllm_importance_sampling_clip_min: NonNegativeFloat | None = option(None, "Lower bound; None is 0.")
-    vllm_importance_sampling_cap: PositiveFloat | None = option(
-        None, "The old name of vllm_importance_sampling_clip_max."
+    ] = option(
+        "sequence_mask",
+        "How the correction bounds the ratio at clip_min and clip_max. 'token_truncate': clamp each token's "
+        "ratio. 'token_mask': set a token's ratio to 0 outside the bounds. 'sequence_truncate' and "
+        "'sequence_mask': the same for the product of a completion's ratios. 'geometric': mask by their geometric "
+        "mean. The default drops completions on which engine and trainer disagree.",
     )
-    use_transformers_continuous_batching: bool = option(False, "Paged generation.")
-    transformers_continuous_batching_config: dict | str | None = option(None, "Its settings.")
-    use_transformers_paged: bool | None = option(None, "The old name of use_transformers_continuous_batching.")
+    vllm_importance_sampling_clip_max: PositiveFloat | None = option(
+        3.0,
+        "Upper bound of the correction's ratio, above 0. Modes with truncate clamp a larger ratio to it; the "
+        "other modes set it to 0. None: no upper bound.",
+    )
+    vllm_importance_sampling_clip_min: NonNegativeFloat | None = option(
+        None,
+        "Lower bound of the correction's ratio, below clip_max. Modes with truncate clamp a smaller ratio to it; "
+        "the other modes set it to 0. None: 0, which has no effect.",
+    )
+    vllm_importance_sampling_cap: PositiveFloat | None = option(
+        None, "Deprecated name of vllm_importance_sampling_clip_max. If it is set, it overrides that field."
+    )
+    use_transformers_continuous_batching: bool = option(
+        False,
+        "Generate with transformers' continuous batching, the same as rollout_engine='paged'. It supports text "
+        "only, with temperature, top_k and top_p.",
+    )
+    transformers_continuous_batching_config: dict | str | None = option(
+        None,
+        "Fields of transformers' ContinuousBatchingConfig as a mapping or JSON. Only continuous batching uses "
+        "them. None: transformers' defaults.",
+    )
+    use_transformers_paged: bool | None = option(None, "Deprecated name of use_transformers_continuous_batching.")
 
 
 @dataclass
 class ReferenceFields:
-    """The KL penalty and the model it is measured against."""
+    """Options of the KL penalty and of the reference model that it is measured against."""
 
-    beta: NonNegativeFloat = option(0.0, "Weight of the KL penalty; 0 needs no reference model.")
-    sync_ref_model: bool = option(False, "Let the reference follow the policy (TR-DPO).")
-    ref_model_mixup_alpha: PositiveShare = option(0.6, "Share of the policy in each sync.")
-    ref_model_sync_steps: PositiveInt = option(512, "Optimiser steps between two syncs.")
+    beta: NonNegativeFloat = option(
+        0.0,
+        "Weight of the KL penalty, which keeps the policy near the reference model. 0: no penalty, and no "
+        "reference model is loaded, which saves memory. DeepSeek-R1 uses 0.001. Raise it if the model loses "
+        "earlier skills.",
+    )
+    sync_ref_model: bool = option(
+        False,
+        "Move the reference model towards the policy every ref_model_sync_steps steps (TR-DPO, arXiv:2404.09656). "
+        "It needs beta above 0. Adapters and quantized weights are refused.",
+    )
+    ref_model_mixup_alpha: PositiveShare = option(
+        0.6,
+        "With sync_ref_model: the fraction a in reference = (1 - a) * reference + a * policy, above 0 and at most "
+        "1. 1 replaces the reference by the policy.",
+    )
+    ref_model_sync_steps: PositiveInt = option(
+        512, "With sync_ref_model: number of optimizer steps between two updates of the reference model, at least 1."
+    )
 
 
 @dataclass
 class RewardFields:
-    """How completions are scored."""
+    """Options of scoring completions with reward functions."""
 
-    reward_weights: list[float] | None = option(None, "One weight per reward; None: ones.")
+    reward_weights: list[float] | None = option(
+        None, "Factor of each reward function in the sum of rewards, one number per function. None: 1 for each."
+    )
     reward_timeout: PositiveFloat | None = option(
-        None, "Seconds a reward function may take for one generation; None waits for ever."
+        None,
+        "Maximum number of seconds that a reward function may take for one generation. A slower function ends the "
+        "run with an error that names it. None: no limit.",
     )
     reward_transform: list[str] | None = option(
-        None, "One per reward, applied before weights: none, clip:a:b, log1p, rank, tanh:s, zscore or running."
+        None,
+        "One transform per reward function, applied before the weights. 'none'; 'clip:a:b' clamps to [a, b]; "
+        "'log1p' is sign(r) log(1 + |r|); 'tanh:s' is tanh(r / s); 'rank' is the rank in the group, from 0 to 1; "
+        "'zscore' standardizes over the generation; 'running' divides by the standard deviation of all rewards so "
+        "far. None: no transforms.",
     )
     check_rewards: bool = option(
-        True, "Call each reward function once on two rows before the model loads, to find its mistakes early."
+        True,
+        "Call each reward function once on two rows with synthetic completions before the model loads, so that "
+        "errors in it appear early. Set False if a call is expensive.",
     )
     check_reward_determinism: bool = option(
-        False, "Score 4 rows of the first generation a second time, and warn where a reward changed its mind."
+        False,
+        "Score 4 rows of the first generation a second time, and warn if a reward function returns different rewards.",
     )
 
 
 @dataclass
 class VllmSyncFields:
-    """Fields of ``use_vllm`` that say how weights are pushed and checked."""
+    """Options of pushing weights to vLLM and rollout servers, and of verifying the weights that arrived."""
 
-    vllm_weight_bucket_mb: PositiveInt = option(512, "MiB of weights sent in one request, at least 1.")
-    vllm_sync_timeout: PositiveFloat = option(720.0, "Seconds one call of a weight update may take.")
-    vllm_request_timeout: PositiveFloat | None = option(
-        None, "Seconds one request to a server may take; None: 600, or 30 and 0.02 a requested token."
+    vllm_weight_bucket_mb: PositiveInt = option(
+        512,
+        "Size of one request with weights to a server, in MiB, at least 1. Lower it if a proxy limits the size of "
+        "requests.",
     )
-    vllm_sync_retries: NonNegativeInt = option(2, "Whole weight updates that are tried again before the run stops.")
+    vllm_sync_timeout: PositiveFloat = option(
+        720.0,
+        "Maximum number of seconds of one request of a weight update. Raise it for large models on slow networks.",
+    )
+    vllm_request_timeout: PositiveFloat | None = option(
+        None,
+        "Maximum number of seconds of one generation request to a server. None: 30 plus 0.02 per requested token, "
+        "and at least 600.",
+    )
+    vllm_sync_retries: NonNegativeInt = option(
+        2, "How many times a failed weight update is repeated from its beginning before the run stops. 0: never."
+    )
     vllm_sleep_level: Literal["auto", "1", "2"] = option(
         "auto",
-        "With vllm_enable_sleep_mode: 1 keeps weights in host memory, 2 drops them. auto: 1 where a push serves "
-        "several generations, else 2.",
+        "With vllm_enable_sleep_mode: what happens to vLLM's weights. '1' keeps them in host memory. '2' drops "
+        "them until the next push. 'auto': '1' if one push serves several generations and the weights fit into "
+        "host memory, else '2'.",
     )
     adapter_sync: Literal["auto", "adapter", "merged"] = option(
         "auto",
-        "A LoRA adapter goes to vLLM and to servers alone (adapter), or added to the weights (merged); auto: alone where the "
-        "engine takes it, else merged, which is told once.",
+        "What is pushed when a LoRA adapter is trained. 'adapter': the adapter alone; it is an error if the "
+        "engine does not support it. 'merged': all weights with the adapter merged. 'auto': the adapter alone if "
+        "the engine supports it, else merged with one warning.",
     )
-    vllm_server_api_key: str | None = option(None, "Bearer token of the rollout servers.")
+    vllm_server_api_key: str | None = option(
+        None,
+        "Bearer token for the rollout servers. None: the environment variable POSTTRAIN_API_KEY, or the token "
+        "that a server of the same user on this machine has written to a file.",
+    )
     mask_ids_without_token: bool = option(
         False,
-        "Never sample ids that the tokenizer has no token for. Some models have padded embeddings: more rows than tokens.",
+        "Never sample token ids without a token in the tokenizer. Set it for models whose embedding is padded to "
+        "more rows than there are tokens.",
     )
     weight_parity_every: NonNegativeInt | None = option(
         None,
-        "Number of weight pushes between two comparisons of log-probs with the engine. None compares as often as it costs "
-        "less than 1 % of the run's time. The first push, and each until training has moved the weights, are always compared; "
-        "0 compares nothing after these.",
+        "Number of weight pushes between two comparisons of log-probs with the engine. None compares as often as "
+        "it costs less than 1 % of the run's time. The first push, and each until training has moved the weights, "
+        "are always compared; 0 compares nothing after these.",
     )
     allow_biased_is: bool = option(
-        False, "Allow the correction of engine log-probs with a penalty, a guide or a bias, which biases every ratio."
+        False,
+        "Allow the importance-sampling correction together with a repetition penalty, structured outputs or a "
+        "logit bias. By default this is an error, because they change the sampled distribution and bias every "
+        "ratio.",
     )
 
 
@@ -254,7 +435,7 @@ REFUSED = {"typical_p": "no engine here draws by typical probability; top_p or m
 
 @config
 class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields, RewardFields, PostTrainingConfig):
-    """Arguments of the trainers that sample completions from the policy they train."""
+    """Arguments of the trainers that sample completions from the policy while they train it."""
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012
         *PostTrainingConfig._VALID_DICT_FIELDS,
@@ -267,25 +448,63 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     log_ref_kl, samples_per_step = False, None  # Of methods without these options: no fields.
     _corrects_sampler: ClassVar[bool] = False  # The loss weighs by the ratio to what another engine said of its tokens.
 
-    learning_rate: float = option(1e-6, "Peak learning rate.")
-    remove_unused_columns: bool | None = option(False, "Keep only the prompt column; rewards then see no other column.")
-    num_iterations: PositiveInt = option(1, "Passes over each generation, mu >= 1.")
-    epsilon: NonNegativeFloat = option(0.2, "Lower clip of the importance ratio: 1 - epsilon.")
-    epsilon_high: NonNegativeFloat | None = option(None, "Upper clip: 1 + epsilon_high; None: epsilon.")
-    mask_truncated_completions: bool = option(False, "Leave completions that hit the length limit out of the loss.")
+    learning_rate: float = option(
+        1e-6, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
+    )
+    remove_unused_columns: bool | None = option(
+        False,
+        "Drop all columns of the dataset except the prompt. Reward functions then do not receive them. Leave it "
+        "False if a reward function needs a column, for example an answer.",
+    )
+    num_iterations: PositiveInt = option(
+        1,
+        "Number of times that each generation is trained on (mu), at least 1. Above 1, later passes are "
+        "off-policy and the importance ratio is clipped.",
+    )
+    epsilon: NonNegativeFloat = option(
+        0.2,
+        "Lower clip of the importance ratio: 1 - epsilon, at least 0. Smaller values limit how far one generation "
+        "can move the policy. loss_type='gmpo' clips the log of the ratio.",
+    )
+    epsilon_high: NonNegativeFloat | None = option(
+        None,
+        "Upper clip of the importance ratio: 1 + epsilon_high. None: epsilon. DAPO uses 0.28 to keep unlikely "
+        "tokens trainable. loss_type='cispo' caps the ratio at epsilon_high itself and needs at least 1; 5.0 is "
+        "common.",
+    )
+    mask_truncated_completions: bool = option(
+        False,
+        "Exclude completions that reach the length limit from the loss. Their rewards still count in their group. "
+        "Set it, as DAPO does, if good answers are truncated at max_completion_length and get low rewards.",
+    )
     dynamic_sampling: NonNegativeInt = option(
-        0, "Rounds in which groups whose rewards are all equal are replaced by fresh prompts (DAPO); 0 is off."
+        0,
+        "Maximum number of rounds in which groups with equal rewards are replaced by new prompts (DAPO), because "
+        "they give no gradient. Each round samples again. 0 disables it.",
     )
     balance_ranks: bool = option(
-        True, "Exchange rows between processes where that evens out their tokens; the gradient stays."
+        True,
+        "Exchange rows between processes so that they compute similar numbers of tokens, if it pays. The gradient "
+        "does not change.",
     )
     stop_without_signal: PositiveInt | None = option(
-        None, "Generations in a row with all advantages 0, after which the run ends; None: it warns and goes on."
+        None,
+        "Number of consecutive generations without any nonzero advantage after which the run ends with an error. "
+        "None: log a warning and continue.",
     )
-    log_completions: bool = option(False, "Print a sample of completions at each log step.")
-    log_multimodal: bool = option(True, "Include images in logged tables.")
-    num_completions_to_print: NonNegativeInt | None = option(None, "Rows of the printed table; None: all.")
-    log_unique_prompts: bool = option(False, "One row a prompt in trackers' tables.")
+    log_completions: bool = option(
+        False,
+        "Print completions with their rewards at each log step, and send them as a table to the trackers in report_to.",
+    )
+    log_multimodal: bool = option(
+        True,
+        "Include images in the logged tables of completions. Set False to keep the logs of runs with large images "
+        "small.",
+    )
+    num_completions_to_print: NonNegativeInt | None = option(
+        None, "Number of completions that log_completions prints, selected at random. None: all. 0: none."
+    )
+    log_unique_prompts: bool = option(False, "Send only one completion per prompt to the trackers. False sends all.")
 
     def __post_init__(self) -> None:
         self.vllm_sleep_level = str(self.vllm_sleep_level)  # type: ignore[assignment]
@@ -508,20 +727,28 @@ def _near(value: int, step: int) -> str:
 
 @dataclass
 class EpisodeFields(HarnessFields):
-    """Fields of configs whose trainers let the model call tools; the others do not have them."""
+    """Options of trainers that let the model call tools and act in environments."""
 
     max_tool_calling_iterations: Annotated[int, Range(least=-1)] | None = option(
-        None, "Rounds of tool calls per completion; None: 32; -1: no limit but the tokens."
+        None,
+        "Maximum number of rounds of tool calls per completion, at least 0. None: 32. -1: no limit except "
+        "max_completion_length.",
     )
     max_tool_output_tokens: PositiveInt | None = option(
-        None, "A longer tool result is cut in its middle; None: it is left whole."
+        None, "Maximum number of tokens of a tool's result. A longer result loses its middle. None: no limit."
     )
     tool_workers: NonNegativeInt | None = option(
-        None, "Rollouts whose tools run at once; None: all, at most 32; 0: in turn, on the main thread."
+        None,
+        "Number of completions whose tools run at the same time. None: all, up to 32. 0: one after the other on "
+        "the main thread, for tools that are not thread-safe.",
     )
     tool_timeout: PositiveFloat | None = option(
-        60.0, "Seconds a tool call, a reset or a get_reward may take; None: for ever. Not with tool_workers=0."
+        60.0,
+        "Maximum number of seconds of a tool call, or of an environment's reset or get_reward. None: no limit. It "
+        "has no effect with tool_workers=0.",
     )
     environment_retries: NonNegativeInt = option(
-        0, "Further attempts when an environment's reset or get_reward raises."
+        0,
+        "Number of further attempts if an environment's reset or get_reward raises an error. 0: the first error "
+        "ends the run.",
     )

@@ -38,31 +38,75 @@ UNREAD = (
 
 @config
 class OnlineDPOConfig(PictureConfig, OnlineConfig):
-    """Arguments of `OnlineDPOTrainer`. Batch sizes count prompts.
+    """Arguments of `OnlineDPOTrainer`. Batch sizes count prompts, with two completions each.
 
-    A list instead of a number has one value per epoch; the last one stays.
+    ``beta`` may be a list with one value per epoch; later epochs use its last value.
     """
 
-    learning_rate: float = option(5e-7, "Peak learning rate.")
-    disable_dropout: bool = option(True, "Set every dropout to 0.")
-    reward_model_path: str | None = option(None, "For scripts; the trainer does not read it.")
-    max_new_tokens: PositiveInt = option(64, "Most tokens of a completion, EOS included.")
-    max_completion_length: PositiveInt | None = option(None, "Another name of max_new_tokens.")
-    max_length: PositiveInt = option(512, "Most tokens of prompt and completion; a longer prompt loses its beginning.")
-    temperature: PositiveFloat = option(0.9, "Of sampling alone: log-probs of the loss are those at temperature 1.")
+    learning_rate: float = option(
+        5e-7, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
+    )
+    disable_dropout: bool = option(
+        True,
+        "Set every dropout probability of the model to 0, so that policy and reference give equal log-probs for "
+        "equal inputs. An adapter's lora_dropout is not changed.",
+    )
+    reward_model_path: str | None = option(
+        None,
+        "Accepted for scripts that load a reward model themselves. The trainer does not use it; pass reward_funcs "
+        "to the trainer.",
+    )
+    max_new_tokens: PositiveInt = option(64, "Maximum number of tokens of a completion, including the end token.")
+    max_completion_length: PositiveInt | None = option(
+        None, "Alias of max_new_tokens. None: max_new_tokens. A different value is an error."
+    )
+    max_length: PositiveInt = option(
+        512,
+        "Maximum number of tokens of prompt and completion, above max_new_tokens. A longer prompt loses its beginning.",
+    )
+    temperature: PositiveFloat = option(
+        0.9,
+        "Divisor of the logits in sampling, above 0. Higher values make the two completions of a prompt differ "
+        "more. The log-probs of the loss use temperature 1.",
+    )
     missing_eos_penalty: PositiveFloat | None = option(
-        None, "Taken from the reward of a completion that did not end, > 0."
+        None,
+        "Number above 0 that is subtracted from the reward of a completion without an end token. It favors "
+        "completions shorter than max_new_tokens. None: no penalty.",
     )
     beta: list[float] = field(  # type: ignore[assignment]
-        default_factory=lambda: [0.1], metadata={"help": "Strength of the tie to the reference; several: by epoch."}
+        default_factory=lambda: [0.1],
+        metadata={
+            "help": (
+                "Strength of the regularization towards the reference model, above 0: a larger value keeps the policy "
+                "closer. For loss_type='ipo' it is tau of the paper. A list has one value per epoch; the last value "
+                "stays."
+            )
+        },
     )
-    loss_type: Literal["sigmoid", "ipo"] = option("sigmoid", "Loss of a pair.")
-    num_generations: PositiveInt = option(2, "Always 2: a pair is compared.")
-    num_generations_eval: NonNegativeInt | None = option(1, "Always 1: evaluation compares nothing.")
+    loss_type: Literal["sigmoid", "ipo"] = option(
+        "sigmoid",
+        "Loss of a pair of completions. 'sigmoid': the loss of DPO. 'ipo': a finite target for the gap of "
+        "log-ratios, 1 / (2 beta), without division by length.",
+    )
+    num_generations: PositiveInt = option(
+        2, "Number of completions per prompt. It must be 2, because the better and the worse one form a pair."
+    )
+    num_generations_eval: NonNegativeInt | None = option(
+        1,
+        "Number of completions per prompt in evaluation. It must be 1 (or 0 or None, with the same effect), "
+        "because evaluation scores completions without comparing them.",
+    )
     keep_eos_for_rewards: bool = option(
-        False, "Reward functions see the end-of-sequence token of plain text that has ended."
+        False,
+        "Append the end token to plain-text completions that have ended before reward functions receive them. "
+        "Conversations are not changed.",
     )
-    vllm_gpu_memory_utilization: PositiveShare = option(0.55, "Share of GPU memory, colocate.")
+    vllm_gpu_memory_utilization: PositiveShare = option(
+        0.55,
+        "Fraction of the GPU's memory for vLLM, above 0 and at most 1 (vllm_mode='colocate'). The trainer needs "
+        "the rest. Set it on the server if there is one.",
+    )
 
     def check_fields(self) -> None:
         """Check every field; one number for ``beta`` stands for a list of one."""

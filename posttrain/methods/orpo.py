@@ -24,9 +24,13 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 
 @config
 class ORPOConfig(UnreadFields, AnswerConfig):
-    """Arguments of `ORPOTrainer`."""
+    """Arguments of `ORPOTrainer`, which adds a penalty on rejected answers to supervised fine-tuning."""
 
-    beta: PositiveFloat = option(0.1, "Weight of the odds-ratio term, the paper's lambda, above 0.")
+    beta: PositiveFloat = option(
+        0.1,
+        "Weight of the odds-ratio term, above 0. The paper calls it lambda. A larger value penalizes rejected "
+        "answers more.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

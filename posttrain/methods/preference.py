@@ -192,22 +192,53 @@ CHECKED_ROWS = 1000
 
 @config
 class AnswerConfig(PostTrainingConfig):
-    """Fields of every method on given answers."""
+    """Arguments of all methods that train on given answers."""
 
     desirable_weight = undesirable_weight = 1.0  # Of methods without these options: no fields.
 
-    learning_rate: float = option(1e-6, "Peak learning rate; about 1e-5 for LoRA.")
-    disable_dropout: bool = option(True, "Set every dropout to 0.")
-    max_length: int | None = option(1024, "Tokens of prompt and answer, at least 2; None never cuts.")
-    truncation_mode: Literal["keep_start", "keep_end"] = option("keep_start", "Which end of a long answer is kept.")
-    mask_inner_turns: bool = option(False, "Turns of the user or of tools within an answer have no loss.")
-    dataset_num_proc: PositiveInt | None = option(None, "Processes that prepare the dataset.")
-    pad_to_multiple_of: int | str | None = option(None, "Rounds row widths up; auto or None: what the layout wants.")
+    learning_rate: float = option(
+        1e-6, "Peak learning rate. The default suits training of all weights; use about 1e-5 for LoRA."
+    )
+    disable_dropout: bool = option(
+        True,
+        "Set every dropout probability of the model to 0, so that policy and reference give equal log-probs for "
+        "equal inputs. An adapter's lora_dropout is not changed.",
+    )
+    max_length: int | None = option(
+        1024,
+        "Maximum number of tokens of prompt and answer, at least 2. Longer answers are truncated, and rows whose "
+        "prompt fills it are dropped. None: no limit. Raise it if the log reports many truncated answers.",
+    )
+    truncation_mode: Literal["keep_start", "keep_end"] = option(
+        "keep_start",
+        "Which end of a row above max_length is kept. 'keep_start': the prompt and the beginning of each answer. "
+        "'keep_end': the end of each answer, and of the prompt if tokens are left for it; DPO deprecates it.",
+    )
+    mask_inner_turns: bool = option(
+        False,
+        "Exclude turns of the user and of tools within an answer from the loss. False trains them like the "
+        "model's own text, with a warning. Set it for answers with tool calls.",
+    )
+    dataset_num_proc: PositiveInt | None = option(
+        None,
+        "Number of processes that prepare the dataset, at least 1. None: the main process only. Raise it for "
+        "large datasets.",
+    )
+    pad_to_multiple_of: int | str | None = option(
+        None,
+        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for "
+        "FlexAttention, which needs multiples of 128.",
+    )
     beta: PositiveFloat = option(
-        0.1, "Strength of the tie to the reference: with 0 the loss is constant, and some losses divide by it."
+        0.1,
+        "Strength of the regularization, above 0. For losses with a reference, a larger value keeps the policy "
+        "closer to it. For 'ipo' it is tau: the target gap per token is 1 / (2 beta). Losses that average over "
+        "tokens need a value one or two orders of magnitude larger.",
     )
     pair_reward_model: str | None = option(
-        None, "A reward model that up to 512 pairs are shown to: how often does it agree?"
+        None,
+        "Folder or Hub id of a reward model that scores up to 512 pairs before training. Its agreement with the "
+        "labels is logged, and pairs that it contradicts are listed in a file. None: no scoring.",
     )
 
     def __post_init__(self) -> None:
@@ -237,12 +268,18 @@ UNREAD = {
 
 @dataclass
 class UnreadFields:
-    """Fields of TRL's CPO and ORPO that nothing reads here; they are refused where they are set."""
+    """Fields of TRL's CPO and ORPO configs that have no effect here. Setting one is an error."""
 
-    max_completion_length: int | None = option(None, "Leave it out: max_length cuts answers.")
-    generate_during_eval: bool = option(False, "Leave it out: use LogCompletionsCallback.")
-    is_encoder_decoder: bool | None = option(None, "Leave it out: models are causal.")
-    padding_value: int | None = option(None, "Leave it out: the tokenizer has a pad token.")
+    max_completion_length: int | None = option(
+        None, "Not supported. Use max_length, which truncates prompt and answer together, or filter the dataset."
+    )
+    generate_during_eval: bool = option(
+        False, "Not supported. Use LogCompletionsCallback, which generates and logs completions."
+    )
+    is_encoder_decoder: bool | None = option(None, "Not supported. Only causal language models are trained.")
+    padding_value: int | None = option(
+        None, "Not supported. Padding is not part of any loss; set pad_token on the tokenizer."
+    )
 
     def refuse_unread(self) -> None:
         """Raise for each that is set.
@@ -258,15 +295,31 @@ class UnreadFields:
 
 @config
 class ComparedConfig(AnswerConfig):
-    """Fields of every method that compares the policy with a reference."""
+    """Arguments of all methods that compare the policy with a reference model."""
 
     precompute_ref_log_probs: bool = option(
-        False, "Compute the reference's log-probs once, before training, and free it."
+        False,
+        "Compute the reference's log-probs once, before training, and release the reference model. This saves its "
+        "memory. It needs a dataset with a length and cannot be combined with sync_ref_model.",
     )
-    precompute_ref_batch_size: PositiveInt | None = option(None, "Rows a pass; None: as in training.")
-    sync_ref_model: bool = option(False, "Let the reference follow the policy (TR-DPO).")
-    ref_model_mixup_alpha: PositiveShare = option(0.6, "Share of the policy in a sync, in (0, 1].")
-    ref_model_sync_steps: PositiveInt = option(512, "Optimiser steps between two syncs.")
+    precompute_ref_batch_size: PositiveInt | None = option(
+        None,
+        "With precompute_ref_log_probs: number of rows per forward pass. None: per_device_train_batch_size. A "
+        "larger number is faster, because no gradients are stored.",
+    )
+    sync_ref_model: bool = option(
+        False,
+        "Move the reference model towards the policy every ref_model_sync_steps steps (TR-DPO, arXiv:2404.09656). "
+        "Adapters and quantized weights are refused.",
+    )
+    ref_model_mixup_alpha: PositiveShare = option(
+        0.6,
+        "With sync_ref_model: the fraction a in reference = (1 - a) * reference + a * policy, above 0 and at most "
+        "1. 1 replaces the reference by the policy.",
+    )
+    ref_model_sync_steps: PositiveInt = option(
+        512, "With sync_ref_model: number of optimizer steps between two updates of the reference model, at least 1."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

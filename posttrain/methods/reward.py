@@ -21,21 +21,44 @@ logger = logging.getLogger(__name__)
 
 @config
 class RewardConfig(PostTrainingConfig):
-    """Arguments of `RewardTrainer`."""
+    """Arguments of `RewardTrainer`, which trains a scalar head to score chosen answers above rejected ones."""
 
-    learning_rate: float = option(1e-4, "Peak learning rate; about ten times more for LoRA.")
-    disable_dropout: bool = option(True, "Set every dropout to 0.")
+    learning_rate: float = option(1e-4, "Peak learning rate. Use about ten times more for LoRA.")
+    disable_dropout: bool = option(
+        True,
+        "Set every dropout probability of the model to 0, so that equal answers get equal scores. An adapter's "
+        "lora_dropout is not changed.",
+    )
     chat_template_path: str | None = option(
-        None, "A .jinja file with the template's text, or a tokenizer to clone with its tokens."
+        None,
+        "Path of a .jinja or .j2 file with a chat template, whose special tokens must be in the vocabulary "
+        "already. Any other value is the folder or Hub id of a tokenizer: its template and added tokens are "
+        "copied, and the embedding grows. None: the tokenizer's own template.",
     )
-    eos_token: str | None = option(None, "Token that ends a sequence; None: the tokenizer's.")
-    pad_token: str | None = option(None, "Deprecated: set pad_token on the tokenizer.")
-    max_length: PositiveInt | None = option(1024, "Pairs with a longer side are left out; None keeps all.")
-    dataset_num_proc: PositiveInt | None = option(None, "Processes that prepare the dataset.")
+    eos_token: str | None = option(
+        None, "Token that ends a sequence. It must be in the tokenizer's vocabulary. None: the tokenizer's own token."
+    )
+    pad_token: str | None = option(None, "Deprecated. Set pad_token on the tokenizer instead.")
+    max_length: PositiveInt | None = option(
+        1024,
+        "Maximum number of tokens of prompt and answer, at least 1. A pair with a longer chosen or rejected side "
+        "is dropped, because its end decides the score. None keeps all pairs.",
+    )
+    dataset_num_proc: PositiveInt | None = option(
+        None,
+        "Number of processes that prepare the dataset, at least 1. None: the main process only. Raise it for "
+        "large datasets.",
+    )
     center_rewards_coefficient: NonNegativeFloat | None = option(
-        None, "Weight of (r+ + r-)^2, which keeps scores near 0; 0.01 is usual. None: off."
+        None,
+        "Weight of the term (r_chosen + r_rejected)^2, which keeps scores near 0 (arXiv:2312.09244). 0.01 is "
+        "recommended. None or 0: no term, so scores have an arbitrary offset.",
     )
-    pad_to_multiple_of: int | str | None = option(None, "Rounds row widths up; auto or None: what the layout wants.")
+    pad_to_multiple_of: int | str | None = option(
+        None,
+        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for "
+        "FlexAttention, which needs multiples of 128.",
+    )
 
 
 def reward_objective(out: ModelOutputs, batch: Batch, *, center: float | None) -> LossTerms:

@@ -33,18 +33,33 @@ CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10  # Share of clipped sequences, and steps i
 
 @config
 class RLOOConfig(PictureConfig, OnlineConfig):
-    """Arguments of `RLOOTrainer`; those of GRPO's loss family do not exist here.
+    """Arguments of `RLOOTrainer`. The options of GRPO's family of losses do not exist here.
 
     Reference: Back to basics, arXiv:2402.14740.
     """
 
     _corrects_sampler: ClassVar[bool] = True
-    num_generations: PositiveInt = option(2, "Completions per prompt, at least 2.")
-    beta: NonNegativeFloat = option(0.05, "Weight of the KL that is charged to the reward; 0: none.")
-    reward_clip_range: list[float] | None = option(
-        None, "Lowest and highest reward, before the KL is charged; None: as they are."
+    num_generations: PositiveInt = option(
+        2,
+        "Number of completions sampled per prompt, at least 2. The baseline of a completion is the mean reward of "
+        "the other completions of its prompt, so more completions make it less noisy. It must divide "
+        "generation_batch_size.",
     )
-    normalize_advantages: bool = option(False, "Standardise advantages over the whole generation.")
+    beta: NonNegativeFloat = option(
+        0.05,
+        "Weight of the KL to the reference model, which is subtracted from the reward. 0: no KL, and no reference "
+        "model is loaded. Raise it if the model loses earlier skills.",
+    )
+    reward_clip_range: list[float] | None = option(
+        None,
+        "Two numbers, the minimum and the maximum reward. Rewards are clipped before the KL is subtracted; the "
+        "log shows them unclipped. None: no clipping.",
+    )
+    normalize_advantages: bool = option(
+        False,
+        "Standardize advantages over the whole generation to mean 0 and standard deviation 1, and limit them to "
+        "-10 to 10. False uses them unscaled. Set it if rewards are large.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,41 +27,98 @@ OLD_DATASET_KWARGS = {"add_special_tokens", "append_concat_token"}
 
 @config
 class SFTConfig(PictureConfig, PostTrainingConfig):
-    """Arguments of `SFTTrainer`."""
+    """Arguments of `SFTTrainer`: which tokens are trained, how rows are truncated and packed, and which loss is used."""
 
     _VALID_DICT_FIELDS = [*PostTrainingConfig._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012
 
-    learning_rate: float = option(2e-5, "Peak learning rate; about ten times more for LoRA.")
-    dataset_text_field: str = option("text", "Column of plain language modelling.")
+    learning_rate: float = option(
+        2e-5, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
+    )
+    dataset_text_field: str = option(
+        "text",
+        "Name of the column with plain text. It is read only if a row has no input_ids, messages, or prompt and "
+        "completion.",
+    )
     dataset_kwargs: dict[str, Any] | str | None = option(
-        None, "Only key: skip_prepare_dataset, for rows that already hold input_ids and labels."
+        None,
+        "Options of the dataset's preparation as a mapping or JSON. The only key is skip_prepare_dataset: True "
+        "uses rows as they are, with the columns input_ids and labels. It is refused for rows with images.",
     )
-    dataset_num_proc: PositiveInt | None = option(None, "Processes that prepare the dataset.")
-    eos_token: str | None = option(None, "Token that ends a sequence; None: the tokenizer's.")
-    pad_token: str | None = option(None, "Deprecated: set pad_token on the tokenizer.")
+    dataset_num_proc: PositiveInt | None = option(
+        None,
+        "Number of processes that prepare the dataset, at least 1. None: the main process only. Raise it for "
+        "large datasets.",
+    )
+    eos_token: str | None = option(
+        None, "Token that ends a sequence. It must be in the tokenizer's vocabulary. None: the tokenizer's own token."
+    )
+    pad_token: str | None = option(None, "Deprecated. Set pad_token on the tokenizer instead.")
     chat_template_path: str | None = option(
-        None, "A .jinja file with the template's text, or a tokenizer to clone with its tokens."
+        None,
+        "Path of a .jinja or .j2 file with a chat template, whose special tokens must be in the vocabulary "
+        "already. Any other value is the folder or Hub id of a tokenizer: its template and added tokens are "
+        "copied, and the embedding grows. None: the tokenizer's own template.",
     )
-    max_length: PositiveInt | None = option(1024, "Tokens a row may have, and of a packed row; None never cuts.")
-    truncation_mode: Literal["keep_start", "keep_end"] = option("keep_start", "Which end of a long row is kept.")
+    max_length: PositiveInt | None = option(
+        1024,
+        "Maximum number of tokens per row, at least 1. Longer rows are truncated; with packing it is the length "
+        "of a packed row. None disables truncation and is refused with packing. Raise it if the log reports many "
+        "truncated rows.",
+    )
+    truncation_mode: Literal["keep_start", "keep_end"] = option(
+        "keep_start",
+        "Which end of a long row is kept. 'keep_start': the beginning. 'keep_end': the end; it is deprecated, "
+        "because such rows do not look like any prompt.",
+    )
     completion_only_loss: bool | None = option(
-        None, "Train the completion alone. None: yes where rows have prompt and completion."
+        None,
+        "Train only the completion of rows with prompt and completion. True and None do this. False also trains "
+        "the prompt. All tokens of rows without a prompt are trained.",
     )
-    assistant_only_loss: bool = option(False, "Train only what the assistant says.")
-    allow_untrained_stop: bool = option(False, "Go on when assistant_only_loss trains no token that ends a turn.")
+    assistant_only_loss: bool = option(
+        False,
+        "Train only the assistant's turns of a conversation, including the token that ends each turn. False "
+        "trains all tokens. If the chat template does not mark assistant turns, a matching template with marks is "
+        "used for tokenizing.",
+    )
+    allow_untrained_stop: bool = option(
+        False,
+        "Continue if assistant_only_loss trains no token that ends a turn. By default this is an error, because "
+        "the model would not learn to stop.",
+    )
     loss_type: Literal["nll", "chunked_nll", "dft"] | None = option(
-        "nll", "nll, a chunk of logits at a time, and chunked_nll its other name; dft weighs it by the probability."
+        "nll",
+        "Loss. 'nll': negative log-likelihood, averaged over the trained tokens of the optimizer step and "
+        "computed in chunks of logits. 'chunked_nll': alias of 'nll'. 'dft': Dynamic Fine-Tuning "
+        "(arXiv:2508.05629), which weights each token's loss by its probability, treated as a constant. None: "
+        "'nll'.",
     )
     packing: bool = option(
-        False, "Put several documents in a dataset row, so that a step holds about max_length tokens a row."
+        False,
+        "Pack several documents into each row of the training set, up to max_length tokens. Documents do not "
+        "attend to each other. Batch sizes then count packed rows, so steps have similar numbers of tokens.",
     )
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = option(
-        "bfd", "bfd cuts long documents, bfd_split splits them, wrapped cuts anywhere."
+        "bfd",
+        "How packing fills rows. 'bfd': best fit, longest documents first; documents above max_length are "
+        "truncated. 'bfd_split': the same, but long documents are split into independent pieces. 'wrapped': keep "
+        "the order and split documents wherever a row is full. Rows with images need 'bfd'.",
     )
-    eval_packing: bool | None = option(None, "Packing of evaluation sets; None: as packing.")
-    padding_free: bool = option(False, "For compatibility: batches carry no padding either way.")
-    shuffle_dataset: bool = option(False, "Shuffle once before training.")
-    pad_to_multiple_of: int | str | None = option(None, "Rounds row widths up; auto or None: what the layout wants.")
+    eval_packing: bool | None = option(None, "Pack the evaluation sets. None: same as packing.")
+    padding_free: bool = option(
+        False,
+        "Accepted for compatibility with TRL. It has no effect, because batches have no padding between sequences.",
+    )
+    shuffle_dataset: bool = option(
+        False,
+        "Shuffle the dataset once before training, with the config's seed. With packing, documents are also "
+        "shuffled before they are packed.",
+    )
+    pad_to_multiple_of: int | str | None = option(
+        None,
+        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for "
+        "FlexAttention, which needs multiples of 128.",
+    )
 
     def __post_init__(self) -> None:
         self._rename_deprecated()

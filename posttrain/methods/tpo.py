@@ -24,16 +24,33 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
 @config
 class TPOConfig(AnswerConfig):
-    """Arguments of `TPOTrainer`."""
+    """Arguments of `TPOTrainer`, which trains on triples of a chosen, a rejected and a gold answer."""
 
-    learning_rate: float = option(5e-7, "Peak learning rate; about ten times more for LoRA.")
-    loss_type: Literal["sigmoid", "hinge", "ipo", "tpo-l"] = option(
-        "sigmoid", "On sums of log-probs (sigmoid, hinge) or means a token (ipo, tpo-l)."
+    learning_rate: float = option(
+        5e-7, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
     )
-    beta: PositiveFloat = option(0.01, "Scale of the reward, above 0.")
-    label_smoothing: Share = option(0.0, "Chance that a label is wrong; sigmoid and tpo-l.")
-    tpo_alpha: NonNegativeFloat = option(1.0, "Weight of the gold answers' NLL; 0 leaves them out.")
-    tpo_l_gamma: float = option(0.5, "Margin of tpo-l.")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "tpo-l"] = option(
+        "sigmoid",
+        "Loss of the pair, without a reference model. 'sigmoid' and 'hinge' compare sums of log-probs; 'hinge' "
+        "ignores pairs with a sufficient gap. 'ipo' and 'tpo-l' compare means per token: 'ipo' has a target for "
+        "the gap, 'tpo-l' the margin tpo_l_gamma.",
+    )
+    beta: PositiveFloat = option(
+        0.01,
+        "Scale of the reward, above 0. For 'ipo' the target gap is 1 / (2 beta). Losses on means per token need a "
+        "value one or two orders of magnitude larger.",
+    )
+    label_smoothing: Share = option(
+        0.0,
+        "Probability that a label is wrong, from 0 to 1. Only 'sigmoid' and 'tpo-l' use it; with other losses a "
+        "value above 0 is an error.",
+    )
+    tpo_alpha: NonNegativeFloat = option(
+        1.0,
+        "Weight of the negative log-likelihood of gold answers, at least 0. 0 excludes gold answers, which saves "
+        "their part of the forward pass.",
+    )
+    tpo_l_gamma: float = option(0.5, "With loss_type='tpo-l': margin that the scaled difference of rewards must reach.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,25 +33,34 @@ OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
         "loss_top_k": (0, "Use teacher_top_k."), "loss_add_tail": (True, "Use add_tail_bucket."),
         "log_completions_steps": (100, "Use logging_steps."),
     },
-    beta=(0.0, "Divergence: 0 is KL(teacher || student), 1 KL(student || teacher), between Jensen-Shannon."),
-    temperature=(1.0, "Sampling only: teacher_temperature is the loss's; > 0."),
+    beta=(0.0, "Divergence, from 0 to 1. 0: KL(teacher || student). 1: KL(student || teacher). Between: Jensen-Shannon."),
+    temperature=(1.0, "Divisor of the logits in sampling, above 0. The loss uses teacher_temperature."),
 )  # fmt: skip
 class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
-    """Arguments of `AsyncDistillationTrainer`: those of the workers and their servers, and of the teachers."""
+    """Arguments of `AsyncDistillationTrainer`: options of rollout workers, servers and teachers."""
 
     _loss_temperature: ClassVar[str | float] = "teacher_temperature"
     _meaningless: ClassVar[dict[str, object]] = {name: value for name, value in MEANINGLESS.items() if name != "beta"}
     teacher_server_urls: dict[str, str] | str | None = option(
-        None, "TRL's name of teacher_model_server_url. None: a teacher model in this process."
+        None,
+        "TRL's name of teacher_model_server_url: address of a server with the teacher, or a mapping from name to "
+        "address. None: a teacher model in this process.",
     )
     teacher_temperature: PositiveFloat = option(
-        1.0, "Loss only: divides the logits of student and teacher; 1 with servers."
+        1.0,
+        "Divisor of the logits of student and teacher in the loss, above 0. It must be 1 with servers. Sampling "
+        "uses temperature.",
     )
     teacher_top_k: PositiveInt = option(
         8,
-        "Ids per position that servers are asked for at beta=0; else the loss sees the likeliest and the sampled one.",
+        "Number of token ids per position that a teacher server returns at beta=0. For other beta, the loss uses "
+        "the most likely and the sampled id.",
     )
-    add_tail_bucket: bool = option(True, "One category more for the mass outside teacher_top_k ids.")
+    add_tail_bucket: bool = option(
+        True,
+        "Add one category for the probability of all other ids. False renormalizes both distributions to the "
+        "selected ids.",
+    )
 
     def __post_init__(self) -> None:
         urls, named = self.teacher_server_urls, self.teacher_model_server_url

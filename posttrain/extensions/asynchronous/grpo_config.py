@@ -43,94 +43,143 @@ MEANINGLESS = {
 
 @config
 class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
-    """Arguments of `AsyncGRPOTrainer`: GRPO whose rollouts are written in processes of their own, while it trains.
+    """Arguments of `AsyncGRPOTrainer`: GRPO whose rollouts are sampled by other processes while it trains.
 
-    One optimiser step takes ``samples_per_step`` rollouts from a queue, in as many forward passes as their tokens need;
-    ``gradient_accumulation_steps`` only enters its default (per-device batch x accumulation x processes) and is 1 afterwards.
+    One optimizer step takes ``samples_per_step`` rollouts from a queue and computes as many forward passes as their tokens need.
+    ``gradient_accumulation_steps`` is used only for the default of ``samples_per_step`` and is 1 afterwards.
     """
 
     _least_generations: ClassVar[int] = 2
     _corrects_sampler: ClassVar[bool] = True
     _meaningless: ClassVar[dict[str, object]] = MEANINGLESS
 
-    lr_scheduler_type: str = option("constant", "Schedule of the learning rate.")
-    logging_steps: float = option(1, "Optimiser steps between two log lines.")
-    max_completion_length: PositiveInt = option(2048, "Most tokens of a rollout beyond its prompt, over all its turns.")
+    lr_scheduler_type: str = option(
+        "constant",
+        "Schedule of the learning rate, any of transformers' schedulers. The default is 'constant'; GRPOConfig's "
+        "is 'linear'.",
+    )
+    logging_steps: float = option(
+        1, "Number of optimizer steps between two log lines. A value below 1 is a fraction of all steps."
+    )
+    max_completion_length: PositiveInt = option(
+        2048, "Maximum number of tokens of a rollout after its prompt, over all its turns."
+    )
     samples_per_step: PositiveInt | None = option(
-        None, "Rollouts of one optimiser step. None: per-device batch x accumulation x processes."
+        None,
+        "Number of rollouts per optimizer step. None: per_device_train_batch_size x gradient_accumulation_steps x "
+        "processes.",
     )
     token_budget: int | None = option(
         None,
-        "Most tokens of a row of one process; a longer rollout is dropped. None: the model's context; 0 or less: no "
-        "bound, rollouts are dealt to processes by length alone.",
+        "Maximum number of tokens of a row on one process. A longer rollout is dropped. None: the model's context "
+        "length. 0 or less: no limit.",
     )
     max_inflight_tasks: int = option(
-        -1, "Rollouts written at once, rounded up to whole groups. -1: (max_staleness + 1) x samples_per_step."
+        -1,
+        "Number of rollouts that are sampled at the same time, rounded up to whole groups. -1: (max_staleness + "
+        "1) x samples_per_step.",
     )
-    max_staleness: NonNegativeInt = option(4, "Weight versions a rollout may be behind when it arrives; 0: none.")
+    max_staleness: NonNegativeInt = option(
+        4,
+        "Maximum number of weight versions that a rollout may be behind when it arrives. 0: on-policy. A larger "
+        "value keeps workers busy and trains on older rollouts.",
+    )
     max_staleness_hard: NonNegativeInt | None = option(
-        None, "Weight versions it may be behind when it is trained, never more. None: max_staleness."
+        None,
+        "Maximum number of weight versions that a rollout may be behind when it is trained, at least "
+        "max_staleness. None: max_staleness.",
     )
     staleness_policy: Literal["drop", "pace"] = option(
         "drop",
-        "drop: write as much as fits, throw away what gets too old; pace: write no more than can be trained in time.",
+        "How staleness is limited. 'drop': sample as much as possible and discard rollouts that become too old. "
+        "'pace': sample only as much as can be trained in time, which wastes none.",
     )
-    queue_maxsize: PositiveInt = option(1024, "Most rollouts that wait to be trained, at least a group.")
+    queue_maxsize: PositiveInt = option(
+        1024, "Maximum number of rollouts that wait to be trained, at least num_generations."
+    )
     queue_max_tokens: PositiveInt | None = option(
-        None, "Most tokens that wait, those still being written counted with their limit. None: no such bound."
+        None,
+        "Maximum number of tokens that wait to be trained. Unfinished rollouts count with their length limit. "
+        "None: no limit.",
     )
-    weight_sync_steps: PositiveInt = option(1, "Optimiser steps between two weight versions.")
-    num_rollout_workers: PositiveInt = option(1, "Processes that write rollouts.")
+    weight_sync_steps: PositiveInt = option(
+        1, "Number of optimizer steps between two weight versions that workers receive."
+    )
+    num_rollout_workers: PositiveInt = option(1, "Number of processes that sample rollouts.")
     worker_engine: Annotated[str, OneOf(("auto", *IN_WORKERS))] = option(
         "auto",
-        "native or hf: workers hold a copy of the model on the CPU; server: they ask the rollout servers at "
-        "vllm_server_base_url. auto: server where that is set, else native.",
+        "Engine of the workers. 'native' and 'hf': each worker has a copy of the model on the CPU. 'server': "
+        "workers send requests to the rollout servers at vllm_server_base_url. 'auto': 'server' if that is set, "
+        "else 'native'.",
     )
     worker_threads: PositiveInt | None = option(
-        None, "Threads of a worker. None: an equal share of the cores with the trainer."
+        None, "Number of threads of a worker. None: the cores are shared equally with the trainer."
     )
     worker_segment_s: PositiveFloat = option(
-        30.0, "Seconds after which a worker hands over what is finished and goes on with the rest and new prompts."
+        30.0,
+        "Number of seconds after which a worker sends finished groups and continues with the rest and new prompts.",
     )
     vllm_server_base_url: list[str] | None = option(
         None,
-        "URL of the rollout server for worker_engine='server', several, or a file with one a line that is read "
-        "again, so that servers may come and go. None: http://localhost:8000.",
+        "Address of the rollout server for worker_engine='server', a list of addresses, or a file with one "
+        "address per line. The file is read again at every weight update, so servers can join and leave. None: "
+        "http://localhost:8000.",
     )
     request_timeout: PositiveFloat | None = option(
-        None, "Seconds one request to a server may take. None: 600, or vllm_server_timeout where that is longer."
+        None,
+        "Maximum number of seconds of one request to a server. None: 600, or vllm_server_timeout if that is longer.",
     )
     heartbeat_stale_after_s: PositiveFloat = option(
-        300.0, "Silence after which a worker counts as hung and is replaced."
+        300.0, "Number of seconds without a sign of life after which a worker is replaced."
     )
     weight_sync_timeout: PositiveFloat | None = option(
-        None, "Seconds new weights may take to arrive. None: 1800, or vllm_server_timeout where that is longer."
+        None,
+        "Maximum number of seconds until new weights arrive. None: 1800, or vllm_server_timeout if that is longer.",
     )
-    sync_timeout_s: PositiveFloat | None = option(None, "An old name of weight_sync_timeout.")
+    sync_timeout_s: PositiveFloat | None = option(None, "Old name of weight_sync_timeout.")
     vllm_sync_timeout: PositiveFloat | None = option(None, "GRPOConfig's name of weight_sync_timeout.")
     max_worker_restarts: NonNegativeInt = option(
-        8, "Workers that may be replaced within ten minutes before the run stops."
+        8, "Maximum number of workers that are replaced within ten minutes before the run stops."
     )
-    rollout_failure_budget: Share = option(0.05, "Share of the last 200 rollouts that may fail before the run stops.")
-    reward_timeout_s: PositiveFloat = option(120.0, "Seconds a reward function may take for a group.")
-    tool_timeout_s: PositiveFloat | None = option(None, "Seconds a tool may take; None: tool_timeout (60).")
+    rollout_failure_budget: Share = option(
+        0.05, "Maximum fraction of the last 200 rollouts that may fail before the run stops, from 0 to 1."
+    )
+    reward_timeout_s: PositiveFloat = option(
+        120.0, "Maximum number of seconds of a reward function for one group. reward_timeout overrides it."
+    )
+    tool_timeout_s: PositiveFloat | None = option(
+        None, "Maximum number of seconds of a tool call. None: tool_timeout (60)."
+    )
     fork_threshold_tokens: PositiveInt = option(
-        1024, "Of TRL; changes nothing, since sampled tokens are never rewritten."
+        1024, "Accepted for compatibility with TRL. It has no effect, because sampled tokens are never rewritten."
     )
     scale_rewards: Literal["population", "group", "none"] = option(
         "population",
-        "Divide advantages by the group's population std + 1e-8; group: its sample std + 1e-4, as GRPOConfig; none.",
+        "What advantages are divided by. 'population': the population standard deviation of the group's rewards "
+        "plus 1e-8. 'group': the sample standard deviation plus 1e-4, as in GRPOConfig. 'none': nothing.",
     )
     vllm_importance_sampling_mode: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"] | None
     ) = option(
         None,
-        "None: the clipped ratio is that of policy to sampler. Else the policy gradient is weighted by that ratio, bounded so.",
+        "How the ratio of the policy to the sampler is used. None: the clipped ratio of the loss. Other values "
+        "weight the policy gradient by this ratio, bounded as in GRPOConfig: 'token_truncate', 'token_mask', "
+        "'sequence_truncate', 'sequence_mask' and 'geometric'. Use 'token_truncate' for large steps.",
     )
-    vllm_importance_sampling_clip_max: PositiveFloat | None = option(2.0, "Upper bound of the correction's ratio.")
-    delta: PositiveFloat | None = option(None, "Cap of the unclipped ratio; above 1 + epsilon_high.")
+    vllm_importance_sampling_clip_max: PositiveFloat | None = option(
+        2.0,
+        "Upper bound of the correction's ratio, above 0. Modes with truncate clamp a larger ratio to it; the "
+        "other modes set it to 0. None: no upper bound.",
+    )
+    delta: PositiveFloat | None = option(
+        None,
+        "Upper bound of the ratio where the clip has none: for completions with a negative advantage that became "
+        "much more likely. It should be above 1 + epsilon_high. None: no bound.",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "float32", "Of a model that is loaded by its name; dtype of model_init_kwargs wins."
+        "float32",
+        "Precision of a model that is loaded by name. 'auto' keeps that of the checkpoint. dtype in "
+        "model_init_kwargs overrides it.",
     )
 
     def __post_init__(self) -> None:

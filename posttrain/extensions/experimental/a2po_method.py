@@ -32,7 +32,7 @@ OF_OTHERS = ("rank", "zscore", "running")
 
 @config
 class A2POConfig(OnlineConfig):
-    """Arguments of `A2POTrainer`: one completion a prompt, measured against the value of its prompt.
+    """Arguments of `A2POTrainer`: one completion per prompt, whose reward is compared with the value of the prompt.
 
     Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
     """
@@ -40,21 +40,38 @@ class A2POConfig(OnlineConfig):
     _least_generations: ClassVar[int] = 1
 
     learning_rate: float = option(5e-5, "Peak learning rate.")
-    num_generations: PositiveInt = option(1, "Completions per prompt in training: always 1.")
-    max_prompt_length: PositiveInt | None = option(
-        512, "Most prompt tokens; longer prompts lose their beginning. None: no limit."
+    num_generations: PositiveInt = option(
+        1,
+        "Number of completions per prompt in training. It must be 1, because the baseline is the value of the prompt.",
     )
-    temperature: PositiveFloat = option(1.0, "Of sampling alone: log-probs of the loss are those at temperature 1.")
-    max_completion_length: PositiveInt = option(256, "Most tokens of a completion, EOS included.")
-    top_k: NonNegativeInt | None = option(None, "Keep the k most likely tokens; None or 0 is off.")  # type: ignore[assignment]
+    max_prompt_length: PositiveInt | None = option(
+        512, "Maximum number of tokens of a prompt. A longer prompt loses its beginning. None: no limit."
+    )
+    temperature: PositiveFloat = option(
+        1.0, "Divisor of the logits in sampling, above 0. The log-probs of the loss use temperature 1."
+    )
+    max_completion_length: PositiveInt = option(
+        256, "Maximum number of tokens of a completion, including the end token."
+    )
+    top_k: NonNegativeInt | None = option(  # type: ignore[assignment]
+        None, "Sample only from the k most likely tokens. None or 0 disables it."
+    )
     num_value_samples: PositiveInt = option(
-        8, "Completions of the reference that a prompt's value is estimated from, at least 1."
+        8,
+        "Number of completions of the reference model from which the value of a prompt is estimated, at least 1. "
+        "More make the value less noisy and cost sampling time before training.",
     )
     beta1: PositiveFloat = option(
-        0.5, "Temperature of the value: near 0 the best sample's reward, large their mean; > 0."
+        0.5,
+        "Temperature of the value, above 0. Near 0 the value is the reward of the best sample, for large beta1 "
+        "the mean reward.",
     )
-    filter_all_incorrect: bool = option(True, "Leave out training prompts that no sample of the reference solved.")
-    beta2: PositiveFloat = option(1e-3, "Weight of the log-ratio to the reference that advantages are fitted by; > 0.")
+    filter_all_incorrect: bool = option(True, "Exclude training prompts that no sample of the reference model solved.")
+    beta2: PositiveFloat = option(
+        1e-3,
+        "Factor above 0 of the log-ratio to the reference model, which the loss fits to the advantage. A larger "
+        "value keeps the policy closer to the reference.",
+    )
 
     def __post_init__(self) -> None:
         self.top_k = self.top_k or 0

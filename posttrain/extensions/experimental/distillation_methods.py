@@ -27,23 +27,23 @@ THINKING = re.compile(r"<think>.*?</think>\s*|(<think>.*)", re.DOTALL)
 SHORT = 10  # A single line of fewer characters is no answer (SSD).
 # Of GRPO's trainer, and not of its loss.
 OF_GRPO: dict[str, tuple[Any, str]] = {
-    "cast_lm_head_to_fp32": (False, "Both models' logits are in float32 anyway."),
-    "entropy_coef": (0.0, "Use GRPO for a bonus of entropy."),
-    "mask_zero_variance_groups": (False, "Groups without a reward to learn from still have a teacher."),
-    "sync_ref_model": (False, "teacher_model_kind='ema' is a teacher that follows the student."),
-    "top_entropy_quantile": (1.0, "The teacher is asked about every token."),
-    "use_adaptive_entropy": (False, "See entropy_coef."),
+    "cast_lm_head_to_fp32": (False, "Leave it out: the loss computes the logits of both models in float32."),
+    "entropy_coef": (0.0, "Use GRPOTrainer for an entropy bonus."),
+    "mask_zero_variance_groups": (False, "Leave it out: groups with equal rewards still learn from the teacher."),
+    "sync_ref_model": (False, "Set teacher_model_kind='ema' for a teacher that follows the student."),
+    "top_entropy_quantile": (1.0, "Leave it out: the teacher scores every token."),
+    "use_adaptive_entropy": (False, "Use GRPOTrainer for an entropy bonus."),
 }
 OF_BUFFER: dict[str, tuple[Any, str]] = {
     "vllm_sync_frequency": (
         1,
-        "Weights are pushed when they moved; steps_per_generation trains one generation longer.",
+        "Leave it out: weights are pushed after every update. Raise steps_per_generation to push less often.",
     ),
     "log_completions_steps": (100, "Use logging_steps."),
 }
 # Of a teacher and its divergence, which SSD has not.
 OF_TEACHER: dict[str, tuple[Any, str]] = {
-    name: (default, "SSD trains on its own samples, without a teacher.")
+    name: (default, "Leave it out: SSD trains on its own samples without a teacher.")
     for name, default in {
         "beta": 1.0, "loss_top_k": 0, "loss_add_tail": True, "seq_kd": False, "teacher_model_kind": "model",
         "teacher_model_name_or_path": None, "teacher_model_server_url": None, "teacher_scores": None, "teacher_weights": None,
@@ -76,20 +76,27 @@ def _require_context(dataset: AnyDataset, name: str) -> None:
 @config
 @preset(
     unread=OF_BUFFER | {
-        "reverse_kl_top_1_mode": ("sampled", "loss_top_k above 1 sees the student's likeliest ids."),
-        "use_teacher_server": (False, "teacher_model_server_url names the server."),
+        "reverse_kl_top_1_mode": ("sampled", "Set loss_top_k above 1 to use the student's most likely ids."),
+        "use_teacher_server": (False, "Set teacher_model_server_url to the address of the server."),
     },
-    loss_top_k=(1, "jsd: ids per position, see DistillationConfig; 0: all."), max_length=1024, disable_dropout=True,
+    loss_top_k=(1, "With 'jsd': number of token ids per position in the divergence, see DistillationConfig. 0: all."),
+    max_length=1024, disable_dropout=True,
     vllm_server_port=8001,
 )  # fmt: skip
 class IWOPDConfig(DistillationConfig):
-    """Arguments of `IWOPDTrainer`; ``top_p`` is 1.0, as below 1 the estimate is biased."""
+    """Arguments of `IWOPDTrainer`. ``top_p`` is 1.0, because the estimate is biased below 1."""
 
     distillation_objective: Literal["iw_opd", "jsd"] = option(
-        "iw_opd", "iw_opd: policy gradient with prefix weights; jsd: the divergence of beta."
+        "iw_opd",
+        "Objective. 'iw_opd': policy gradient of the sampled tokens with larger weights for early tokens. 'jsd': "
+        "the divergence that beta selects.",
     )
-    iw_opd_gamma: NonNegativeFloat = option(0.5, "How much more the first token weighs, at least 0.")
-    iw_opd_epsilon: PositiveFloat = option(1e-8, "Least sum of advantages that is divided by, above 0.")
+    iw_opd_gamma: NonNegativeFloat = option(
+        0.5, "With 'iw_opd': additional weight of the first token relative to the last, at least 0. 0: equal weights."
+    )
+    iw_opd_epsilon: PositiveFloat = option(
+        1e-8, "With 'iw_opd': minimum of the sum of advantages that weights are divided by, above 0."
+    )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         jsd = self.distillation_objective == "jsd"
@@ -123,7 +130,8 @@ class IWOPD(Distillation):
 
 @config
 @preset(
-    loss_top_k=(1, "Ids per position that the servers are asked for: any number at beta=0, else 1."), vllm_server_port=8001,
+    loss_top_k=(1, "Number of token ids per position that servers return. beta=0 accepts any number, else it must be 1."),
+    vllm_server_port=8001,
     unread={"reverse_kl_top_1_mode": ("sampled", "A server scores the tokens that it is given, and no others.")},
 )  # fmt: skip
 class ServerDistillationConfig(DistillationConfig):
@@ -150,18 +158,38 @@ class ServerDistillation(Distillation):
 
 @config
 @preset(
-    unread=OF_GRPO, disable_dropout=True, num_generations=(8, "Completions per prompt; 1 sets scale_rewards='none'.")
+    unread=OF_GRPO,
+    disable_dropout=True,
+    num_generations=(8, "Number of completions sampled per prompt. 1 sets scale_rewards='none'."),
 )
 class MiniLLMConfig(DistillationFields, GRPOConfig):
-    """Arguments of `MiniLLMTrainer`: those of GRPO, whose ``beta`` is a KL penalty, and of the teacher."""
+    """Arguments of `MiniLLMTrainer`: those of GRPO, with ``beta`` as the weight of the KL penalty, and of the teacher."""
 
     _beta: ClassVar[str | float] = 1.0
     _loss_temperature: ClassVar[str | float] = "kd_temperature"
-    rkl_advantage: bool = option(True, "Add log p - log q of each token to its advantage.")
-    single_step_decomposition: bool = option(True, "Add KL(student || teacher) of each position.")
-    kd_temperature: PositiveFloat = option(1.0, "Loss only: divides both models' logits; > 0.")
-    gamma: Share = option(0.0, "Discount of later tokens' rewards, in [0, 1]; 0: the token's own.")
-    length_normalization: bool = option(True, "Divide by the sum of the discounts.")
+    rkl_advantage: bool = option(
+        True,
+        "Add log p - log q of each sampled token to its advantage, with teacher p and student q. At least one of "
+        "rkl_advantage and single_step_decomposition must be True.",
+    )
+    single_step_decomposition: bool = option(
+        True,
+        "Add KL(student || teacher) over the vocabulary at each position to the loss, which has less variance "
+        "than the sampled token alone.",
+    )
+    kd_temperature: PositiveFloat = option(
+        1.0, "Divisor of both models' logits in the loss, above 0. Sampling uses temperature."
+    )
+    gamma: Share = option(
+        0.0,
+        "Discount of later tokens' rewards, from 0 to 1. 0: only the token's own reward. 1: the sum of all later "
+        "rewards.",
+    )
+    length_normalization: bool = option(
+        True,
+        "Divide the discounted sum of rewards by the sum of the discounts, so that its size does not depend on "
+        "the length.",
+    )
 
     def __post_init__(self) -> None:
         if self.num_generations == 1:
@@ -200,27 +228,42 @@ class MiniLLM(Distillation):
 
 @config
 @preset(
-    learning_rate=5e-5, max_prompt_length=512, num_generations=8, teacher_model_kind=("base", "base, live or ema."),
-    max_completion_length=(256, "Most tokens of a completion, EOS included."),
-    disable_dropout=(True, "Set every dropout to 0."),
+    learning_rate=5e-5, max_prompt_length=512, num_generations=8,
+    teacher_model_kind=("base", "Weights of the teacher: 'live': current; 'base': initial; 'ema': moving average."),
+    max_completion_length=(256, "Maximum number of tokens of a completion, including the end token."),
+    disable_dropout=(True, "Set every dropout probability of the model to 0, so that equal inputs give equal log-probs."),
     unread={
-        "use_teacher_server": (False, "teacher_model_kind='live' needs no second model."),
+        "use_teacher_server": (False, "Set teacher_model_kind='live' for a teacher without a second model."),
         "loss_top_k": (0, "Use distillation_topk."),
         "loss_add_tail": (True, "Use distillation_add_tail."),
     },
 )  # fmt: skip
 class SelfDistillationFields(DistillationFields):
-    """Fields of methods whose teacher is the student with more in its prompt."""
+    """Options of methods whose teacher is the student with more information in its prompt."""
 
     _beta: ClassVar[str | float] = "distillation_alpha"
-    distillation_alpha: float = option(0.5, "beta of the divergence: 0 forward KL, 1 reverse KL.")
-    distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = option(
-        "topk_logits", "What the divergence sees: the token, all ids, the student's likeliest."
+    distillation_alpha: float = option(
+        0.5,
+        "Divergence of the generalized Jensen-Shannon family, from 0 to 1. 0: forward KL(teacher || student). 1: "
+        "reverse KL(student || teacher). distillation_mode='sampled_token' needs 1.",
     )
-    distillation_topk: PositiveInt | None = option(100, "Ids of topk_logits.")
-    distillation_add_tail: bool = option(False, "One category more for the mass outside them.")
+    distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = option(
+        "topk_logits",
+        "Token ids in the divergence. 'sampled_token': the sampled one. 'full_logits': the whole vocabulary. "
+        "'topk_logits': the student's most likely ones, distillation_topk in number.",
+    )
+    distillation_topk: PositiveInt | None = option(
+        100, "With distillation_mode='topk_logits': number of token ids per position. None is an error with that mode."
+    )
+    distillation_add_tail: bool = option(
+        False,
+        "Add one category for the probability of all other ids. False renormalizes both distributions to the "
+        "selected ids.",
+    )
     distillation_is_clip: PositiveFloat | None = option(
-        2.0, "Most of the importance weight of tokens that older weights sampled; None: no weight."
+        2.0,
+        "Upper bound of the importance weight of tokens that older weights sampled, above 0. None: no importance "
+        "weight.",
     )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
@@ -247,10 +290,15 @@ class SDFTConfig(SelfDistillationFields, DistillationConfig):
     """Arguments of `SDFTTrainer`."""
 
     teacher_prompt_template: str = option(
-        "{prompt}\n\n{privileged_context}", "The teacher's last user turn; both names are needed."
+        "{prompt}\n\n{privileged_context}",
+        "Text of the teacher's last user turn, with {prompt} and {privileged_context}. Both names are required.",
     )
-    generate_from_teacher: bool = option(False, "Sample from the teacher's prompt.")
-    num_loss_tokens_to_skip: NonNegativeInt = option(0, "First tokens of a completion that are not trained.")
+    generate_from_teacher: bool = option(
+        False, "Sample completions from the teacher's prompt. False: from the student's prompt."
+    )
+    num_loss_tokens_to_skip: NonNegativeInt = option(
+        0, "Number of first tokens of each completion that are excluded from the loss. 0: none."
+    )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         return [*super()._rules(), _template_rule(self, "teacher_prompt_template", ("prompt", "privileged_context"))]
@@ -274,34 +322,49 @@ class SDFT(Distillation):
 @config
 @preset(
     distillation_alpha=1.0, distillation_mode="sampled_token", distillation_topk=None, teacher_model_kind="ema",
-    epsilon_high=(0.2, "Upper clip: 1 + epsilon_high; None: epsilon."),
+    epsilon_high=(0.2, "Upper clip of the importance ratio: 1 + epsilon_high. None: epsilon."),
     unread=OF_GRPO | {
-        "diagnostics_warning_interval": (10, "The checks of the log warn of flat rewards by themselves."),
+        "diagnostics_warning_interval": (10, "Leave it out: checks during training warn about groups with equal rewards."),
         "diagnostics_flat_tolerance": (1e-8, "Use min_group_std."),
     },
 )  # fmt: skip
 class SDPOConfig(SelfDistillationFields, GRPOConfig):
-    """Arguments of `SDPOTrainer`: those of GRPO, whose ``beta`` is a KL penalty, and of the teacher."""
+    """Arguments of `SDPOTrainer`: those of GRPO, with ``beta`` as the weight of the KL penalty, and of the teacher."""
 
-    distillation_weight: Share = option(1.0, "w in (1 - w) policy + w distillation, in [0, 1].")
-    max_reprompt_len: PositiveInt = option(10240, "Tokens of the teacher's prompt; the hint is cut.")
-    use_successful_as_teacher: bool = option(True, "Show the teacher a successful completion.")
-    success_reward_threshold: float = option(1.0, "Reward from which a completion is a success.")
-    dont_reprompt_on_self_success: bool = option(True, "Never show a completion itself.")
+    distillation_weight: Share = option(
+        1.0,
+        "Weight w of the distillation loss in (1 - w) * policy loss + w * distillation loss, from 0 to 1. 1: no "
+        "policy loss. 0: GRPO.",
+    )
+    max_reprompt_len: PositiveInt = option(
+        10240, "Maximum number of tokens of the teacher's prompt. The hint of a longer one is truncated."
+    )
+    use_successful_as_teacher: bool = option(
+        True, "Put a successful completion of the group into the teacher's prompt."
+    )
+    success_reward_threshold: float = option(1.0, "Minimum reward of a successful completion.")
+    dont_reprompt_on_self_success: bool = option(True, "Do not put a completion into the teacher's prompt for itself.")
     reprompt_template: str = option(
         "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
-        "The teacher's last user turn, of {prompt}, {solution} and {feedback}.",
+        "Text of the teacher's last user turn, with {prompt}, {solution} and {feedback}.",
     )
     solution_template: str = option(
-        "\nCorrect solution:\n\n{successful_previous_attempt}\n\n", "Of the successful completion."
+        "\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
+        "Text of {solution}, with {successful_previous_attempt} for the successful completion.",
     )
     feedback_template: str = option(
         "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
-        "Of the column privileged_context.",
+        "Text of {feedback}, with {feedback_raw} for the column privileged_context.",
     )
-    include_environment_feedback: bool = option(False, "Show the column privileged_context.")
-    environment_feedback_only_without_solution: bool = option(False, "Only where none succeeded.")
-    remove_thinking_from_demonstration: bool = option(False, "Cut <think> blocks out.")
+    include_environment_feedback: bool = option(
+        False, "Put the column privileged_context into the teacher's prompt as {feedback}."
+    )
+    environment_feedback_only_without_solution: bool = option(
+        False, "Put the feedback into the teacher's prompt only if no completion of the group succeeded."
+    )
+    remove_thinking_from_demonstration: bool = option(
+        False, "Remove <think> blocks from the successful completion before the teacher receives it."
+    )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         read = {"solution": self.use_successful_as_teacher, "feedback": self.include_environment_feedback}
@@ -342,9 +405,11 @@ class SDPO(Distillation):
     temperature=(1.0, "Sampling only: the cross-entropy is at temperature 1; > 0."),
 )  # fmt: skip
 class SSDConfig(DistillationConfig):
-    """Arguments of `SSDTrainer`."""
+    """Arguments of `SSDTrainer`, which fine-tunes the model on its own samples."""
 
-    filter_empty: bool = option(True, "Leave out blank completions, and single lines under 10 letters.")
+    filter_empty: bool = option(
+        True, "Exclude blank completions, and completions of one line with fewer than 10 characters."
+    )
 
     def axes(self) -> Axes:
         """Cross-entropy alone."""

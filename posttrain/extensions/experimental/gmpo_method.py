@@ -12,11 +12,17 @@ from posttrain.methods.grpo.objective import GRPO
 
 @config
 class GMPOConfig(GRPOConfig):
-    """Arguments of `GMPOTrainer`; the clip bounds are in log space: ratios in (e^-0.4, e^0.4) = (0.670, 1.492) stay."""
+    """Arguments of `GMPOTrainer`. Clip bounds are in log space: the default keeps ratios in (e^-0.4, e^0.4) = (0.670, 1.492)."""
 
-    loss_type: Literal["gmpo"] = option("gmpo", "Only gmpo: the row of `LOSS_TYPES`.")
-    epsilon: NonNegativeFloat = option(0.4, "Lower clip of the log-ratio: -epsilon.")
-    epsilon_high: NonNegativeFloat | None = option(None, "Upper clip of the log-ratio; None: epsilon.")
+    loss_type: Literal["gmpo"] = option(
+        "gmpo", "Loss. 'gmpo' is the only value: the geometric mean of a completion's clipped token ratios."
+    )
+    epsilon: NonNegativeFloat = option(
+        0.4,
+        "Lower clip of the log-ratio: -epsilon, at least 0. Smaller values limit how far one generation can move "
+        "the policy.",
+    )
+    epsilon_high: NonNegativeFloat | None = option(None, "Upper clip of the log-ratio. None: epsilon.")
 
     def _check_choices(self) -> None:
         check_choice("loss_type", self.loss_type, ("gmpo",))

@@ -66,34 +66,60 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
 @preset(
     unread=OF_BUFFER | {
         "wandb_log_unique_prompts": (True, "Use log_unique_prompts."),
-        "callbacks": (None, "The trainer takes callbacks."),
-        "uld_skip_student_eos": (True, "A stop token spells nothing that the teacher could be asked for."),
-        "uld_skip_teacher_eos": (True, "A stop token spells nothing that the student could be asked for."),
+        "callbacks": (None, "Pass callbacks to the trainer."),
+        "uld_skip_student_eos": (True, "Leave it out: a stop token has no text to align."),
+        "uld_skip_teacher_eos": (True, "Leave it out: a stop token has no text to align."),
     },
     learning_rate=1e-7, top_p=0.95, vllm_server_port=8001,
-    temperature=(0.9, "Sampling, and the loss of one vocabulary; > 0."),
+    temperature=(0.9, "Divisor of the logits in sampling, and in the loss without use_uld_loss, above 0."),
 )  # fmt: skip
 class GOLDConfig(GKDConfig):
-    """Arguments of `GOLDTrainer`."""
+    """Arguments of `GOLDTrainer`, whose teacher may have a different tokenizer."""
 
     _loss_temperature: ClassVar[str | float] = "temperature"
     teacher_tokenizer_name_or_path: str | None = option(
-        None, "The teacher's tokenizer; None: that of a teacher given by id."
+        None,
+        "Folder or Hub id of the teacher's tokenizer. None: the tokenizer of a teacher that is given by name. Set "
+        "it for a teacher that is a model object.",
     )
-    use_uld_loss: bool = option(False, "Align tokens of two tokenizers by their bytes.")
-    use_extended_uld: bool = option(True, "False: compare token i with token i, whatever they spell.")
+    use_uld_loss: bool = option(
+        False,
+        "Compare tokens of two tokenizers, aligned by their bytes. Set it if student and teacher have different "
+        "tokenizers. It needs a teacher model in this process.",
+    )
+    use_extended_uld: bool = option(
+        True,
+        "With use_uld_loss: align groups of tokens with equal bytes. False compares token i with token i, "
+        "whatever text they stand for.",
+    )
     uld_token_merge_strategy: Literal["observed", "bayesian"] = option(
-        "observed", "The distribution before the first token of a group, or before its last."
+        "observed",
+        "With use_uld_loss: how a group of tokens is represented. 'observed': the distribution before its first "
+        "token. 'bayesian': the distribution before its last token.",
     )
-    uld_use_hybrid_loss: bool = option(False, "Compare tokens of equal bytes by the divergence of beta.")
+    uld_use_hybrid_loss: bool = option(
+        False, "With use_uld_loss: compare token ids with equal bytes in both vocabularies by the divergence of beta."
+    )
     uld_hybrid_matched_weight: NonNegativeFloat | None = option(
-        None, "Of tokens of equal bytes; None: their share of the teacher's vocabulary."
+        None,
+        "With uld_use_hybrid_loss: weight of ids with equal bytes in both vocabularies. Set both hybrid weights "
+        "or neither. None: the fraction of the teacher's vocabulary that they cover.",
     )
-    uld_hybrid_unmatched_weight: NonNegativeFloat | None = option(None, "Of the others; None: the rest to 1.")
-    uld_crossentropy_weight: NonNegativeFloat = option(0.0, "Of -log p of the answer's tokens.")
-    uld_distillation_weight: NonNegativeFloat = option(1.0, "Of the loss between both models.")
-    uld_student_temperature: PositiveFloat = option(1.0, "Loss only: divides the student's logits; > 0.")
-    uld_teacher_temperature: PositiveFloat = option(1.0, "Loss only: divides the teacher's logits; > 0.")
+    uld_hybrid_unmatched_weight: NonNegativeFloat | None = option(
+        None, "With uld_use_hybrid_loss: weight of all other ids. None: 1 minus the weight of the matched ids."
+    )
+    uld_crossentropy_weight: NonNegativeFloat = option(
+        0.0, "With use_uld_loss: weight of the negative log-likelihood of the answer's tokens. 0: no such term."
+    )
+    uld_distillation_weight: NonNegativeFloat = option(
+        1.0, "With use_uld_loss: weight of the loss between student and teacher."
+    )
+    uld_student_temperature: PositiveFloat = option(
+        1.0, "With use_uld_loss: divisor of the student's logits in the loss, above 0."
+    )
+    uld_teacher_temperature: PositiveFloat = option(
+        1.0, "With use_uld_loss: divisor of the teacher's logits in the loss, above 0."
+    )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         matched, unmatched = self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight

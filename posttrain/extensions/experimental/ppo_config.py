@@ -47,74 +47,150 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     """Arguments of `PPOTrainer`.
 
     A rollout batch has ``per_device_train_batch_size x gradient_accumulation_steps x processes`` responses. Each of
-    ``num_ppo_epochs`` passes over it deals them anew to ``num_mini_batches`` mini-batches, and each mini-batch is one
-    optimiser step, which is what ``logging_steps``, ``save_steps``, ``eval_steps`` and ``max_steps`` count.
+    ``num_ppo_epochs`` passes splits it at random into ``num_mini_batches`` mini-batches. Each mini-batch is one optimizer step.
+    ``logging_steps``, ``save_steps``, ``eval_steps`` and ``max_steps`` count optimizer steps.
 
     Reference: Proximal policy optimization algorithms, arXiv:1707.06347.
     """
 
     _VALID_DICT_FIELDS = [*PostTrainingConfig._VALID_DICT_FIELDS, "chat_template_kwargs"]  # noqa: RUF012
 
-    learning_rate: float = option(3e-6, "Peak learning rate, constant during an update.")
-    disable_dropout: bool = option(True, "Set every dropout of all four models to 0.")
-    num_ppo_epochs: PositiveInt = option(4, "Passes over each rollout batch, at least 1.")
+    learning_rate: float = option(3e-6, "Peak learning rate. It is constant during the passes over a rollout batch.")
+    disable_dropout: bool = option(
+        True,
+        "Set every dropout probability of policy, reference, value and reward model to 0, so that equal inputs "
+        "give equal log-probs.",
+    )
+    num_ppo_epochs: PositiveInt = option(
+        4,
+        "Number of passes over each rollout batch, at least 1. More passes use a batch better and move the policy "
+        "further from the weights that sampled it.",
+    )
     num_mini_batches: PositiveInt = option(
-        1, "Optimiser steps of a pass; divides the rollout batch of a process exactly."
+        1, "Number of optimizer steps per pass. It must divide the rollout batch of a process."
     )
     total_episodes: PositiveInt | None = option(
         None,
-        "Responses to train on, rounded up to whole rollout batches. None: num_train_epochs times the rows of "
-        "train_dataset, or as many as max_steps needs where that is set.",
+        "Number of responses to train on, rounded up to whole rollout batches. None: num_train_epochs times the "
+        "rows of train_dataset, or as many as max_steps needs if that is set. Setting both is an error.",
     )
     local_rollout_forward_batch_size: PositiveInt = option(
-        64, "Most responses of a process that are evaluated together without gradients."
+        64,
+        "Maximum number of responses that a process evaluates at the same time without gradients. Lower it if "
+        "these passes run out of memory.",
     )
     num_sample_generations: NonNegativeInt = option(
-        10, "Tables of sampled answers to eval_dataset during training; 0, or no eval_dataset: none."
+        10,
+        "Number of times during training that answers to eval_dataset are sampled and logged as a table. 0: "
+        "never. Without eval_dataset there are none.",
     )
-    response_length: PositiveInt = option(53, "Most tokens of a response, the stop token included.")
+    response_length: PositiveInt = option(53, "Maximum number of tokens of a response, including the stop token.")
     stop_token: str | None = option(
         None,
-        "'eos' ends a response at any token that ends a turn. None without stop_token_id: nothing does, and "
-        "every response has response_length tokens.",
+        "What ends a response. 'eos': any token that ends a turn. None: the token in stop_token_id, or nothing "
+        "without it, so that every response has response_length tokens. Set 'eos' for chat models.",
     )
-    stop_token_id: NonNegativeInt | None = option(None, "Ends a response; instead of stop_token.")
-    temperature: PositiveFloat = option(0.7, "Divides the logits, in sampling and in every log-prob; > 0.")
+    stop_token_id: NonNegativeInt | None = option(
+        None, "Id of the token that ends a response. It cannot be combined with stop_token. None: see stop_token."
+    )
+    temperature: PositiveFloat = option(
+        0.7,
+        "Divisor of the logits in sampling and in every log-prob, above 0. Higher values make responses more diverse.",
+    )
     missing_eos_penalty: PositiveFloat | None = option(
-        None, "Taken off the score of a response without an end token, > 0; None: nothing."
+        None,
+        "Number above 0 that is subtracted from the score of a response without an end token. It favors responses "
+        "shorter than response_length. None: no penalty.",
     )
-    kl_coef: NonNegativeFloat = option(0.05, "Weight of the divergence from the reference in the rewards.")
+    kl_coef: NonNegativeFloat = option(
+        0.05,
+        "Weight of the KL to the reference model, which is subtracted from the reward of each token. 0: no KL. "
+        "Raise it if the model loses earlier skills.",
+    )
     kl_estimator: Literal["k1", "k3"] = option(
-        "k1", "k1 is unbiased and may be negative; k3 has less variance and is never negative."
+        "k1",
+        "Estimator of the KL per token. 'k1': the log-ratio, which is unbiased and may be negative. 'k3': exp(-d) "
+        "- 1 + d of the log-ratio d, which has less variance and is never negative.",
     )
-    cliprange: NonNegativeFloat = option(0.2, "Clip of the importance ratio, 1 +- cliprange.")
-    cliprange_value: NonNegativeFloat = option(0.2, "How far a value may move in one update.")
-    vf_coef: NonNegativeFloat = option(0.1, "Weight of the value loss.")
-    gamma: Share = option(1.0, "Discount a token, in [0, 1].")
-    lam: Share = option(0.95, "Lambda of generalised advantage estimation, in [0, 1].")
-    whiten_rewards: bool = option(False, "Divide token rewards by their spread; needs 8 responses a local mini-batch.")
+    cliprange: NonNegativeFloat = option(
+        0.2,
+        "Clip of the importance ratio to 1 - cliprange and 1 + cliprange. Smaller values limit how far one "
+        "rollout batch can move the policy.",
+    )
+    cliprange_value: NonNegativeFloat = option(0.2, "Maximum change of a predicted value in one update.")
+    vf_coef: NonNegativeFloat = option(0.1, "Weight of the value loss. Raise it if loss/value_avg does not fall.")
+    gamma: Share = option(
+        1.0, "Discount of later rewards per token, from 0 to 1. 1: no discount, which suits one reward at the end."
+    )
+    lam: Share = option(
+        0.95,
+        "Lambda of generalized advantage estimation, from 0 to 1. 1: returns without bias but with more variance. "
+        "0: one-step differences of values.",
+    )
+    whiten_rewards: bool = option(
+        False,
+        "Divide the rewards of tokens by their standard deviation. It needs at least 8 responses per mini-batch "
+        "and process.",
+    )
     model_adapter_name: str | None = option(
-        None, "Adapter to train, of a peft model that has several; None: the active one."
+        None, "Name of the adapter to train, for a peft model with several. None: the active one."
     )
-    ref_adapter_name: str | None = option(None, "Adapter that is the reference, of a peft model that has several.")
-    shuffle_dataset: bool = option(True, "Shuffle the prompts of the training set.")
-    chat_template_kwargs: dict[str, Any] | str | None = option(None, "Passed at every template call.")
+    ref_adapter_name: str | None = option(
+        None,
+        "Name of the adapter that is the reference model, for a peft model with several. None: the base model "
+        "with the adapter disabled.",
+    )
+    shuffle_dataset: bool = option(
+        True, "Shuffle the prompts of the training set. False keeps the dataset's order, for example for a curriculum."
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = option(
+        None,
+        "Arguments of the chat template as a mapping or JSON, for example {'enable_thinking': false}. They apply "
+        "whenever a prompt is rendered.",
+    )
     rollout_engine: Annotated[str, OneOf(("auto", *EXACT))] = option(
-        "auto", "native (in process, on the trainer's weights), hf (transformers), or auto: native if exact."
+        "auto",
+        "Engine that samples responses. 'native': in process, on the trainer's weights. 'hf': transformers' "
+        "generate, slow but correct for every model. 'auto': native if it is exact for the model, else hf.",
     )
-    sft_model_path: str = option("EleutherAI/pythia-160m", "Policy; read by `posttrain ppo` alone, without a model.")
+    sft_model_path: str = option(
+        "EleutherAI/pythia-160m", "Folder or Hub id of the policy. Only posttrain ppo uses it, if no model is given."
+    )
     reward_model_path: str = option(
-        "EleutherAI/pythia-160m", "Reward and value model; read by `posttrain ppo` alone, where no reward is given."
+        "EleutherAI/pythia-160m",
+        "Folder or Hub id of the reward and value model. Only posttrain ppo uses it, if no reward function is given.",
     )
-    ds3_gather_for_generation: bool = option(True, "Gather ZeRO-3 shards to generate.")
-    dataset_num_proc: PositiveInt | None = option(None, "Accepted; prompts need no preparation.")
-    micro_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: per device x processes."})
-    local_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: responses of one process."})
-    batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: responses of a rollout batch."})
-    local_mini_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: of one process."})
-    mini_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: responses an optimiser step."})
+    ds3_gather_for_generation: bool = option(
+        True, "DeepSpeed ZeRO-3: gather the weights on every device for generation. False is ignored with a warning."
+    )
+    dataset_num_proc: PositiveInt | None = option(
+        None,
+        "Accepted for compatibility with TRL. It has no effect, because prompts are tokenized when they are "
+        "sampled from.",
+    )
+    micro_batch_size: int = field(
+        default=0, init=False, metadata={"help": "Computed by the config: per_device_train_batch_size x processes."}
+    )
+    local_batch_size: int = field(
+        default=0,
+        init=False,
+        metadata={"help": "Computed by the config: number of responses of a rollout batch on one process."},
+    )
+    batch_size: int = field(
+        default=0, init=False, metadata={"help": "Computed by the config: number of responses of a rollout batch."}
+    )
+    local_mini_batch_size: int = field(
+        default=0,
+        init=False,
+        metadata={"help": "Computed by the config: number of responses of an optimizer step on one process."},
+    )
+    mini_batch_size: int = field(
+        default=0, init=False, metadata={"help": "Computed by the config: number of responses of an optimizer step."}
+    )
     num_total_batches: int | None = field(
-        default=None, init=False, metadata={"help": "Filled in by the trainer: rollout batches of the run."}
+        default=None,
+        init=False,
+        metadata={"help": "Computed by the trainer: number of rollout batches of the run. None before that."},
     )
 
     def __post_init__(self) -> None:

@@ -143,60 +143,104 @@ def check_weights(weights: Mapping[str, float] | None) -> None:
 
 @dataclass
 class DistillationFields:
-    """Fields of every distillation config, whatever it builds on."""
+    """Options of all distillation configs: the teacher, the data, and the divergence."""
 
-    learning_rate: float = option(1e-6, "Peak learning rate.")
-    num_generations: PositiveInt = option(1, "Completions per prompt, at least 1.")
-    temperature: PositiveFloat = option(1.0, "Sampling and loss: divides the logits of student and teacher; > 0.")
+    learning_rate: float = option(
+        1e-6, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
+    )
+    num_generations: PositiveInt = option(
+        1, "Number of completions sampled per prompt, at least 1. One is enough, because completions are not compared."
+    )
+    temperature: PositiveFloat = option(
+        1.0,
+        "Divisor of the logits in sampling and of student and teacher in the loss, above 0. Higher values make "
+        "completions more diverse and the distributions softer.",
+    )
     lmbda: Share = option(
         1.0,
-        "Share of prompts whose completions the student samples, in [0, 1]; the others train on the dataset's completion "
-        "column, or on the teacher's samples with seq_kd. 0 never generates.",
+        "Fraction of prompts whose completions the student samples, from 0 to 1. All other prompts train on the "
+        "dataset's completion column, or on the teacher's samples with seq_kd. 1: only the student's samples "
+        "(on-policy). 0: nothing is sampled by the student, which is fastest.",
     )
-    seq_kd: bool = option(False, "Where the student does not sample, the teacher does.")
-    max_length: int | None = option(None, "Tokens of a dataset row; of a longer one the end is kept. None: no limit.")
+    seq_kd: bool = option(
+        False,
+        "Sample from the teacher instead of reading the dataset's completions for prompts that the student does "
+        "not sample. It needs lmbda below 1 and a teacher model in this process.",
+    )
+    max_length: int | None = option(
+        None,
+        "Maximum number of tokens of a dataset row, at least 2. The beginning of a longer row is removed. None: "
+        "no limit.",
+    )
     max_prompt_length: PositiveInt | None = option(
-        None, "Tokens of a prompt; of a longer one the end is kept. None: no limit."
+        None, "Maximum number of tokens of a prompt. The beginning of a longer prompt is removed. None: no limit."
     )
     eval_mode: Literal["auto", "dataset", "student"] = option(
         "auto",
-        "Completions that evaluation scores: the dataset's, or samples of the student; auto: the dataset's where it has a "
-        "completion column.",
+        "Completions that evaluation scores. 'dataset': the dataset's completions. 'student': samples of the "
+        "student. 'auto': 'dataset' if the set has a completion column, else 'student'.",
     )
     teacher_model_name_or_path: dict[str, str] | str | None = option(
-        None, "The teacher, where the trainer is given no teacher_model; several: by name, as JSON on the command line."
+        None,
+        "Folder or Hub id of the teacher, used if the trainer receives no teacher_model. Several teachers: a "
+        "mapping from name to model, as JSON on the command line.",
     )
-    teacher_model_revision: str | None = option(None, "Branch, tag or commit of the teacher.")
+    teacher_model_revision: str | None = option(
+        None, "Branch, tag or commit of the teacher on the Hub. None: the default branch."
+    )
     teacher_model_init_kwargs: dict[str, Any] | str | None = option(
-        None, "Keywords for from_pretrained of the teacher; without dtype the checkpoint's."
+        None,
+        "Keyword arguments of from_pretrained for the teacher, as a mapping or JSON. Without dtype, the teacher "
+        "keeps the precision of its checkpoint.",
     )
     teacher_model_kind: Literal["model", "live", "base", "ema"] = option(
         "model",
-        "model: another model. The student itself: live, as it is now; base, as it was given (with LoRA the adapter off); "
-        "ema, a moving average of its weights (with LoRA of its adapter's).",
+        "What the teacher is. 'model': another model. The other values use the student itself: 'live' with its "
+        "current weights, 'base' with its initial weights (with LoRA, the adapter is disabled), 'ema' with a "
+        "moving average of its weights (with LoRA, of the adapter's).",
     )
-    teacher_update_rate: PositiveShare = option(0.05, "ema: share of the student in each update, in (0, 1].")
-    teacher_sync_steps: PositiveInt = option(1, "ema: optimiser steps between two updates, at least 1.")
+    teacher_update_rate: PositiveShare = option(
+        0.05,
+        "With teacher_model_kind='ema': fraction of the student in each update of the teacher, above 0 and at most 1.",
+    )
+    teacher_sync_steps: PositiveInt = option(
+        1, "With teacher_model_kind='ema': number of optimizer steps between two updates of the teacher, at least 1."
+    )
     teacher_scores: str | None = option(
-        None, "File of `posttrain teacher-scores` of the training set, read instead of a teacher model."
+        None,
+        "File written by posttrain teacher-scores for the training set. It replaces the teacher model, which "
+        "saves its memory and time, and needs lmbda=0. None: a teacher model scores.",
     )
-    eval_teacher_scores: str | None = option(None, "The same of the evaluation set, with teacher_scores.")
+    eval_teacher_scores: str | None = option(
+        None,
+        "File written by posttrain teacher-scores for the evaluation set. It needs teacher_scores. None: no such file.",
+    )
     teacher_model_server_url: dict[str, str] | str | None = option(
-        None, "Server that scores completions instead of a teacher model in this process; several: by name."
+        None,
+        "Address of a server with the teacher, for example 'http://localhost:8000', which scores completions "
+        "instead of a model in this process. Several teachers: a mapping from name to address. None: no server.",
     )
     teacher_weights: dict[str, float] | str | None = option(
         None,
-        "Of several teachers: the weight of each one's divergence, by name; they sum to one. None: the column teacher_id "
-        "names the teacher of each row.",
+        "With several teachers: weight of each teacher's divergence by name, as a mapping or JSON. The weights "
+        "sum to 1. None: the column teacher_id names the teacher of each row.",
     )
     loss_top_k: NonNegativeInt = option(
         0,
-        "Ids per position that the divergence sees: the teacher's most likely ones for beta=0, the student's for beta=1, both "
-        "between; 1: the sampled token takes the student's place. 0: the whole vocabulary.",
+        "Number of token ids per position in the divergence. beta=0: the teacher's most likely ids. beta=1: the "
+        "student's. Between: the most likely ids of student and teacher. 1 uses the sampled token for the "
+        "student's most likely id. 0: the whole vocabulary, which is exact. Smaller sets need less memory and "
+        "traffic.",
     )
-    loss_add_tail: bool = option(True, "One category more for the mass outside loss_top_k ids.")
+    loss_add_tail: bool = option(
+        True,
+        "With loss_top_k above 0: add one category for the probability of all other ids. False renormalizes both "
+        "distributions to the selected ids, which ignores that probability.",
+    )
     tokenizer_check: Literal["error", "warn", "off"] = option(
-        "error", "What happens where the tokenizers of student and teacher differ."
+        "error",
+        "What happens if the tokenizers of student and teacher differ. 'error': stop, because token ids would "
+        "have different meanings. 'warn': log a warning. 'off': do not compare.",
     )
 
     if TYPE_CHECKING:  # Of the config that these fields stand in front of.
@@ -288,7 +332,7 @@ class DistillationFields:
 
 # Of rewards, which these losses do not have, and of a ratio.
 OF_REWARDS: dict[str, tuple[Any, str]] = {
-    name: (default, "A teacher says what is learnt: no reward is read, and no ratio clipped.")
+    name: (default, "Leave it out: the loss is the divergence from a teacher, without rewards and without a clipped ratio.")
     for name, default in {
         "reward_weights": None, "reward_timeout": None, "reward_transform": None, "check_rewards": True,
         "check_reward_determinism": False, "stop_without_signal": None, "dynamic_sampling": 0,
@@ -300,16 +344,19 @@ OF_REWARDS: dict[str, tuple[Any, str]] = {
 @config
 @preset(
     unread=OF_REWARDS | {
-        "max_tool_calling_iterations": (None, "Completions of a student are single turns; tools are GRPOTrainer's."),
-        "sync_ref_model": (False, "teacher_model_kind='ema' is a teacher that follows the student."),
+        "max_tool_calling_iterations": (None, "Use GRPOTrainer for tools: completions are single turns here."),
+        "sync_ref_model": (False, "Set teacher_model_kind='ema' for a teacher that follows the student."),
     }
 )  # fmt: skip
 class DistillationConfig(DistillationFields, PictureConfig, OnlineConfig):
-    """Arguments of `DistillationTrainer`.
+    """Arguments of `DistillationTrainer`, which trains a student on a teacher's next-token distributions.
 
     Reference: GKD, arXiv:2306.13649.
     """
 
     beta: float = option(
-        1.0, "Divergence: 0 is KL(teacher || student), 1 KL(student || teacher), between Jensen-Shannon."
+        1.0,
+        "Divergence of the generalized Jensen-Shannon family, from 0 to 1. 0: forward KL(teacher || student), "
+        "which covers all of the teacher's modes. 1: reverse KL(student || teacher), which concentrates on its "
+        "most likely ones. 0.5: Jensen-Shannon. Values near but not at 0 or 1 have a small gradient.",
     )

@@ -10,35 +10,49 @@ from posttrain.methods.distillation.objective import Distillation
 
 # Fields that the peer's configs have from SFT, whose preparation of rows its trainers switch off.
 OF_SFT: dict[str, tuple[Any, str]] = {
-    "assistant_only_loss": (False, "The last message is the completion, and it alone is trained."),
-    "completion_only_loss": (None, "The completion alone is trained."),
+    "assistant_only_loss": (False, "Leave it out: only the completion is trained, the last message of a conversation."),
+    "completion_only_loss": (None, "Leave it out: only the completion is trained."),
     "dataset_kwargs": (None, "Prepare the dataset with dataset.map."),
     "dataset_num_proc": (None, "Prepare the dataset with dataset.map(num_proc=...)."),
-    "dataset_text_field": ("text", "The columns are prompt and completion, or messages."),
-    "eval_packing": (None, "Rows share forward passes without padding where the model allows it."),
-    "loss_type": ("nll", "beta chooses the divergence."),
-    "packing": (False, "Rows share forward passes without padding where the model allows it."),
-    "packing_strategy": ("bfd", "See packing."),
-    "padding_free": (False, "See packing."),
-    "truncation_mode": ("keep_start", "Of a prompt that is too long the end is kept, as the peer's collator does."),
+    "dataset_text_field": ("text", "Name the columns prompt and completion, or messages."),
+    "eval_packing": (None, "Leave it out: rows share forward passes without padding if the model supports it."),
+    "loss_type": ("nll", "Set beta, which selects the divergence."),
+    "packing": (False, "Leave it out: rows share forward passes without padding if the model supports it."),
+    "packing_strategy": ("bfd", "Leave it out: rows share forward passes without padding if the model supports it."),
+    "padding_free": (False, "Leave it out: rows share forward passes without padding if the model supports it."),
+    "truncation_mode": (
+        "keep_start",
+        "Leave it out: a row above max_length loses its beginning, as in TRL's collator.",
+    ),
 }
 
 
 @config
 @preset(
     unread=OF_SFT, learning_rate=2e-5, lmbda=0.5, beta=0.5, max_length=1024, max_completion_length=128, disable_dropout=True,
-    temperature=(0.9, "Sampling only: the loss is at temperature 1; > 0."),
+    temperature=(0.9, "Divisor of the logits in sampling, above 0. The loss uses temperature 1."),
 )  # fmt: skip
 class GKDConfig(DistillationConfig):
-    """Arguments of `GKDTrainer`."""
+    """Arguments of `GKDTrainer`, which distills on the dataset's answers, the student's samples, or a mixture."""
 
     _loss_temperature: ClassVar[str | float] = 1.0
-    max_new_tokens: PositiveInt | None = option(None, "TRL's name of max_completion_length.")
-    chat_template_path: str | None = option(
-        None, "Template file, or a folder or hub id whose template and tokens to take."
+    max_new_tokens: PositiveInt | None = option(
+        None,
+        "TRL's name of max_completion_length, the maximum number of tokens of a sampled completion. None: "
+        "max_completion_length. If it is set, it overrides that field.",
     )
-    eos_token: str | None = option(None, "End-of-sequence token; None: the tokenizer's.")
-    pad_token: str | None = option(None, "Padding token; None: the tokenizer's, else its end-of-sequence token.")
+    chat_template_path: str | None = option(
+        None,
+        "Path of a .jinja or .j2 file with a chat template, whose special tokens must be in the vocabulary "
+        "already. Any other value is the folder or Hub id of a tokenizer: its template and added tokens are "
+        "copied, and the embedding grows. None: the tokenizer's own template.",
+    )
+    eos_token: str | None = option(
+        None, "Token that ends a sequence. It must be in the tokenizer's vocabulary. None: the tokenizer's own token."
+    )
+    pad_token: str | None = option(
+        None, "Deprecated. Set pad_token on the tokenizer instead. None: the tokenizer's pad token, else its end token."
+    )
 
     def __post_init__(self) -> None:
         self.check_fields()

@@ -10,27 +10,45 @@ from posttrain.fields import Port, PositiveFloat, PositiveInt, option
 
 @dataclass
 class HarnessFields:
-    """How the harness of a trainer is run; without one they do nothing."""
+    """Options of running a trainer's harness. They have no effect without a harness."""
 
-    harness_limit: PositiveInt = option(16, "Episodes of a harness that run at once.")
-    harness_timeout: PositiveFloat | None = option(600.0, "Time limit of an episode in seconds. None: no limit.")
+    harness_limit: PositiveInt = option(16, "Maximum number of episodes that run at the same time.")
+    harness_timeout: PositiveFloat | None = option(
+        600.0, "Maximum number of seconds of an episode. A longer episode counts as failed. None: no limit."
+    )
     harness_failure: float | None = option(
-        None, "The reward of an episode that failed, which is trained; None: it is left out."
+        None, "Reward of an episode that failed; its tokens are trained with it. None: failed episodes are not trained."
     )
     harness_sampling: Literal["refuse", "override"] = option(
-        "refuse", "A call with other sampling settings than the run's: refuse it, or sample it with the run's."
+        "refuse",
+        "How to treat a call with other sampling settings than the run's. 'refuse': reject the call. 'override': "
+        "use the run's settings, so that the trained log-probs match.",
     )
-    harness_model: str = option("policy", "The name of the model that calls must give.")
-    harness_host: str = option("127.0.0.1", "Address that the policy is served on to harnesses.")
-    harness_port: Port = option(0, "Its port; 0: a free one.")
-    harness_call_timeout: PositiveFloat = option(600.0, "Seconds a call may wait for its completion.")
+    harness_model: str = option(
+        "policy", "Name of the model that calls must request. A call for any other model is rejected."
+    )
+    harness_host: str = option(
+        "127.0.0.1",
+        "Address on which the policy is served to the harness. Harnesses on other machines need an address that "
+        "they can reach.",
+    )
+    harness_port: Port = option(0, "Port on which the policy is served to the harness. 0 selects a free port.")
+    harness_call_timeout: PositiveFloat = option(
+        600.0, "Maximum number of seconds that a call waits for its completion."
+    )
     harness_max_calls: PositiveInt | None = option(
-        None, "Calls of an episode; further ones are refused. None: no limit."
+        None, "Maximum number of calls per episode. Further calls are rejected. None: no limit."
     )
-    harness_max_tokens: PositiveInt | None = option(None, "Tokens sampled for an episode. None: no limit.")
+    harness_max_tokens: PositiveInt | None = option(
+        None,
+        "Maximum number of tokens sampled per episode. Once it is reached, further calls are rejected. None: no limit.",
+    )
     harness_env: list[str] | None = option(
         None,
-        "Further environment variables that a harness command gets, by name or pattern (['AWS_*']; ['*'] passes all). None: "
-        "those for paths, locale, proxies and certificates.",
+        "Additional environment variables that a harness command receives, as names or patterns: ['AWS_*'] passes "
+        "all that match, ['*'] passes all. None: only the variables for paths, locale, proxies and certificates.",
     )
-    harness_record: str | None = option(None, "File that every episode is appended to, for posttrain.replayed.")
+    harness_record: str | None = option(
+        None,
+        "File to which every episode is appended, for replay with posttrain.replayed. None: episodes are not recorded.",
+    )
