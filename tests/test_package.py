@@ -178,7 +178,9 @@ def test_the_project_speaks_of_itself_only():
             continue
         text = path.read_text(encoding="utf-8", errors="ignore")
         assert not words.search(text), f"{path}: {words.search(text)}"
-        if path.parts[len(ROOT.parts)] in ("posttrain", "tests"):
+        # Scripts that are rewritten before they run.
+        written = "old_scripts" in path.parts or path.name in ("test_migrate.py", "test_old_scripts.py")
+        if path.parts[len(ROOT.parts)] in ("posttrain", "tests") and not written:
             assert not imports.search(text), path
 
 

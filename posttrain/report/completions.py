@@ -444,7 +444,7 @@ class RolloutTableCallback(transformers.TrainerCallback):
         print_prompt_completions_sample(own[0], own[1], rewards, [a or 0.0 for a in own[2]], step, self.shown)
 
     def table(self, rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-        """Return columns and rows, with None for missing values. With ``unique``, keep the last row of each prompt."""
+        """Return columns and rows, with None for missing values. With ``unique``, keep the first row of each prompt."""
         if self.unique:
             rows = list({row.get("prompt"): row for row in reversed(rows)}.values())[::-1]
         columns = list(dict.fromkeys(key for row in rows for key in row if key not in PER_TOKEN))
