@@ -58,6 +58,12 @@ class PaddedInputs(dict):
             raise AttributeError(name)
         return getattr(self.batch, name)
 
+    def __missing__(self, name: str) -> Any:
+        fix = ""
+        if "chosen" in name or "rejected" in name:
+            fix = " Fix: split the tensors in two: the first half of the rows is chosen, the second half is rejected."
+        raise KeyError(f"{name!r} is not a key of the inputs; the keys are {sorted(self)}.{fix}")
+
 
 class PaddedOutputs:
     """What ``super().compute_loss(..., return_outputs=True)`` returns: our outputs, and TRL's ``logits`` and ``loss``.

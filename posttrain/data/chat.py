@@ -15,7 +15,7 @@ import numpy as np
 from jinja2 import TemplateSyntaxError
 
 from posttrain.data.formats import is_conversational, warn_once
-from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
 from posttrain.types import Prompt
 from posttrain.values import is_messages, strip_none
 
@@ -294,10 +294,11 @@ KEY_SETS = (
 
 def apply_chat_template(
     example: dict[str, Any],
-    processing_class: Tokenizer,
+    processing_class: Tokenizer | None = None,
     tools: Any = None,
     *,
     merge_prefill: bool = False,
+    tokenizer: Tokenizer | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:
     """Render a conversational row as text: ``messages`` becomes ``text``, other columns keep their names.
@@ -311,12 +312,19 @@ def apply_chat_template(
         processing_class: Tokenizer with a chat template.
         tools: Schemas or functions. An empty list is the same as None.
         merge_prefill: Join a prompt that ends with an assistant message and the answer into one turn. False keeps two turns.
+        tokenizer: Deprecated name of ``processing_class``.
         template_kwargs: Passed to the template.
 
     Raises:
+        ArgumentTypeError: Neither or both of ``processing_class`` and ``tokenizer`` are given.
         KeyError: The row has a different set of columns.
         DataError: The prompt is empty, or ends with a message that is neither to be answered nor continued.
     """
+    if (processing_class is None) == (tokenizer is None):
+        raise ArgumentTypeError(
+            "give processing_class (a tokenizer), or tokenizer, its name in older releases; one of the two."
+        )
+    processing_class = processing_class or tokenizer
     row = {k: example[k] for k in ("prompt", "chosen", "rejected", "completion", "messages", "label") if k in example}
     if set(row) not in KEY_SETS:
         raise KeyError(f"columns {sorted(row)} match no conversational type; see the documentation of dataset formats.")
@@ -359,7 +367,7 @@ def _merged(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[
 
 
 def maybe_apply_chat_template(
-    example: dict[str, Any], processing_class: Tokenizer, tools: Any = None, **kwargs: Any
+    example: dict[str, Any], processing_class: Tokenizer | None = None, tools: Any = None, **kwargs: Any
 ) -> dict:
     """Apply `apply_chat_template` to a conversational row; return other rows unchanged."""
     return apply_chat_template(example, processing_class, tools, **kwargs) if is_conversational(example) else example

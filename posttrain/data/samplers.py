@@ -261,7 +261,8 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
         raise DataError(f"{name} is empty.")
     if "prompt" not in head[0]:
         raise DataError(
-            f"{name} has no 'prompt' column; its columns are {sorted(head[0])}. Online methods need prompts."
+            f"{name} has no 'prompt' column; its columns are {sorted(head[0])}. Online methods need prompts. "
+            "Fix: pass the dataset with its 'prompt' column and without tokenizing it: the trainer tokenizes prompts."
         )
     chat = is_conversational(head[0])
     count = len(dataset) if isinstance(dataset, datasets.Dataset) else STREAMED

@@ -304,7 +304,8 @@ def prepare_sft_dataset(
         tokenizer: Tokenizer, with a chat template if rows are conversational.
         options: See `SupervisedOptions`.
         name: Name of the dataset in messages.
-        formatting_func: Turns a row into one text; the row's columns are dropped.
+        formatting_func: Turns a row into one text; the row's columns are dropped. A function that fails on a row, or
+            returns no text for it, may be one for batches, as in TRL before 0.20: it is called with batches of one row.
         num_proc: Number of processes.
         seed: Seed for shuffling packed rows.
 
@@ -326,7 +327,8 @@ def prepare_sft_dataset(
     columns = [column for column in get_dataset_column_names(dataset) if column != ROW]
     extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
     if formatting_func is not None and "input_ids" not in first:
-        arguments = {"function": formatting_func, "column": options.dataset_text_field}
+        function = _one_of_batch(formatting_func) if _takes_batches(formatting_func, first) else formatting_func
+        arguments = {"function": function, "column": options.dataset_text_field}
         dataset = dataset.map(_format, with_indices=True, remove_columns=columns, fn_kwargs=arguments, **extra)
         columns = [options.dataset_text_field]
     elif formatting_func is not None:
@@ -408,6 +410,25 @@ def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
 def _trains_something(labels: list[list[int]]) -> list[bool]:
     # The first token of a row has no predecessor, so a label there trains nothing.
     return [len(row) - 1 > row[1:].count(IGNORED) for row in labels]
+
+
+def _batch_of(row: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: [value] for name, value in row.items()}
+
+
+def _one_of_batch(function: Callable[[dict], Any]) -> Callable[[dict], str]:
+    return lambda row: function(_batch_of(row))[0]
+
+
+def _takes_batches(function: Callable[[dict], Any], row: dict[str, Any]) -> bool:
+    # The row comes first: ``row["text"][:9]`` also returns a list of one text for a batch.
+    with suppress(Exception):
+        if isinstance(function(dict(row)), str):
+            return False
+    with suppress(Exception):
+        texts = function(_batch_of(row))
+        return isinstance(texts, list) and len(texts) == 1 and isinstance(texts[0], str)
+    return False
 
 
 def _format(example: dict[str, Any], index: int, function: Callable[[dict], str], column: str) -> dict[str, str]:

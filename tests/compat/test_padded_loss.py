@@ -105,6 +105,15 @@ def test_a_documented_preference_objective_of_trl_runs(tokenizer, tmp_path):
     assert own.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
 
 
+def test_a_key_of_an_older_layout_names_the_present_keys(tokenizer, tmp_path):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(inputs["chosen_input_ids"])[0]
+
+    mine = every("dpo", tmp_path, tokenizer, cls=subclass("dpo", compute_loss=compute_loss), train=data("dpo", 8))
+    with pytest.raises(KeyError, match=r"'chosen_input_ids' is not a key.*'completion_mask'.*first half of the rows"):
+        mine.train()
+
+
 def test_outputs_of_super_have_the_padded_logits(tokenizer, tmp_path):
     shapes = []
 

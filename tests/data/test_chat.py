@@ -39,8 +39,11 @@ def test_each_set_of_columns_renders_under_its_names(tiny_tokenizer):
     assert apply_chat_template({"prompt": [U]}, tiny_tokenizer)["prompt"].endswith("assistant\n")
     with raises(KeyError):
         apply_chat_template({"completion": [A]}, tiny_tokenizer)
+    assert maybe_apply_chat_template({"messages": [U, A]}, tokenizer=tiny_tokenizer) == {"text": whole}
+    with pytest.raises(TypeError, match="one of the two"):
+        apply_chat_template({"messages": [U, A]})
     plain = {"prompt": "2+2?", "x": 1}
-    assert maybe_apply_chat_template(plain, tiny_tokenizer) is plain
+    assert maybe_apply_chat_template(plain, tokenizer=tiny_tokenizer) is plain
 
 
 def test_an_unfinished_answer_is_continued_and_merged_only_when_asked(tiny_tokenizer, caplog, monkeypatch):

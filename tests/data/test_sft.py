@@ -122,6 +122,20 @@ def test_formatting_that_fails_or_gives_no_text_is_told_by_row(tiny_tokenizer):
         formatted(lambda row: row["y"])
 
 
+def test_a_formatting_function_of_batches_gives_one_text_per_row(tiny_tokenizer):
+    def batched(rows):
+        return [f"Q: {rows['q'][i]} A: {rows['a'][i]}" for i in range(len(rows["q"]))]
+
+    def single(row):
+        return f"Q: {row['q']} A: {row['a']}"
+
+    data = datasets.Dataset.from_list([{"q": "one", "a": "two"}, {"q": "three", "a": "four"}])
+    got, expected = (prepare_sft_dataset(data, tiny_tokenizer, formatting_func=f)[0] for f in (batched, single))
+    assert got["input_ids"] == expected["input_ids"] and len(got) == 2
+    cut = prepare_sft_dataset(data, tiny_tokenizer, formatting_func=lambda row: row["q"][:1])[0]
+    assert tiny_tokenizer.decode(cut["input_ids"][0], skip_special_tokens=True) == "o"
+
+
 def test_a_prompt_without_messages_is_called_empty(tiny_tokenizer):
     answer = {"role": "assistant", "content": "a"}
     rows = [

@@ -25,7 +25,14 @@ from posttrain.extensions.migrate.note import Note
 
 PACKAGES = ("trl", "posttrain")
 SHARED = "TrainingArguments"  # Of transformers; trainers of older releases took it.
-PARSERS = {"TrlParser", "HfArgumentParser"}
+PLAIN_PARSER = "HfArgumentParser"  # Of transformers; it does not convert flags of older releases.
+PARSERS = {"TrlParser", PLAIN_PARSER}
+
+IGNORED_KEYS = {"add_special_tokens", "append_concat_token"}
+ADDED_TOKENS = (
+    "add_special_tokens: removed. Rows of messages get the tokens of the chat template alone, as before; for rows of text set "
+    "tokenizer.add_bos_token=False."
+)
 
 
 def migrate_script(text: str, path: str) -> tuple[str, list[Note]]:
@@ -200,6 +207,9 @@ class Script(cst.CSTVisitor):
                 first = value.args[0].value
                 items = [item.value for item in first.elements] if isinstance(first, cst.Tuple | cst.List) else [first]
                 self.parsers[target.value] = [self.kind_of(item) for item in items]
+                if function == PLAIN_PARSER and any(self.parsers[target.value]):
+                    self.renamed[PLAIN_PARSER] = "TrlParser"
+                    self.needed.add("TrlParser")
         elif isinstance(target, cst.Tuple) and function.partition(".")[0] in self.parsers:
             for item, kind in zip(target.elements, self.parsers[function.partition(".")[0]], strict=False):
                 if isinstance(item.value, cst.Name) and kind is not None:
@@ -276,8 +286,10 @@ class Rewriter(cst.CSTTransformer):
         if not isinstance(node, cst.ImportFrom) or node.module is None or node.relative:
             return updated_node
         package = get_full_name_for_node(node.module) or ""
-        if package == "transformers" and not isinstance(node.names, cst.ImportStar) and self.script.is_free_of_shared():
-            names = [alias for alias in node.names if alias.evaluated_name != SHARED]
+        if package == "transformers" and not isinstance(node.names, cst.ImportStar):
+            unused = {PLAIN_PARSER} & self.script.renamed.keys()
+            unused |= {SHARED} if self.script.is_free_of_shared() else set()
+            names = [alias for alias in node.names if alias.evaluated_name not in unused]
             if names and len(names) < len(node.names):
                 names[-1] = names[-1].with_changes(comma=node.names[-1].comma)
                 return updated_node.with_changes(body=[node.with_changes(names=names)])
@@ -360,7 +372,7 @@ class Rewriter(cst.CSTTransformer):
         """Convert the arguments of a config or a trainer."""
         kind = self.script.calls.get(original_node)
         if kind is None:
-            return updated_node
+            return self.with_old_flags(updated_node)
         moved = self.script.moved.get(original_node, set())
         call = updated_node
         for name in moved:
@@ -381,6 +393,15 @@ class Rewriter(cst.CSTTransformer):
                 self.look_into(arg, kind)
         return self.converted(original_node, kind, call)
 
+    def with_old_flags(self, call: cst.Call) -> cst.Call:
+        """Let the method of a parser that converts flags of older releases take the place of transformers' method."""
+        name = get_full_name_for_node(call.func) or ""
+        variable, _, method = name.partition(".")
+        kinds = self.script.parsers.get(variable, ())
+        if method != "parse_args_into_dataclasses" or call.args or not any(kinds):
+            return call
+        return call.with_changes(func=dotted(f"{variable}.parse_args_and_config"))
+
     def look_into(self, arg: cst.Arg, kind: type) -> None:
         """Note the old names in a mapping that a call unpacks."""
         keys = keys_of(arg.value) or self.script.mappings.get(code(arg.value))
@@ -396,7 +417,9 @@ class Rewriter(cst.CSTTransformer):
         for name, arg in by_name(call).items():
             value = value_of(arg.value)
             row = row_of(kind, name, value)
-            if row is not None and row.action != "keep":
+            if name == "dataset_kwargs" and isinstance(value, dict) and issubclass(kind, posttrain.SFTConfig):
+                call = self.without_old_keys(node, call, value)
+            elif row is not None and row.action != "keep":
                 call = self.argument(node, kind, call, name, row)
             elif row is None and old_names.is_unknown(kind, name) and kind is not posttrain.PostTrainingConfig:
                 self.script.note(node, f"{kind.__name__} has no argument {name}.", name)
@@ -427,6 +450,17 @@ class Rewriter(cst.CSTTransformer):
             self.script.note(node, f"{name}={shown[0]} and {option}={shown[1]} are both given. Keep one of them.", name)
             return call
         return exchanged(call, name, cst.Name(option), new)
+
+    def without_old_keys(self, node: cst.Call, call: cst.Call, value: dict[str, Any]) -> cst.Call:
+        """Remove the keys of ``dataset_kwargs`` that TRL has ignored since 0.13."""
+        kept = {key: item for key, item in value.items() if key not in IGNORED_KEYS}
+        if kept == value:
+            return call
+        if value.get("add_special_tokens") is False:
+            self.script.note(node, ADDED_TOKENS, "dataset_kwargs")
+        if not kept:
+            return without(call, "dataset_kwargs")
+        return exchanged(call, "dataset_kwargs", cst.Name("dataset_kwargs"), cst.parse_expression(repr(kept)))
 
     def with_key(self, node: cst.Call, call: cst.Call, name: str, option: str, key: str) -> cst.Call:
         """Move an argument into a mapping, which is another argument."""

@@ -99,6 +99,10 @@ def test_keywords_of_a_trainer_move_into_its_config_and_comments_stay():
         ("from trl import SFTTrainer\nt = SFTTrainer('m')\nt.tokenizer.save()", "from posttrain import SFTTrainer\nt = SFTTrainer('m')\nt.processing_class.save()"),
         ("from trl import ModelConfig, TrlParser\np = TrlParser((A, ModelConfig))\na, m = p.parse_args_and_config()\nm.torch_dtype",
          "from posttrain import ModelConfig, TrlParser\np = TrlParser((A, ModelConfig))\na, m = p.parse_args_and_config()\nm.dtype"),
+        ("from transformers import HfArgumentParser, set_seed\nfrom trl import KTOConfig\np = HfArgumentParser((A, KTOConfig))\na, k = p.parse_args_into_dataclasses()\nk.no_cuda",
+         "from transformers import set_seed\nfrom posttrain import KTOConfig, TrlParser\np = TrlParser((A, KTOConfig))\na, k = p.parse_args_and_config()\nk.use_cpu"),
+        ("from trl import SFTConfig\nSFTConfig('o', dataset_kwargs={'append_concat_token': True, 'skip_prepare_dataset': True})",
+         "from posttrain import SFTConfig\nSFTConfig('o', dataset_kwargs={'skip_prepare_dataset': True})"),
     ],
 )  # fmt: skip
 def test_one_spelling_becomes_the_present_one(old, now):
@@ -114,6 +118,7 @@ def test_one_spelling_becomes_the_present_one(old, now):
         ("from trl import SFTConfig\nSFTConfig(max_length=4, max_seq_length=3)", "2: max_seq_length=3 and max_length=4 are both given."),
         ("from trl import SFTConfig\nSFTConfig(group_by_length=x)", "2: group_by_length: train_sampling_strategy="),
         ("from trl import SFTConfig\nSFTConfig(lerning_rate=1)", "2: SFTConfig has no argument lerning_rate."),
+        ("from trl import SFTConfig\nSFTConfig(dataset_kwargs={'add_special_tokens': False})", "2: add_special_tokens: removed. Rows of messages"),
         ("from trl import SFTConfig\nSFTConfig(**options)", "2: SFTConfig(**options): its names were not looked at."),
         ("from trl import SFTConfig\nk = dict(seed=1, no_cuda=True)\nSFTConfig(**k)", "3: no_cuda: use_cpu"),
         ("from trl import DPOTrainer\nDPOTrainer('m', max_prompt_length=9)", "2: max_prompt_length: filter the data"),
