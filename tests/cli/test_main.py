@@ -293,7 +293,9 @@ def test_the_short_help_shows_the_options_that_the_parser_knows_with_their_defau
                 assert eval(one.default) == fields[name].default, (command, name)
     monkeypatch.setenv("COLUMNS", "80")
     text = options.help_text("grpo")
-    assert re.search(r"--num_generations +Completions per prompt[^-]*\(8\)", text) and "ModelConfig" not in text
+    assert (
+        re.search(r"--num_generations +Number of completions sampled per[^-]*\(8\)", text) and "ModelConfig" not in text
+    )
     assert "..." not in text.partition("\n")[2] and all(len(line) <= 80 for line in text.splitlines())
     assert "Rows per micro-batch on each device, or auto (8)" in " ".join(text.split())
 

@@ -1,7 +1,5 @@
 """What a subclass may override takes effect in training and evaluation alike; what cannot is refused at construction."""
 
-import importlib
-import pkgutil
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -91,8 +89,7 @@ def test_the_best_checkpoint_is_chosen_by_the_user_s_loss(tokenizer, tmp_path):
 
 def overridden():
     """Private methods of `transformers.Trainer` that a class of this package defines anew."""
-    modules = pkgutil.walk_packages(posttrain.trainers.__path__, "posttrain.trainers.")
-    trainers = {one for m in modules for one in vars(importlib.import_module(m.name)).values() if isinstance(one, type)}
+    trainers = {getattr(posttrain, name) for name in posttrain.__all__ if name.endswith("Trainer")}
     own = {
         c
         for one in trainers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def migrate(argv: list[str]) -> int:
-    """Rewrite scripts, notebooks and YAML files of TRL 0.7 to 1.16; exit status 1: a file cannot be read."""
+    """Rewrite scripts, notebooks and YAML files of TRL 0.7 to 1.16."""
     from posttrain.extensions.migrate.files import run
 
     return run(argv)

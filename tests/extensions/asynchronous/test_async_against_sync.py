@@ -113,5 +113,5 @@ def test_defaults_that_steer_learning_differ_from_synchronous_grpo_s_only_where_
     )
     differ = {name for name in steering if ours[name] != theirs[name]}
     assert differ == {"lr_scheduler_type", "scale_rewards", "max_completion_length"}
-    page = (Path(__file__).parents[2] / "docs" / "async_grpo.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "async_grpo.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in page for name in differ)

@@ -114,14 +114,14 @@ def test_one_spelling_becomes_the_present_one(old, now):
     [
         ("from trl import BestOfNSampler", "1: BestOfNSampler is not here. Use posttrain.complete("),
         ("import trl\ntrl.TextEnvironment()", "2: TextEnvironment is not here. Use tools"),
-        ("from trl import DPOConfig\nDPOConfig(\n  'o',\n  max_prompt_length=9,\n)", "4: max_prompt_length: filter the data"),
+        ("from trl import DPOConfig\nDPOConfig(\n  'o',\n  generate_during_eval=True,\n)", "4: generate_during_eval: use LogCompletions"),
         ("from trl import SFTConfig\nSFTConfig(max_length=4, max_seq_length=3)", "2: max_seq_length=3 and max_length=4 are both given."),
         ("from trl import SFTConfig\nSFTConfig(group_by_length=x)", "2: group_by_length: train_sampling_strategy="),
         ("from trl import SFTConfig\nSFTConfig(lerning_rate=1)", "2: SFTConfig has no argument lerning_rate."),
         ("from trl import SFTConfig\nSFTConfig(dataset_kwargs={'add_special_tokens': False})", "2: add_special_tokens: removed. Rows of messages"),
         ("from trl import SFTConfig\nSFTConfig(**options)", "2: SFTConfig(**options): its names were not looked at."),
         ("from trl import SFTConfig\nk = dict(seed=1, no_cuda=True)\nSFTConfig(**k)", "3: no_cuda: use_cpu"),
-        ("from trl import DPOTrainer\nDPOTrainer('m', max_prompt_length=9)", "2: max_prompt_length: filter the data"),
+        ("from trl import DPOTrainer\nDPOTrainer('m', generate_during_eval=True)", "2: generate_during_eval: use LogCompletions"),
         ("from trl import SFTTrainer\nSFTTrainer('m', args=make(), packing=True)", "2: packing: options of SFTConfig."),
         ("from trl import SFTTrainer, SFTConfig\na = SFTConfig('o')\nn = 9\nSFTTrainer('m', a, max_seq_length=n)", "4: n: assigned after SFTConfig(...)"),
         ("from trl import GRPOTrainer\nclass A(GRPOTrainer):\n  def _generate(self): pass", "3: A overrides _generate, which is never called here."),
@@ -260,7 +260,7 @@ def test_a_recipe_is_read_as_that_of_the_config_that_knows_its_options(tmp_path)
     )
     result = migrate_file(path)
     assert result.text == path.read_text().replace("torch_dtype: null\n", "")
-    assert [note.line for note in result.notes] == [4, 5] and "add 'sft' to loss_type" in result.notes[1].text
+    assert [note.line for note in result.notes] == [5] and "add 'sft' to loss_type" in result.notes[0].text
     path.write_text("output_dir: o\nmax_length: 9\nmax_seq_length: 8\n")
     assert "max_seq_length=8 and max_length=9 are both given" in migrate_file(path).notes[0].text
     path.write_text("compute_environment: LOCAL\nno_cuda: true\n")  # A file of accelerate.
