@@ -7,6 +7,7 @@ import torch
 import posttrain as pt
 from posttrain.errors import ConfigError, DataError
 from posttrain.extensions.serve.engine import ServedEngine
+from posttrain.methods.distillation.teacher import load_teacher
 from posttrain.rollouts.native.engine import NativeEngine
 from tests.checks.test_tokenizers import byte_level
 from tests.conftest import build_model
@@ -275,3 +276,13 @@ def test_server_distillation_without_a_server_or_with_a_support_that_none_gives_
     with raises(ConfigError, "reverse_kl_top_1_mode='argmax'"):
         pt.ServerDistillationConfig(str(tmp_path), **BASE, **url, reverse_kl_top_1_mode="argmax")
     assert pt.ServerDistillationConfig(str(tmp_path), **BASE, **url).vllm_server_port == 8001
+
+
+def test_a_teacher_is_loaded_with_the_older_name_of_its_dtype(tmp_path, tiny_tokenizer):
+    tiny_tokenizer.save_pretrained(tmp_path / "teacher")
+    build_model(len(tiny_tokenizer), seed=1).save_pretrained(tmp_path / "teacher")
+    args = pt.DistillationConfig(
+        str(tmp_path), teacher_model_init_kwargs={"torch_dtype": "bfloat16"}, report_to="none", use_cpu=True
+    )
+    teacher = load_teacher(str(tmp_path / "teacher"), args, build_model(len(tiny_tokenizer)))
+    assert next(teacher.parameters()).dtype == torch.bfloat16

@@ -77,7 +77,7 @@ def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) 
         return teacher.requires_grad_(False).eval()
     kwargs: dict[str, Any] = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
     kwargs |= {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
-    kwargs |= dict(args.teacher_model_init_kwargs or {})
+    kwargs |= load.with_dtype(args.teacher_model_init_kwargs or {})
     return load.create_model_from_path(teacher, **kwargs).requires_grad_(False).eval()
 
 
