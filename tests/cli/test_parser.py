@@ -238,7 +238,6 @@ OLDER = [
     ("overwrite_output_dir: true", "overwrite_output_dir", None),
     ("torch_dtype: bfloat16", "dtype", "bfloat16"),
     ("warmup_ratio: 0.1", "warmup_steps", 0.1),
-    ("tpu_num_cores: null", "tpu_num_cores", None),
 ]
 
 
