@@ -27,7 +27,6 @@ ASIDE += (
     "models/memory.py",
     "models/memory_estimate.py",
     "models/lean_layers.py",
-    "models/llama4.py",
     "models/probe.py",
     "models/quantised.py",
     "models/recurrent/",

@@ -1,4 +1,7 @@
-"""What Llama 4's attention layers do not pass on: the size of chunks (`chunk_of`) and positions (`tempered`)."""
+"""What Llama 4's attention layers do not pass on: the size of chunks (`chunk_of`) and positions (`tempered`); `placed` adds both.
+
+Other models do not call these functions: `MODEL_TYPE` selects the layers.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,13 @@ from torch import Tensor
 
 from posttrain.models.architecture import layer_kinds
 
+MODEL_TYPE = "llama4_text"
+
+
+def placed(module: Any, query: Tensor, positions: Tensor) -> tuple[Tensor, int | None]:
+    """Return queries ``(B, heads, T, d)`` with the scale of their positions ``(B, T)``, and the size of chunks or None."""
+    return tempered(module, query, positions) if has_temperature(module) else query, chunk_of(module)
+
 
 def chunk_of(module: Any) -> int | None:
     """Return the size of the chunks of positions within which an attention layer attends, or None without chunks."""
@@ -18,7 +28,7 @@ def chunk_of(module: Any) -> int | None:
 
 def has_temperature(module: Any) -> bool:
     """Return whether an attention layer scales its queries by their positions."""
-    return module.config.model_type == "llama4_text" and module.attn_temperature_tuning and not module.use_rope
+    return module.attn_temperature_tuning and not module.use_rope
 
 
 def tempered(module: Any, query: Tensor, positions: Tensor) -> Tensor:

@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from posttrain.errors import ModelError
+from posttrain.models import llama4
 from posttrain.models.architecture import OWN_NAMES
 from posttrain.models.capped_attention import Capped, capped_attention, capped_attention_backward
 from posttrain.models.heads import attention_renamed, rename_attention
-from posttrain.models.llama4 import chunk_of, has_temperature, tempered
 from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch, Segment
 
@@ -461,13 +461,15 @@ def tree_attention(
 _uncompiled: Any = torch.compiler.disable(tree_attention)
 
 
-def refusal(module: nn.Module, q: Tensor, dropout: float, forest: Forest, rest: dict[str, Any]) -> str:
+def refusal(
+    module: nn.Module, q: Tensor, dropout: float, forest: Forest, rest: dict[str, Any], chunk: int | None
+) -> str:
     """Why a layer's attention is not computed by parts; empty where it is."""
     if q.device.type != "cpu" and (fault := no_varlen(q, forest, rest.get("sliding_window"))):
         return fault
     if q.device.type != "cpu" and rest.get("softcap"):
         return f"softcap={rest['softcap']}"
-    if q.device.type != "cpu" and chunk_of(module) is not None:
+    if q.device.type != "cpu" and chunk is not None:
         return "it attends within chunks"
     if dropout:
         return f"attention_dropout={dropout}"
@@ -516,7 +518,7 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
         **rest: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if forest is not None and forest.split is not None:
-            if has_temperature(module):
+            if module.config.model_type == llama4.MODEL_TYPE and llama4.has_temperature(module):
                 raise ModelError(
                     f"sp_size={forest.split.size}: Llama 4 scales queries by their column, and each process has a part of the "
                     "columns. Fix: sp_size=1."
@@ -534,10 +536,10 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
         # A mask that came with the forest is a layer's that takes no segments: see `attention_mask`.
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
-        window, chunk = rest.get("sliding_window"), chunk_of(module)
-        if has_temperature(module):
-            query = tempered(module, query, forest.batch.position_ids)
-        reason = refusal(module, query, dropout, forest, rest)
+        window, chunk = rest.get("sliding_window"), None
+        if module.config.model_type == llama4.MODEL_TYPE:
+            query, chunk = llama4.placed(module, query, forest.batch.position_ids)
+        reason = refusal(module, query, dropout, forest, rest, chunk)
         if reason and _strict:
             raise ModelError(reason)
         if reason:

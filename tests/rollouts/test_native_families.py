@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from posttrain.models import llama4
 from posttrain.models.probe import probe_layout
 from posttrain.rollouts.native import attention
 from posttrain.rollouts.native.engine import NativeEngine, native_is_exact
@@ -103,8 +104,8 @@ def test_variants_of_attention_need_no_dense_mask_in_training(name):
 IGNORED = {
     "sinks": ("gpt-oss", attention.Rule, "weights", lambda rule, scores, sinks: scores.softmax(-1)),
     "softcapping": ("gemma2", attention.Rule, "capped", lambda rule, scores: scores),
-    "chunks": ("llama4", attention, "chunk_of", lambda module: None),
-    "temperature": ("llama4", attention, "tempered", lambda module, query, positions: query),
+    "chunks": ("llama4", llama4, "chunk_of", lambda module: None),
+    "temperature": ("llama4", llama4, "tempered", lambda module, query, positions: query),
 }
 
 

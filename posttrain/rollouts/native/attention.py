@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from posttrain.models import llama4
 from posttrain.models.heads import attention_renamed
-from posttrain.models.llama4 import chunk_of, has_temperature, tempered
 
 
 class Rule(NamedTuple):
@@ -416,9 +416,10 @@ def native_attention(
     if sliding_window is ...:
         sliding_window = getattr(module, "sliding_window", None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    rule = Rule(scale, softcap, sliding_window, chunk_of(module), s_aux)
-    if has_temperature(module):
-        query = tempered(module, query, store.positions)
+    chunk = None
+    if module.config.model_type == llama4.MODEL_TYPE:
+        query, chunk = llama4.placed(module, query, store.positions)
+    rule = Rule(scale, softcap, sliding_window, chunk, s_aux)
     # Under autocast the rotary embedding leaves queries and keys in float32 beside half-precision values.
     query, key = query.to(value.dtype), key.to(value.dtype)
     return store.attend(store.layer_of(module), query, key, value, rule), None

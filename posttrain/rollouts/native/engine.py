@@ -124,7 +124,8 @@ class NativeEngine(RolloutEngine):
         most, placeholder = context_length(text), placeholder_of(self.inner)
         check_requests(requests, sampling, most, text.vocab_size, placeholder=placeholder)
         check_rope(requests, sampling, self.model, "the native engine")
-        recurrent.install(self.inner)
+        if self.recurrent:
+            recurrent.install(self.inner)
         self.interrupted.clear()
         if self.kept is not None:
             self._forget_old_weights()

@@ -281,8 +281,7 @@ class Filler:
         for start in range(known, ids.shape[1], self.engine.prefill_tokens):
             piece = ids[:, start : start + self.engine.prefill_tokens]
             past = [_of(block)] if block.keys else []
-            states = States(block.states, [piece.shape[1]])
-            fill = self.forward(piece, past, torch.tensor([start], device=self.device), states)
+            fill = self.forward(piece, past, torch.tensor([start], device=self.device), block.states, [piece.shape[1]])
             block.append(fill.keys, fill.values)
         self.store.common = block
         if self.keeping:
@@ -304,8 +303,8 @@ class Filler:
         past += [_of(work.block)] if work.block.keys else []
         begin = work.known + work.done + len(self.shared)
         known = work.known if work.uneven else None
-        states = States(work.block.states, [min(max(n - work.done, 0), piece.shape[1]) for n in work.new])
-        fill = self.forward(piece, past, begin, states, known=known, room=work.room, seen=seen)
+        lengths = [min(max(n - work.done, 0), piece.shape[1]) for n in work.new]
+        fill = self.forward(piece, past, begin, work.block.states, lengths, known=known, room=work.room, seen=seen)
         work.block.append(fill.keys, fill.values)
         work.done += piece.shape[1]
         if work.done == work.ids.shape[1]:
@@ -343,13 +342,16 @@ class Filler:
         ids: Tensor,
         past: list[Layers],
         begin: Tensor,
-        states: States,
+        states: list[Tensor],
+        lengths: list[int],
         *,
         known: Tensor | None = None,
         room: int = 0,
         seen: VisionView | None = None,
     ) -> Fill:
-        """One pass over ``ids (P, width)``, of which row p stands at ``begin[p]`` and what follows, after ``states``.
+        """One pass over ``ids (P, width)``, of which row p stands at ``begin[p]`` and what follows.
+
+        Recurrent layers continue from ``states`` with ``lengths[p]`` tokens of row p, and change the states in place.
 
         ``known (P,)`` says of how many of the first ``room`` columns each row has something; None: of all of them.
         """
@@ -359,7 +361,7 @@ class Filler:
             positions = seen.position_ids
             inputs = seen.inputs(self.engine.inner) if seen.inputs is not None else {}
         if self.engine.recurrent:
-            inputs["recurrent_states"] = states
+            inputs["recurrent_states"] = States(states, lengths)
         shared = len(self.shared) if self.store.common is not None else 0
         self.store.begin_pass(positions)
         self.store.filling = fill = Fill(past, shared=shared, known=known, room=room)
