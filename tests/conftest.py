@@ -300,3 +300,12 @@ def tiny_model_dir(tiny_model, tiny_tokenizer, tmp_path):
     tiny_model.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def made():
+    """A list of what a test made; each item is closed at the end, the last one first."""
+    things = []
+    yield things
+    for thing in reversed(things):
+        thing.close()
