@@ -270,7 +270,7 @@ class ScriptedEngine(RolloutEngine):
 
 @runtime_checkable
 class WeightTransferProtocol(Protocol):
-    """What the trainer asks of a way of its weights to the engines; `send_weights` must read every tensor."""
+    """Methods that send the trainer's weights to engines. `send_weights` must read every tensor."""
 
     def init_weight_transfer(self) -> None: ...
     def pause(self) -> None: ...
@@ -280,11 +280,11 @@ class WeightTransferProtocol(Protocol):
 
 
 class WeightTransfer:
-    """What a way to servers tells beside the protocol, in the words of one that tells nothing (shared memory, a user's).
+    """State of a weight transfer, in addition to the protocol. These defaults are for transfers without servers.
 
     Attributes:
-        version: Of the weights that were sent last.
-        engine: That asks servers; None: there are none.
+        version: Version of the weights that were sent last.
+        engine: Engine that requests completions from servers, or None without servers.
     """
 
     version = 0
@@ -292,18 +292,18 @@ class WeightTransfer:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What all engines behind it can do."""
+        """Capabilities that all receiving engines have."""
         return Capabilities()
 
     @property
     def holders(self) -> Any:
-        """Who has the version that was sent last; None: whoever looks."""
+        """Servers that hold the last version. None: every engine can read it."""
         return None
 
     def missing_weights(self) -> bool:
-        """Whether an engine lacks the last version."""
+        """Return whether an engine lacks the last version."""
         return False
 
     def failure_reason(self) -> str:
-        """What is wrong with engines that get no requests."""
+        """Return why engines get no requests, or "" if nothing is wrong."""
         return ""

@@ -55,7 +55,7 @@ def _file_checksum(path: Path) -> str:
 
 
 def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, which stay the file's memory: whoever keeps one copies it.
+    """Return the tensors of a safetensors file. They share the file's memory, so copy a tensor to keep it.
 
     Raises:
         ModelError: Other bytes than were announced by their checksum, or no safetensors file.
