@@ -199,7 +199,7 @@ class PreferenceTrainer(PostTrainer):
         keep = (*known, *self.method.keep, NUMBER)
         about: dict[str, Any] = {"name": name, "num_proc": self.args.dataset_num_proc, "keep": keep}
         if self.vision.reader is not None:
-            if vars(self.args).get("max_prompt_length"):
+            if self.answer_options().max_prompt_length:
                 raise ConfigError(
                     "max_prompt_length would cut images out of prompts. Fix: leave it out, or shorten the prompts."
                 )

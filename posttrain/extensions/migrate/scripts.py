@@ -22,13 +22,13 @@ from posttrain.compat.paths import BY_MODULE
 from posttrain.compat.trl_names import ANY, TRLName, imports
 from posttrain.errors import DataError
 from posttrain.extensions.migrate.note import Note
+from posttrain.methods.sft import OLD_DATASET_KWARGS
 
 PACKAGES = ("trl", "posttrain")
 SHARED = "TrainingArguments"  # Of transformers; trainers of older releases took it.
 PLAIN_PARSER = "HfArgumentParser"  # Of transformers; it does not convert flags of older releases.
 PARSERS = {"TrlParser", PLAIN_PARSER}
 
-IGNORED_KEYS = {"add_special_tokens", "append_concat_token"}
 ADDED_TOKENS = (
     "add_special_tokens: removed. Rows of messages get the tokens of the chat template alone, as before; for rows of text set "
     "tokenizer.add_bos_token=False."
@@ -453,7 +453,7 @@ class Rewriter(cst.CSTTransformer):
 
     def without_old_keys(self, node: cst.Call, call: cst.Call, value: dict[str, Any]) -> cst.Call:
         """Remove the keys of ``dataset_kwargs`` that TRL has ignored since 0.13."""
-        kept = {key: item for key, item in value.items() if key not in IGNORED_KEYS}
+        kept = {key: item for key, item in value.items() if key not in OLD_DATASET_KWARGS}
         if kept == value:
             return call
         if value.get("add_special_tokens") is False:
