@@ -37,6 +37,8 @@ UNCALLED: dict[str, dict[str, str]] = {
         "compute_loss_terms": "objective(outputs, batch), or compute_loss(model, inputs)",
         "log_metrics_now": "run.log(metrics, mode)",
         "named_counts": "counts(batches) of a Method",
+        "micro_batch": "data_collator, rows(examples), or sample(examples, settings) of a trainer that samples",
+        "eval_batches": "data_collator, rows(examples), or sample(examples, settings) of a trainer that samples",
         "create_optimizer_and_scheduler": "create_optimizer() and create_scheduler(num_training_steps, optimizer)",
     },
     "OnlineTrainer": _rows({PARTS: "generate_and_score", SAMPLE: "generate roll_out tokenize"})

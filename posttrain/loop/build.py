@@ -54,7 +54,7 @@ from posttrain.models.token_split import alone
 from posttrain.report.lock import check_writable
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rollouts.batch import RolloutWindow
-from posttrain.types import ALONE, Ranks
+from posttrain.types import ALONE, Batch, Ranks
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -74,11 +74,17 @@ def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = 
         objective=None,
         comparison=None,
         loss_of=step.loss_of if loss_function is None else step.function_loss,
-        eval_batches=list,
+        batches=rollout.training_batches if method.traits.samples else collated,
+        eval_batches=rollout.evaluation_batches if method.traits.samples else collated,
         postprocess_metrics=method.derived_metrics,
         predictions=partial(predicted_rows, preprocess=None),
         observe=rollout.gap_of_pass if method.traits.samples else None,
     )
+
+
+def collated(run: Run, batches: Sequence[Batch], index: int = 0) -> list[Batch]:
+    """Return what the loader yields, for methods whose collator makes batches."""
+    return list(batches)
 
 
 def as_config(config: type, args: PostTrainingConfig | str | None) -> Any:

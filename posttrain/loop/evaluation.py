@@ -121,7 +121,10 @@ class _Evaluation:
     def run(self, dataloader: Any) -> float:
         """Go over the set; returns the loss over all ranks' rows."""
         for inputs, last in _with_last(dataloader):
-            batches = [batch.to(self.args.device) for batch in self.hooks.eval_batches(inputs)]
+            batches = self.hooks.eval_batches(self.context, inputs)
+            if self.hooks.prepare is not None:
+                (batches,) = self.hooks.prepare(self.context, [inputs], [batches], "eval")
+            batches = [batch.to(self.args.device) for batch in batches]
             seen = _Seen()
             for batch, counts in parallel.in_step(batches, self.accelerator, self.context.spare_batch):
                 if counts:

@@ -33,7 +33,6 @@ from posttrain.loop.scoring import reward_options, reward_runner
 from posttrain.loop.trainer import PostTrainer
 from posttrain.loop.weight_sync import WeightSync, engine_of, training_engine
 from posttrain.methods.online_config import OnlineConfig
-from posttrain.metrics import Metric
 from posttrain.models.heads import causal_lm
 from posttrain.models.reference import Reference
 from posttrain.report.completions import rollout_table
@@ -47,9 +46,6 @@ from posttrain.rollouts.episodes.driver import for_trainer, take_harness
 from posttrain.rollouts.native.requests import check_top_k
 from posttrain.types import (
     Advantages,
-    Batch,
-    Rollout,
-    Row,
     SampleSettings,
 )
 
@@ -306,38 +302,6 @@ class OnlineTrainer(PostTrainer):
     def answers_per_row(self) -> int:
         """Each prompt is completed so often."""
         return self.eval_group
-
-    # Micro-batches -----------------------------------------------------------------------------------------------
-
-    def micro_batch(self, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
-        """The next slice of the buffer; a new rollout batch first, when the buffer is used up."""
-        return self.collate(rollout.next_rows(self.run, inputs, index))
-
-    def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
-        """Generate, score and collate one evaluation batch."""
-        rollouts = rollout.rollout_step(self.run, inputs, "eval")
-        if self.vision.images:
-            self.run.log(self._exchanged_reward(inputs), "eval")
-        whole, skip = range(len(rollouts.rollouts)), self.args.mask_truncated_completions
-        return self.collate(rollouts.rows(whole, skip_truncated=skip))
-
-    def _exchanged_reward(self, examples: list[dict[str, Any]]) -> dict[str, Metric]:
-        """See `Vision.control`."""
-        size, run = self.eval_group, self.run
-
-        def roll_out(rows: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
-            batch = run.online.sample(rows, rollout.settings_of(run, mode))
-            return batch.rollouts, batch.completions
-
-        def score(batch: RolloutBatch) -> RewardTable:
-            whole = dataclasses.replace(batch, group_size=size)
-            return scoring.all_rewards(run, self.rewards, whole, training=False)
-
-        return self.vision.control(examples, size, roll_out, score)
-
-    def collate(self, rows: list[Row]) -> list[Batch]:
-        """Rows as forward passes."""
-        return self.run.collate(rows) if rows else []
 
     # What a subclass may replace of a rollout batch ---------------------------------------------------------------
 

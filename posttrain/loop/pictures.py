@@ -331,8 +331,7 @@ class Vision:
 
     def sampling(self, settings: Sampling, model: nn.Module) -> Sampling:
         """Sampling settings under which no placeholder and no marker of an image is drawn."""
-        if self.reader is None:
-            return settings
+        assert self.reader is not None
         vocabulary = model.config.get_text_config().vocab_size
         never = tuple((token, -math.inf) for token in self.reader.never(vocabulary))
         return replace(settings, logit_bias=(*settings.logit_bias, *never))
@@ -348,8 +347,7 @@ class Vision:
         Raises:
             ModelError: PT-G015: a rollout's pictures are not those of its row; one row of 64 is compared.
         """
-        if self.reader is None:
-            return list(rollouts), set(), {}
+        assert self.reader is not None
         for i in range(0, len(rollouts), ROLLOUTS_A_COMPARISON):
             pictures = conversation_of(examples[i])[1]
             wanted = [self.reader.fitted(read_picture(one, "column 'images' of a prompt")).digest for one in pictures]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from posttrain import __version__
 from posttrain.data.forest import to_rows
 from posttrain.errors import ConfigError
 from posttrain.loop.run import Run
+from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.architecture import attention_name, config_of, text_of
 from posttrain.models.forward import forward
@@ -190,6 +191,76 @@ def row_names(batch: Batch) -> list[bytes]:
         return []
     texts = (repr((row.prompt_ids, row.completions, row.loss_masks, row.pictures)) for row in to_rows(batch))
     return [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
+
+
+def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
+    """Return the batch with ``ref_logp`` and its sums, from the reference in eval mode and under the training precision.
+
+    Args:
+        run: Of a method that compares the policy with a reference.
+        batch: One forward pass. Sums that its rows bring are kept.
+        own: Whether the policy before its first update is the reference, if the run has no other.
+    """
+    if "ref_logps" in batch.columns or (run.reference is None and (not own or run.progress.state.global_step)):
+        return batch
+    batch = batch.to(run.args.device)
+    active = nullcontext if run.reference is None else run.reference.active
+    with run.inference() as policy, active(policy) as reference:
+        logp = forward(reference, batch, chunk_size=run.args.logits_chunk_size).logp
+    assert logp is not None
+    return replace(batch, ref_logp=logp, columns=batch.columns | {"ref_logps": run.method.sums(logp, batch)})
+
+
+def with_references(
+    run: Run, batches: list[Batch], mode: str, kept: KeptSums | None, refer: Callable[[Run, Batch], Batch]
+) -> list[Batch]:
+    """Return batches with the reference's sums if all rows of a batch were kept, else with its log-probs; a collective.
+
+    Args:
+        run: Of a method that compares the policy with a reference.
+        batches: Of this rank, maybe none.
+        mode: ``train`` or ``eval``, for the log.
+        kept: Sums of the same reference. None computes all log-probs.
+        refer: `with_reference`, or a subclass's replacement.
+    """
+    names = [[] if kept is None else row_names(batch) for batch in batches]
+    found = [None if kept is None else kept.known(*about) for about in zip(batches, names, strict=True)]
+    new = [batch for batch, known in zip(batches, found, strict=True) if known is None]
+    ran = parallel.in_step(new, run.accelerator, run.spare_batch)
+    computed = [one for one, counts in [(refer(run, one), counts) for one, counts in ran] if counts]
+    if kept is not None and batches:
+        unknown = [its for its, known in zip(names, found, strict=True) if known is None]
+        for batch, its in zip(computed, unknown, strict=True):
+            kept.add(batch, its)
+        rows = sum(batch.num_sequences for batch in batches)
+        share = sum(batch.num_sequences for batch in found if batch is not None) / rows
+        run.log({"reference/kept": mean(share, weight=rows)}, mode)
+    rest = iter(computed)
+    return [next(rest) if known is None else known for known in found]
+
+
+def prepare_references(
+    run: Run,
+    inputs: list[Any],
+    micro_batches: list[list[Batch]],
+    mode: str,
+    *,
+    kept: Mapping[str, KeptSums],
+    refer: Callable[[Run, Batch], Batch],
+) -> list[list[Batch]]:
+    """Return micro-batches with what the loss reads of the reference, see `Hooks.prepare`.
+
+    Args:
+        run: Of a method that compares the policy with a reference.
+        inputs: Items of the loader; not used.
+        micro_batches: Their batches.
+        mode: ``train`` or ``eval``.
+        kept: By mode, sums of rows that come again.
+        refer: `with_reference`, or a subclass's replacement.
+    """
+    sums = kept.get(mode) if mode == "eval" or run.progress.state.num_train_epochs > 1 else None
+    sums = None if sums is None or run.reference is None else sums.of(run.reference)
+    return [with_references(run, batches, mode, sums, refer) for batches in micro_batches]
 
 
 class KeptSums(transformers.TrainerCallback):

@@ -14,7 +14,7 @@ from posttrain.data.chat import ids_without_token, terminal_token_ids
 from posttrain.data.forest import collate
 from posttrain.errors import RolloutError, RolloutServerError, check_rules
 from posttrain.loop.run import Run
-from posttrain.loop.scoring import completion_lengths, completion_metrics, logged_rewards
+from posttrain.loop.scoring import all_rewards, completion_lengths, completion_metrics, logged_rewards
 from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from posttrain.loop.weight_sync import WeightSync
     from posttrain.rewards.runner import RewardRunner, RewardTable
     from posttrain.rollouts.batch import RolloutWindow
-    from posttrain.types import LogProbs, Sampling
+    from posttrain.types import LogProbs, Rollout, Sampling
 
 EVAL_STRIDE = 32_452_843  # Between the numbers of two batches of an evaluation; those of training are smaller.
 
@@ -179,12 +179,10 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
             "completion per example, in their order (docs/hooks.md)."
         )
     online.window.generations += mode == "train"
-    rollouts, masked, pictured = run.vision.look_at(batch.rollouts, batch.examples, run.model, run.pad_token_id)
+    if run.vision.images:
+        batch = with_images(run, batch, mode)
     batch = replace(
         batch,
-        examples=run.vision.opened(batch.examples),
-        rollouts=rollouts,
-        left_out=batch.left_out | masked,
         born=run.progress.state.global_step,
         mode=mode,
         group_size=settings.group_size,
@@ -192,11 +190,19 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
     seconds, written = time.perf_counter() - begin, sum(completion_lengths(batch))
     speed = {"rollouts/tokens_per_second": mean(written / max(seconds, 1e-9)), "rollouts/seconds": mean(seconds)}
     metrics = completion_metrics(batch, run.args.mask_truncated_completions, online.ids_without_token)
-    run.log(metrics | speed | pictured, mode)
+    run.log(metrics | speed, mode)
     if mode == "train":
-        tokens = written + sum(len(r.prompt_ids) for r in rollouts)
+        tokens = written + sum(len(r.prompt_ids) for r in batch.rollouts)
         run.progress.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], run.accelerator)[0]
     return batch
+
+
+def with_images(run: Run, batch: RolloutBatch, mode: str) -> RolloutBatch:
+    """Return completions of rows with images: images opened, and no loss on completions with a sampled placeholder."""
+    rollouts, masked, metrics = run.vision.look_at(batch.rollouts, batch.examples, run.model, run.pad_token_id)
+    run.log(metrics, mode)
+    examples = run.vision.opened(batch.examples)
+    return replace(batch, examples=examples, rollouts=rollouts, left_out=batch.left_out | masked)
 
 
 def truncation_of(online: Online, sampling: Sampling) -> Truncation:
@@ -206,7 +212,8 @@ def truncation_of(online: Online, sampling: Sampling) -> Truncation:
 
 def present_sampling(run: Run, stop_ids: tuple[int, ...]) -> Sampling:
     """Return the settings of each call to the engine as the config is now: users may change it while training."""
-    return run.vision.sampling(configured_sampling(run.args, stop_token_ids=stop_ids, seed=0), run.model)
+    sampling = configured_sampling(run.args, stop_token_ids=stop_ids, seed=0)
+    return run.vision.sampling(sampling, run.model) if run.vision.images else sampling
 
 
 def settings_of(run: Run, mode: str) -> SampleSettings:
@@ -318,6 +325,39 @@ def gap_of_pass(run: Run, batch: Batch, outputs: ModelOutputs) -> dict[str, Metr
 
 
 # Micro-batches -----------------------------------------------------------------------------------------------------------------
+
+
+def training_batches(run: Run, examples: list[dict[str, Any]], index: int) -> list[Batch]:
+    """Return the forward passes of the next micro-batch; see `next_rows`."""
+    return collated(run, next_rows(run, examples, index))
+
+
+def evaluation_batches(run: Run, examples: list[dict[str, Any]]) -> list[Batch]:
+    """Sample completions of one evaluation batch, score them, and return their forward passes; a collective."""
+    rollouts = rollout_step(run, examples, "eval")
+    if run.vision.images:
+        run.log(exchanged_reward(run, examples), "eval")
+    whole, skip = range(len(rollouts.rollouts)), run.args.mask_truncated_completions
+    return collated(run, rollouts.rows(whole, skip_truncated=skip))
+
+
+def collated(run: Run, rows: list[Row]) -> list[Batch]:
+    """Return rows as forward passes, of which there may be none."""
+    return run.collate(rows) if rows else []
+
+
+def exchanged_reward(run: Run, examples: list[dict[str, Any]]) -> dict[str, Metric]:
+    """Return the rewards of completions whose prompts show another prompt's images; see `Vision.control`."""
+    size = run.online.prompts.group_size("eval")
+
+    def roll_out(rows: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+        batch = run.online.sample(rows, settings_of(run, mode))
+        return batch.rollouts, batch.completions
+
+    def scored(batch: RolloutBatch) -> RewardTable:
+        return all_rewards(run, run.online.rewards, replace(batch, group_size=size), training=False)
+
+    return run.vision.control(examples, size, roll_out, scored)
 
 
 def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]:

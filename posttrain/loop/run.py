@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from posttrain.loop.step import Loss
 
 
+Prepare = Callable[["Run", list[Any], list[list[Batch]], str], list[list[Batch]]]  # See `Hooks.prepare`.
+
+
 @dataclass(frozen=True)
 class Hooks:
     """What a subclass of a trainer may replace of the loop: its own method where it has one, else what the loop does.
@@ -40,7 +43,13 @@ class Hooks:
             None computes log-probs.
         loss_of: Run, model, batch, counts and state to the loss of one pass.
         observe: Run, batch and outputs of a pass to further metrics, or None.
-        eval_batches: What the evaluation loader yields, to batches.
+        batches: Run, one item of the training loader, and the number of the micro-batch in its optimizer step to the batches of
+            this micro-batch. Methods that sample generate here.
+        eval_batches: Run and one item of the evaluation loader to batches.
+        prepare: Run, items of a loader, their batches and ``train`` or ``eval`` to the batches with what the loss reads besides,
+            such as log-probs of a reference. In training it gets all micro-batches of an optimizer step, after they were counted.
+            None changes nothing.
+        before_split: Run and micro-batches of the optimizer step so far; called before a pass is split for want of memory.
         postprocess_metrics: The metrics of a window with those that follow from others.
         predictions: Model and batches to one (logits, labels) a row.
         own_loss: Whether the user's code says what the loss is.
@@ -49,11 +58,14 @@ class Hooks:
     objective: Callable[[ModelOutputs, Batch], LossTerms] | None
     comparison: Callable[[Batch], Any] | None
     loss_of: Callable[[Run, nn.Module, Batch, Denominators, State], Loss]
-    eval_batches: Callable[[Any], list[Batch]]
+    batches: Callable[[Run, Any, int], list[Batch]]
+    eval_batches: Callable[[Run, Any], list[Batch]]
     postprocess_metrics: Callable[[dict[str, float]], dict[str, float]]
     predictions: Callable[[nn.Module, list[Batch]], list[tuple[Any, Any]]]
     own_loss: bool = False
     observe: Callable[[Run, Batch, ModelOutputs], dict[str, Metric]] | None = None
+    prepare: Prepare | None = None
+    before_split: Callable[[Run, list[list[Batch]]], None] | None = None
 
 
 @dataclass

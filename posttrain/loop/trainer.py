@@ -376,7 +376,6 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             objective=own("objective", None),
             comparison=own("comparison", None),
             loss_of=self._users_loss if self.own_loss else step.loss_of,
-            eval_batches=self.eval_batches,
             postprocess_metrics=own("postprocess_metrics", run.method.derived_metrics),
             predictions=self.predictions,
             own_loss=self.own_loss,
@@ -396,7 +395,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         if not drawn:  # A stream has come to its end; it begins again with the next epoch.
             return [], None
         self._window_start = began
-        micro_batches = [self.micro_batch(inputs, index) for index, inputs in enumerate(drawn)]
+        hooks = self.run.hooks
+        micro_batches = [hooks.batches(self.run, inputs, index) for index, inputs in enumerate(drawn)]
         batches = list(itertools.chain.from_iterable(micro_batches))
         counts, seen, overlong = step.count(self.run, batches, self.checks.has_overlong_sequence(batches))
         if overlong:
@@ -407,16 +407,10 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
         self._passes, self.denominators, self.progress.sums = [], counts, None
-        self.before_step(micro_batches)
+        if hooks.prepare is not None:
+            micro_batches = hooks.prepare(self.run, drawn, micro_batches, "train")
         # A step of fewer micro-batches ends with the last one all the same, and leaves no gradient to the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
-
-    def before_step(self, micro_batches: list[list[Batch]]) -> None:
-        """What a method computes over the whole optimiser step before its first forward pass."""
-
-    def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
-        """What the loader yielded, as batches; online trainers generate here."""
-        return inputs
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward over the batches of one micro-batch; returns their summed loss."""
@@ -424,20 +418,18 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         run, problem = self.run, None
         self._passes.append(inputs)
         passes = inputs if run.progress.max_tokens is None else divided(run, inputs, run.progress.max_tokens)
-        if len(passes) > len(inputs):
-            self.before_divided()
+        if len(passes) > len(inputs) and run.hooks.before_split is not None:
+            run.hooks.before_split(run, self._passes)
         try:
             found = step.forward_backward(run, model, passes, run.progress.denominators, run.now())
         except torch.OutOfMemoryError as error:
             problem = error.with_traceback(None)  # The frames of the traceback hold the activations.
         if problem is not None:
-            self.before_divided()
+            if run.hooks.before_split is not None:
+                run.hooks.before_split(run, self._passes)
             found = run_again(run, model, self._passes, run.progress.denominators, problem)
         step.commit(run, found)
         return found.value
-
-    def before_divided(self) -> None:
-        """Prepare for a step whose passes are split. A method may compute what it would have taken from a whole pass."""
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
@@ -769,10 +761,6 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def eval_group(self) -> int:
         """Consecutive rows of an evaluation batch that are compared with each other."""
         return 1
-
-    def eval_batches(self, inputs: Any) -> list[Batch]:
-        """Batches of one evaluation micro-batch, which may be empty; online trainers generate here."""
-        return list(inputs)
 
     def evaluation_loop(  # The signature is transformers'.
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,

@@ -143,7 +143,7 @@ def _run(
     """
     inner: Any = causal_lm(model)
     batch, needs, virtual = asked.batch, asked.needs, virtual_tokens(model)
-    head = _score_head(batch, needs, virtual) or _token_head(asked, virtual)
+    head = _score_head(batch, virtual) if "scores" in needs else _token_head(asked, virtual)
     if isinstance(head, TokenHead):
         head.compare = compare
     if isinstance(head, TokenHead) and "values" in needs:
@@ -275,10 +275,8 @@ def _token_head(asked: Pass, virtual: int) -> TokenHead:
     )
 
 
-def _score_head(batch: Batch, needs: frozenset[str], virtual: int) -> ScoreHead | None:
-    """Last tokens of sequences, found by position (a pad id may equal the eos id)."""
-    if "scores" not in needs:
-        return None
+def _score_head(batch: Batch, virtual: int) -> ScoreHead:
+    """Return the last tokens of sequences, found by position (a pad id may equal the eos id)."""
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     last = torch.full((batch.num_sequences,), -1, dtype=torch.long, device=rows.device)
     flat = rows * batch.input_ids.shape[1] + columns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
+from posttrain.loop.run import Hooks, Prepare, Run
 from posttrain.losses.unpaired import density_weight
 from posttrain.methods.bco import BCO, BCOConfig, PromptDensity, embed_prompts, reward_sums
 from posttrain.models import parallel
@@ -115,31 +117,53 @@ class BCOTrainer(PreferenceTrainer):
         )
         return prepared.add_column("density_weight", weights.tolist())
 
-    def before_step(self, micro_batches: list[list[Batch]]) -> None:
-        """Rewards of the whole step move delta before its first loss."""
-        super().before_step(micro_batches)
-        self._batches = [batch for micro in micro_batches for batch in micro]
-        own, passes = self.run.progress.own, self.denominators.passes
-        self.run.progress.own = replace(
-            own, moves_in_pass=passes == self.accelerator.num_processes and len(micro_batches) == 1
+    def _hooks(self) -> Hooks:
+        hooks = super()._hooks()
+        assert hooks.prepare is not None
+        return replace(
+            hooks, prepare=partial(with_delta, prepare=hooks.prepare), before_split=move_in_passes_of_its_own
         )
-        if not self.run.progress.own.moves_in_pass:
-            self._move()
 
-    def _move(self) -> None:
-        ran = parallel.in_step(self._batches, self.accelerator, self.run.spare_batch)
-        rewards = [(self._rewards(batch), counts) for batch, counts in ran]
-        known = torch.cat([torch.zeros(0), *(values.cpu() for values, counts in rewards if counts)])
-        self.run.progress.own = self.run.progress.own.moved(reward_sums(known), self.run.ranks)
 
-    def before_divided(self) -> None:
-        """Move delta by passes of its own: the pass that should have moved it had no room in memory."""
-        if self.run.progress.own.moves_in_pass:
-            self._move()
+def with_delta(
+    run: Run, inputs: list[Any], micro_batches: list[list[Batch]], mode: str, *, prepare: Prepare
+) -> list[list[Batch]]:
+    """Return micro-batches with the reference's log-probs. In training, move delta by the rewards of the whole step.
 
-    def _rewards(self, batch: Batch) -> Tensor:
-        batch = batch.to(self.args.device)
-        with self.run.inference() as policy:
-            logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
-        assert logp is not None
-        return self.args.beta * (self.method.sums(logp, batch) - self.method.reference_logp(batch))
+    Args:
+        run: Of `BCO`.
+        inputs: Items of the loader.
+        micro_batches: Their batches.
+        mode: ``train`` or ``eval``.
+        prepare: Adds the reference's log-probs, see `Hooks.prepare`.
+    """
+    micro_batches = prepare(run, inputs, micro_batches, mode)
+    if mode == "train":
+        single = run.progress.denominators.passes == run.accelerator.num_processes and len(micro_batches) == 1
+        run.progress.own = replace(run.progress.own, moves_in_pass=single)
+        if not single:
+            move_delta(run, micro_batches)
+    return micro_batches
+
+
+def move_in_passes_of_its_own(run: Run, micro_batches: list[list[Batch]]) -> None:
+    """Move delta in passes without gradients if the pass that should have moved it is split."""
+    if run.progress.own.moves_in_pass:
+        move_delta(run, micro_batches)
+
+
+def move_delta(run: Run, micro_batches: list[list[Batch]]) -> None:
+    """Move delta by the rewards of these micro-batches of all ranks, computed without gradients."""
+    ran = parallel.in_step([batch for one in micro_batches for batch in one], run.accelerator, run.spare_batch)
+    rewards = [(rewards_of(run, batch), counts) for batch, counts in ran]
+    known = torch.cat([torch.zeros(0), *(values.cpu() for values, counts in rewards if counts)])
+    run.progress.own = run.progress.own.moved(reward_sums(known), run.ranks)
+
+
+def rewards_of(run: Run, batch: Batch) -> Tensor:
+    """Return ``beta`` times the log-ratio of each sequence, ``(S,)``."""
+    batch = batch.to(run.args.device)
+    with run.inference() as policy:
+        logp = forward(policy, batch, chunk_size=run.args.logits_chunk_size).logp
+    assert logp is not None
+    return run.args.beta * (run.method.sums(logp, batch) - run.method.reference_logp(batch))

@@ -25,8 +25,9 @@ from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.pictures import Vision
 from posttrain.loop.prompts import PromptSource
 from posttrain.loop.rollout import Online
+from posttrain.loop.run import Run
 from posttrain.loop.sync_reference import SyncRefModelCallback
-from posttrain.losses.reduce import spread
+from posttrain.losses.reduce import Denominators, spread
 from posttrain.methods.distillation.config import Axes, DistillationConfig, logit_width
 from posttrain.methods.distillation.data import (
     as_rollout,
@@ -202,6 +203,7 @@ class DistillationTrainer(OnlineTrainer):
         )
         self.record.listeners.append(self._listed)
         # By name; of a single teacher the name is empty.
+        self.progress.watchers["step"].append(self._watch_tokens)
         self.teachers: dict[str, ModelTeacher] = {}
         self.servers: dict[str, ServerTeacher] = {}
         self.teacher_model: nn.Module | None = None
@@ -740,17 +742,19 @@ class DistillationTrainer(OnlineTrainer):
             return scores_of_batch(batch, lambda key: TokenScores.of(self._fact(key)[name]), members)
         return self.teachers[name].of_batch(batch, members)
 
-    def before_step(self, micro_batches: list[list[Batch]]) -> None:
-        """Refuse a step without an answer token; tell one whose answers were all left out."""
-        if self.denominators.tokens == self.denominators.sequences == 0:
+    @staticmethod
+    def _watch_tokens(run: Run, batches: list[Batch], counts: Denominators) -> bool:
+        """Refuse a step without an answer token; warn of one whose answers are all excluded."""
+        if counts.tokens == counts.sequences == 0:
             raise DataError(
                 "an optimiser step has no answer token: there is nothing to learn. Fix: longer completions."
             )
-        if self.denominators.tokens == 0:
+        if counts.tokens == 0:
             logger.warning(
                 "all completions of step %d were left out (cut, short, or no longer than what is skipped): it trains nothing.",
-                self.state.global_step + 1,
+                run.progress.state.global_step + 1,
             )
+        return True
 
     def never_written(self, vision: Vision, width: int) -> Tensor | None:
         """Ids below ``width`` that stand for images or mark them, which no engine draws either; None for text."""

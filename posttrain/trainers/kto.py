@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.data.forest import collate
-from posttrain.loop.precompute import precomputed_logps
+from posttrain.loop.precompute import precomputed_logps, with_references
+from posttrain.loop.run import Hooks, Prepare, Run
 from posttrain.losses.unpaired import kl_baseline, kl_totals
 from posttrain.methods.kto import KTO, KTOConfig, fixed_partners, mismatched, partners
 from posttrain.metrics import mean
@@ -143,48 +146,63 @@ class KTOTrainer(PreferenceTrainer):
 
         return precomputed_logps(self.run, done, reference, ("ref_KL_logps",), name=name, batches_of=mismatched)
 
-    def before_step(self, micro_batches: list[list[Batch]]) -> None:
-        """The baseline of the step."""
-        super().before_step(micro_batches)
-        # Another epoch pairs prompts with other answers: nothing is kept of them.
-        self.run.progress.own = self._baseline(self._referenced(self._mismatched, None))
-        self._log_baseline(self._mismatched, self._judged, "train")
+    def _hooks(self) -> Hooks:
+        hooks = super()._hooks()
+        assert hooks.prepare is not None
+        prepare = partial(with_baseline, prepare=hooks.prepare, refer=self._refer())
+        return replace(hooks, batches=judged_batches, eval_batches=judged_batches, prepare=prepare)
 
-    def _log_baseline(self, mismatched: list[Batch], judged: int, mode: str) -> None:
-        metrics = {"kl": mean(self.run.progress.own, weight=judged)}  # The same on every rank.
-        if self.args.loss_type == "kto":
-            metrics["kl/valid_fraction"] = mean(
-                sum(b.num_sequences for b in mismatched) / max(judged, 1), weight=judged
-            )
-        self.run.log(metrics, mode)
 
-    def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
-        """Judged batches with the reference's log-probs; the mismatched ones are kept for the baseline."""
-        judged, mismatched = inputs
-        if index == 0:
-            self._mismatched: list[Batch] = []
-            self._judged = 0
-        self._mismatched += mismatched
-        self._judged += sum(batch.num_sequences for batch in judged)
-        return super().micro_batch(judged, index)
+def judged_batches(run: Run, inputs: tuple[list[Batch], list[Batch]], index: int = 0) -> list[Batch]:
+    """Return the judged batches of a micro-batch, without the mismatched ones."""
+    return list(inputs[0])
 
-    def eval_batches(self, inputs: Any) -> list[Batch]:
-        """As in training, the baseline of each evaluation batch by itself."""
-        judged, mismatched = inputs
-        self.run.progress.own = self._baseline(super().eval_batches(mismatched))
-        self._log_baseline(mismatched, sum(batch.num_sequences for batch in judged), "eval")
-        return super().eval_batches(judged)
 
-    def _baseline(self, mismatched: list[Batch]) -> Tensor:
-        """z0 over all ranks, of batches with the reference's log-probs; ranks may hold different numbers of them."""
-        totals = torch.zeros(2, dtype=torch.float64)
-        for source, counts in parallel.in_step(mismatched, self.accelerator, self.run.spare_batch):
-            batch = source.to(self.args.device)
-            with self.run.inference() as policy:
-                logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
-            if counts:
-                assert logp is not None
-                ratio = self.method.sums(logp, batch) - self.method.reference_logp(batch)
-                totals += kl_totals(ratio).double().cpu()
-        summed = parallel.all_reduce_sum(totals.tolist(), self.accelerator)
-        return kl_baseline(torch.tensor(summed)).float().to(self.args.device)
+def with_baseline(
+    run: Run,
+    inputs: list[tuple[list[Batch], list[Batch]]],
+    micro_batches: list[list[Batch]],
+    mode: str,
+    *,
+    prepare: Prepare,
+    refer: Callable[[Run, Batch], Batch],
+) -> list[list[Batch]]:
+    """Return judged micro-batches with the reference's log-probs, after the baseline was put into `Progress.own` and logged.
+
+    Args:
+        run: Of `KTO`.
+        inputs: Judged and mismatched batches of each micro-batch.
+        micro_batches: The judged batches.
+        mode: ``train`` or ``eval``.
+        prepare: Adds the reference's log-probs, see `Hooks.prepare`.
+        refer: Adds those of one batch.
+    """
+    micro_batches = prepare(run, inputs, micro_batches, mode)
+    mismatched = [batch for _, others in inputs for batch in others]
+    if mode == "eval":
+        (compared,) = prepare(run, inputs, [mismatched], mode)
+    else:  # Another epoch pairs prompts with other answers: no sums are kept.
+        compared = with_references(run, mismatched, mode, None, refer)
+    run.progress.own = baseline(run, compared)
+    judged = sum(batch.num_sequences for batches in micro_batches for batch in batches)
+    metrics = {"kl": mean(run.progress.own, weight=judged)}  # The same on every rank.
+    if run.args.loss_type == "kto":
+        share = sum(batch.num_sequences for batch in mismatched) / max(judged, 1)
+        metrics["kl/valid_fraction"] = mean(share, weight=judged)
+    run.log(metrics, mode)
+    return micro_batches
+
+
+def baseline(run: Run, mismatched: list[Batch]) -> Tensor:
+    """Return z0 over all ranks, from batches with the reference's log-probs; ranks may hold different numbers of them."""
+    totals = torch.zeros(2, dtype=torch.float64)
+    for source, counts in parallel.in_step(mismatched, run.accelerator, run.spare_batch):
+        batch = source.to(run.args.device)
+        with run.inference() as policy:
+            logp = forward(policy, batch, chunk_size=run.args.logits_chunk_size).logp
+        if counts:
+            assert logp is not None
+            ratio = run.method.sums(logp, batch) - run.method.reference_logp(batch)
+            totals += kl_totals(ratio).double().cpu()
+    summed = parallel.all_reduce_sum(totals.tolist(), run.accelerator)
+    return kl_baseline(torch.tensor(summed)).float().to(run.args.device)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
@@ -28,13 +28,11 @@ from posttrain.data.formats import PreparationReport, first_rows, read_columns
 from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.loop.build import PADDED_STEPS, user_override
-from posttrain.loop.precompute import KeptSums, precomputed_logps, row_names
+from posttrain.loop.precompute import KeptSums, precomputed_logps, prepare_references, with_reference
+from posttrain.loop.run import Hooks, Run
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.loop.trainer import PostTrainer
 from posttrain.methods.preference import CHECKED_ROWS, AnswerMethod, check_labels
-from posttrain.metrics import mean
-from posttrain.models import parallel
-from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
@@ -45,8 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Overridden, they may read the reference's log-prob of each token, or give another.
-SEE_REFERENCE = (*PADDED_STEPS, "objective", "comparison", "before_step")
-SEE_REFERENCE += ("eval_batches", "with_reference")
+SEE_REFERENCE = (*PADDED_STEPS, "objective", "comparison", "with_reference")
 SUMS = {"sums", "reference_logp"}  # Of a method, the same.
 
 
@@ -90,12 +87,10 @@ class PreferenceTrainer(PostTrainer):
         self.reports: dict[str, PreparationReport] = {}
         self._own_reference = ref_model is None
         super().__init__(model, args, **kwargs)
-        # Of training, joined over ranks and saved; and of evaluation, where each row comes to the same rank again.
-        self._kept, self._kept_eval = KeptSums(self.run), KeptSums(self.run)
         if self.method.traits.compares_reference:
             self._make_reference(ref_model)
             self.progress.watchers["pass"] = [self._compare_first_pass]
-            self.add_callback(self._kept)
+            self.add_callback(self.reference_sums["train"])
         self._tell_learning_rate()
         for callback in self.callback_handler.callbacks:
             self._share_reference(callback)
@@ -155,6 +150,11 @@ class PreferenceTrainer(PostTrainer):
                     [reference_prefers_rejected(*(done[column][:] for column in self.method.reference_columns))]
                 )
         return done
+
+    @functools.cached_property
+    def reference_sums(self) -> dict[str, KeptSums]:
+        """Sums of the reference's log-probs by mode. Those of training are joined over ranks and saved."""
+        return {"train": KeptSums(self.run), "eval": KeptSums(self.run)}
 
     @functools.cached_property
     def pairs(self) -> PairWatch:
@@ -248,66 +248,42 @@ class PreferenceTrainer(PostTrainer):
         for callback in self.callback_handler.callbacks:
             self._share_reference(callback)
 
-    def before_step(self, micro_batches: list[list[Batch]]) -> None:
-        """The reference's log-probs, of batches that have been counted."""
-        # A stream may never come to its rows again.
-        kept = self._known(self._kept, isinstance(self.train_dataset, Sized) and self.state.num_train_epochs > 1)
-        for batches in micro_batches:
-            batches[:] = self._referenced(batches, kept)
+    def _hooks(self) -> Hooks:
+        hooks = super()._hooks()
+        if not self.method.traits.compares_reference:
+            return hooks
+        kept = dict(self.reference_sums) if self._reads_sums() else {}
+        if not isinstance(self.train_dataset, Sized):  # A stream may never come to its rows again.
+            kept.pop("train", None)
+        if not self.is_in_train:
+            kept.pop("eval", None)
+        return replace(hooks, prepare=partial(prepare_references, kept=kept, refer=self._refer()))
 
-    def eval_batches(self, inputs: list[Batch]) -> list[Batch]:
-        """Batches with the reference's log-probs."""
-        return self._referenced(inputs, self._known(self._kept_eval, self.is_in_train), "eval")
+    def _refer(self) -> Callable[[Run, Batch], Batch]:
+        own = self._replaced(PreferenceTrainer, "with_reference", None)
+        return partial(with_reference, own=self._own_reference) if own is None else lambda run, batch: own(batch)
 
-    def _known(self, kept: KeptSums, again: bool) -> KeptSums | None:
-        """What is kept, where rows come again, and nothing of the user's sees batches: it may read the reference by token."""
-        if not again or self.reference is None:
-            return None
+    def _reads_sums(self) -> bool:
+        """Return whether the loss reads sums of the reference's log-probs, and nothing of the user's may read more."""
         own = any(name in vars(self) or user_override(type(self), name) for name in SEE_REFERENCE)
         own |= type(self.method).__module__.split(".")[0] != "posttrain" or bool(SUMS & vars(self.method).keys())
-        return None if own else kept.of(self.reference)
-
-    def _referenced(self, inputs: list[Batch], kept: KeptSums | None, mode: str = "train") -> list[Batch]:
-        """Batches with the reference's sums, where all of a batch's rows were kept, or with its log-probs."""
-        names = [[] if kept is None else row_names(batch) for batch in inputs]
-        found = [None if kept is None else kept.known(*about) for about in zip(inputs, names, strict=True)]
-        new = [batch for batch, known in zip(inputs, found, strict=True) if known is None]
-        ran = parallel.in_step(new, self.accelerator, self.run.spare_batch)
-        computed = [one for one, counts in [(self.with_reference(one), counts) for one, counts in ran] if counts]
-        if kept is not None and inputs:
-            unknown = [its for its, known in zip(names, found, strict=True) if known is None]
-            for batch, its in zip(computed, unknown, strict=True):
-                kept.add(batch, its)
-            rows = sum(batch.num_sequences for batch in inputs)
-            share = sum(batch.num_sequences for batch in found if batch is not None) / rows
-            self.run.log({"reference/kept": mean(share, weight=rows)}, mode)
-        rest = iter(computed)
-        return [next(rest) if known is None else known for known in found]
+        return not own
 
     def state_to_save(self) -> dict[str, Any]:
         """Also the reference's sums of rows that come again."""
-        return super().state_to_save() | ({"reference": self._kept.state()} if self._kept.sums else {})
+        sums = self.reference_sums["train"]
+        return super().state_to_save() | ({"reference": sums.state()} if sums.sums else {})
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
         super().load_saved_state(state)
         if "reference" in state:
-            self._kept.load_state(state["reference"])
+            self.reference_sums["train"].load_state(state["reference"])
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
         """Examples as the batches whose log-probs the loss reads."""
         return self.data_collator(examples)
 
     def with_reference(self, batch: Batch) -> Batch:
-        """Add ``ref_logp`` and its sums, from the reference in eval mode and under the training precision."""
-        if not self.method.traits.compares_reference or "ref_logps" in batch.columns:
-            return batch
-        if self.reference is None and (not self._own_reference or self.state.global_step):
-            return batch
-        batch = batch.to(self.args.device)
-        # Before the first update a policy without another reference is its own.
-        active = contextlib.nullcontext if self.reference is None else self.reference.active
-        with self.run.inference() as policy, active(policy) as reference:
-            logp = forward(reference, batch, chunk_size=self.args.logits_chunk_size).logp
-        assert logp is not None
-        return replace(batch, ref_logp=logp, columns=batch.columns | {"ref_logps": self.method.sums(logp, batch)})
+        """Return the batch with ``ref_logp`` and its sums, see `posttrain.loop.precompute.with_reference`."""
+        return with_reference(self.run, batch, own=self._own_reference)

@@ -22,9 +22,9 @@ def main(folder, way, batch, accumulation):
     trainer = dpo(folder, build_tokenizer(), peft_config=lora(), eval_dataset=pairs(2), **settings)
     passes = passes_by_epoch(trainer)
     if trainer.accelerator.process_index == 1:
-        trainer.add_callback(Once("on_epoch_begin", 4, lambda: trainer._kept.sums.clear()))
+        trainer.add_callback(Once("on_epoch_begin", 4, lambda: trainer.reference_sums["train"].sums.clear()))
     trainer.train()
-    everyone = parallel.all_gather_objects([(passes, len(trainer._kept.sums))], trainer.accelerator)
+    everyone = parallel.all_gather_objects([(passes, len(trainer.reference_sums["train"].sums))], trainer.accelerator)
     if trainer.accelerator.is_main_process:
         leave({"losses": losses(trainer), "ranks": everyone})
 

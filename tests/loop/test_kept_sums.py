@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from posttrain import DPOConfig, DPOTrainer
 from posttrain.data.forest import Layout, collate
-from posttrain.loop.precompute import KeptSums, row_names
+from posttrain.loop.precompute import KeptSums, row_names, with_reference, with_references
 from posttrain.types import Row
 from tests.conftest import build_model
 from tests.methods.helpers import losses, weights
@@ -105,7 +105,7 @@ def test_one_epoch_and_a_stream_keep_nothing(tiny_tokenizer, tmp_path):
     for more in ({"max_steps": 4}, {"max_steps": 8, "data": stream}):
         trainer = dpo(tmp_path, tiny_tokenizer, **(EPOCHS | {"num_train_epochs": 1} | more))
         trainer.train()
-        assert not trainer._kept.sums and "reference" not in trainer.state_to_save()
+        assert not trainer.reference_sums["train"].sums and "reference" not in trainer.state_to_save()
         assert not any("reference/kept" in row for row in trainer.state.log_history)
 
 
@@ -124,7 +124,7 @@ def test_a_resumed_run_takes_the_same_sums_to_the_last_bit(tiny_tokenizer, tmp_p
     passes = passes_by_epoch(part)
     part.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{stop}"))
     assert torch.equal(weights(whole), weights(part))
-    assert part._kept.sums == whole._kept.sums
+    assert part.reference_sums["train"].sums == whole.reference_sums["train"].sums
     assert shares(part) == shares(whole)
     assert passes == ({"1": 2, "2": 3} if moves else {"0": 1} if stop == 3 else {})
 
@@ -201,7 +201,7 @@ def test_rows_that_change_are_computed(tiny_tokenizer, tmp_path):
     passes = passes_by_epoch(trainer)
     trainer.train()
     assert passes == {"0": 4, "1": 4}
-    assert len(trainer._kept.sums) == 16
+    assert len(trainer.reference_sums["train"].sums) == 16
 
 
 class ByToken(DPOTrainer):
@@ -256,7 +256,7 @@ def test_rows_that_differ_in_their_picture_alone_have_sums_of_their_own(tmp_path
     passes = passes_by_epoch(trainer)
     trainer.train()
     assert list(passes) == ["0"]
-    assert len(trainer._kept.sums) == len(set(trainer._kept.sums.values())) == 2
+    assert len(trainer.reference_sums["train"].sums) == len(set(trainer.reference_sums["train"].sums.values())) == 2
 
 
 def test_sums_that_rows_bring_are_not_looked_up(tiny_tokenizer, tmp_path):
@@ -264,13 +264,19 @@ def test_sums_that_rows_bring_are_not_looked_up(tiny_tokenizer, tmp_path):
     data = data.add_column("ref_chosen_logps", [-1.0] * 8).add_column("ref_rejected_logps", [-2.0] * 8)
     trainer = dpo(tmp_path, tiny_tokenizer, data=data, **EPOCHS)
     trainer.train()
-    assert not trainer._kept.sums
+    assert not trainer.reference_sums["train"].sums
     (batch,) = trainer.data_collator([data[0]])
-    kept = trainer._kept.of(trainer.reference)
+    kept = trainer.reference_sums["train"].of(trainer.reference)
     bare = replace(batch, columns={})
     kept.sums = dict.fromkeys(row_names(bare), b"\x00" * 8)
-    assert trainer._referenced([bare], kept)[0].columns["ref_logps"].tolist() == [0.0, 0.0]
-    assert trainer._referenced([batch], kept)[0].columns["ref_logps"].tolist() == [-1.0, -2.0]
+    assert with_references(trainer.run, [bare], "train", kept, with_reference)[0].columns["ref_logps"].tolist() == [
+        0.0,
+        0.0,
+    ]
+    assert with_references(trainer.run, [batch], "train", kept, with_reference)[0].columns["ref_logps"].tolist() == [
+        -1.0,
+        -2.0,
+    ]
 
 
 @pytest.mark.distributed
@@ -303,4 +309,4 @@ def test_sums_that_a_method_makes_otherwise_are_computed(tiny_tokenizer, tmp_pat
     usual = trainer.method.sums
     trainer.method.sums = lambda logp, batch: 2 * usual(logp, batch)
     trainer.train()
-    assert not trainer._kept.sums
+    assert not trainer.reference_sums["train"].sums

@@ -15,9 +15,6 @@ FUNCTIONS = {"rope_limits", "check_rope", "_by_rope", "picture_encoder", "has_to
 # Functions that still ask in each step whether a strategy applies. A line is deleted with its function, and none is added.
 STILL_ASKED = {
     "data/forest.py:_by_rope",
-    "loop/pictures.py:Vision.look_at",
-    "loop/pictures.py:Vision.opened",
-    "loop/pictures.py:Vision.sampling",
     "models/architecture.py:image_token",
     "models/attention.py:rope_limits",
     "models/forward.py:_view",

@@ -7,6 +7,7 @@ from torch.nn.functional import logsigmoid
 
 from posttrain import BCOConfig, BCOTrainer, ConfigError, DataError, KTOConfig, KTOTrainer
 from posttrain.methods.kto import fixed_partners, partners
+from posttrain.trainers import kto
 from posttrain.types import Row
 from tests.conftest import build_model
 from tests.methods.test_dpo import pairs
@@ -259,12 +260,15 @@ def test_p19_labels_that_are_no_bool_are_refused(tiny_tokenizer, tmp_path, label
         make("kto", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows))
 
 
-def test_the_baseline_of_a_short_last_batch_counts_for_its_rows_alone(tiny_tokenizer, tmp_path):
+def test_the_baseline_of_a_short_last_batch_counts_for_its_rows_alone(tiny_tokenizer, tmp_path, monkeypatch):
     trainer = make("kto", tmp_path, tiny_tokenizer, eval_dataset=answers(5), per_device_eval_batch_size=4)
     sizes = []
-    trainer._baseline = lambda mismatched: torch.tensor(
-        sizes.append(sum(b.num_sequences for b in mismatched)) or 1.0 * sizes[-1]
-    )
+
+    def baseline(run, mismatched):
+        sizes.append(sum(batch.num_sequences for batch in mismatched))
+        return torch.tensor(1.0 * sizes[-1])
+
+    monkeypatch.setattr(kto, "baseline", baseline)
     assert trainer.evaluate()["eval_kl"] == pytest.approx((4 * 4 + 1 * 0) / 5) and sizes == [4, 0]
 
 

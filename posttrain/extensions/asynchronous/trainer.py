@@ -21,6 +21,7 @@ from posttrain.extensions.asynchronous.samples import TaskSource
 from posttrain.extensions.asynchronous.worker import check_picklable
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.rollout import settings_of
+from posttrain.loop.run import Hooks, Run
 from posttrain.models import parallel
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Batch
@@ -143,7 +144,10 @@ class AsyncTrainer(OnlineTrainer):
         """One tick a step: the rollouts come from the queue."""
         return DataLoader(_Ticks(), batch_size=None)
 
-    def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
+    def _hooks(self) -> Hooks:
+        return dataclasses.replace(super()._hooks(), batches=self._batches)
+
+    def _batches(self, run: Run, inputs: Any, index: int) -> list[Batch]:
         """The rollouts of this process, of those of the step."""
         batch = self.taken(self.source.next(self.args.samples_per_step or 1))
         tokens = sum(len(rollout.prompt_ids) + len(rollout.token_ids) for rollout in batch.rollouts)

@@ -69,7 +69,7 @@ from posttrain.trainers.arguments import (
 from posttrain.types import Advantages, Batch, Row, SampleSettings, Sampling
 
 if TYPE_CHECKING:
-    from posttrain.loop.run import Run
+    from posttrain.loop.run import Hooks, Run
     from posttrain.types import AnyDataset, LogProbs
 
 logger = logging.getLogger(__name__)
@@ -313,14 +313,17 @@ class PPOTrainer(OnlineTrainer):
 
     # One rollout batch -----------------------------------------------------------------------------------------------
 
-    def micro_batch(self, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
+    def _hooks(self) -> Hooks:
+        return replace(super()._hooks(), batches=self._batches, eval_batches=self._eval_batches)
+
+    def _batches(self, run: Run, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
         """The next piece of a mini-batch; a new rollout batch first, when all passes over the last are done."""
         args = self.args
         pieces = args.num_mini_batches * args.gradient_accumulation_steps
         self.window.passes = args.num_ppo_epochs * pieces
         self._clock = self._clock or (self.counters["episode"], time.perf_counter())
-        rows = rollout.next_rows(self.run, self.prompt_source.readable(inputs), index)
-        return self.collate(share_prompts(self._piece(rows, *divmod(self.window.step - 1, pieces)))[0])
+        rows = rollout.next_rows(run, self.prompt_source.readable(inputs), index)
+        return rollout.collated(run, share_prompts(self._piece(rows, *divmod(self.window.step - 1, pieces)))[0])
 
     def _piece(self, rows: list[Row], epoch: int, number: int) -> list[Row]:
         """Micro-batch ``number`` of a pass: every pass deals the responses anew, and each to one mini-batch."""
@@ -331,11 +334,11 @@ class PPOTrainer(OnlineTrainer):
         chosen = order.tensor_split(args.num_mini_batches)[mini].tensor_split(args.gradient_accumulation_steps)[micro]
         return [rows[i] for i in chosen.tolist()]
 
-    def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
+    def _eval_batches(self, run: Run, inputs: list[dict[str, Any]]) -> list[Batch]:
         """Sample, score and collate one evaluation batch."""
-        rollouts = rollout.rollout_step(self.run, self.prompt_source.readable(inputs), "eval")
-        (rows,) = self._training_rows(self.run, rollouts)
-        return self.collate(share_prompts(rows)[0])
+        rollouts = rollout.rollout_step(run, self.prompt_source.readable(inputs), "eval")
+        (rows,) = self._training_rows(run, rollouts)
+        return rollout.collated(run, share_prompts(rows)[0])
 
     def make_online(self) -> Online:
         """As every online trainer's; sampling at the temperature of the log-probs, until a stop token where one is set."""

@@ -98,7 +98,8 @@ def test_an_evaluation_counts_the_branches_of_an_episode_as_one_sequence_too(bat
     terms = LossTerms(values, laid.loss_mask, reduction, laid.sequence, laid.num_sequences, 5.0, share=laid.shares)
     hooks = SimpleNamespace(
         own_loss=False,
-        eval_batches=list,
+        prepare=None,
+        eval_batches=lambda _, batches: list(batches),
         loss_of=lambda *_: Loss(terms.terms.sum(), terms=terms),
     )
     args = SimpleNamespace(device="cpu", batch_eval_metrics=False)
