@@ -386,6 +386,11 @@ def has_generation_markers(template: str | dict | None) -> bool:
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", _default(template) or "") is not None
 
 
+def as_blocks(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose text content is a list with one text block, as templates of vision-language models read it."""
+    return [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
 def turn_end(tokenizer: Tokenizer, rendered: Callable[..., str] | None = None) -> str:
     """Return the end-of-turn token that the template writes after an assistant message, or ``""``."""
     return _turn_end(tokenizer, str(tokenizer.chat_template or ""), rendered)
@@ -395,10 +400,15 @@ def turn_end(tokenizer: Tokenizer, rendered: Callable[..., str] | None = None) -
 def _turn_end(tokenizer: Tokenizer, template: str, rendered: Callable[..., str] | None) -> str:
     if not template:
         return ""
-    text = (rendered or partial(render, tokenizer))(
-        [{"role": "user", "content": "q"}, {"role": "assistant", "content": PROBE}]
-    )
-    after = text.rsplit(PROBE, 1)[-1]
+    rendered = rendered or partial(render, tokenizer)
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": PROBE}]
+    try:
+        text = rendered(messages)
+    except DataError:
+        text = ""
+    if PROBE not in text:  # The template reads blocks only.
+        text = rendered(as_blocks(messages))
+    after = text.rpartition(PROBE)[-1] if PROBE in text else ""
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
     return tokenizer.decode(ids[:1]) if ids and ids[0] in special else ""

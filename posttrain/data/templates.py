@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.data.chat import (
+    as_blocks,
     assistant_mask,
     common_prefix,
     encode,
@@ -241,7 +242,7 @@ def _structured(processing_class: Tokenizer, messages: list[dict[str, Any]], ima
     """Return messages in the processor's form, with content as blocks. ``image`` becomes the first block."""
     if inner_tokenizer(processing_class) is processing_class:
         return messages
-    blocks = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    blocks = as_blocks(messages)
     if image is not None:
         blocks[0]["content"].insert(0, {"type": "image", "image": image})
     return blocks
@@ -357,11 +358,12 @@ def get_training_chat_template(
     if match.exact:
         return match.template
     shadow = with_template(processing_class, template)
-    said = shadow.decode(_trained(shadow, TWO_TURNS)) if not marked and tools_fit else ""
     # Offsets alone may locate both assistant turns of a conversation, including their end tokens.
-    if said and all((m["content"] in said) == (m["role"] == "assistant") for m in TWO_TURNS):
-        logger.info("chat template of no known family: assistant turns are located from rendered offsets")
-        return None
+    for messages in (TWO_TURNS, as_blocks(TWO_TURNS)) if not marked and tools_fit else ():
+        said = shadow.decode(_trained(shadow, messages))
+        if all((m["content"] in said) == (m["role"] == "assistant") for m in TWO_TURNS):
+            logger.info("chat template of no known family: assistant turns are located from rendered offsets")
+            return None
     raise ModelError(_unknown(match, marked, tools_fit))
 
 

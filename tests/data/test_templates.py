@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from posttrain.data.chat import assistant_mask, has_generation_markers, render
+from posttrain.data.chat import as_blocks, assistant_mask, has_generation_markers, render, turn_end
 from posttrain.data.templates import (
     FAMILIES,
     best_match,
@@ -493,6 +493,33 @@ def test_an_unknown_format_whose_turns_are_found_by_rendering_is_left_alone(toke
     assert known_family(tokenizer) is None
     assert get_training_chat_template(tokenizer) is None
     assert is_chat_template_stop_token_trained(tokenizer)
+
+
+LINES = "{% for block in m['content'] %}{% if block['type'] == 'text' %}{{ block['text'] }}{% endif %}{% endfor %}"
+# Formats of SmolVLM and of LLaVA-NeXT, which read lists of blocks only: a text is skipped by the first, refused by the second.
+BLOCKS = {
+    "User": (
+        "<|im_start|>{% for m in messages %}{{ m['role'] | capitalize }}{% if m['content'][0]['type'] == 'image' %}:{% else %}: "
+        "{% endif %}" + LINES + "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
+        "<end_of_utterance>",
+    ),
+    "[INST]": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'][0]['text'] + '</s> ' }}{% else %}[INST] "
+        + LINES
+        + " [/INST]{% endif %}{% endfor %}",
+        "</s>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_turns_of_a_template_that_reads_blocks_only_are_found_by_rendering(name, tokenizer_of):
+    template, end = BLOCKS[name]
+    tokenizer = tokenizer_of("chatml", template)
+    tokenizer.add_tokens([end], special_tokens=True)
+    assert get_training_chat_template(tokenizer) is None
+    assert turn_end(tokenizer) == end
+    assert masked_runs(tokenizer, as_blocks([USER, SAID, MORE, LAST])) == [f" Yes.{end}", f" No.{end}"]
 
 
 def test_a_format_that_would_drop_images_is_not_taken_for_its_text_only_twin(tokenizer_of):
