@@ -1,4 +1,4 @@
-"""`BCOTrainer`, by TRL's signature: prompt densities, and rewards of a whole step before its first loss."""
+"""`BCOTrainer`, with TRL's signature."""
 
 from __future__ import annotations
 
@@ -35,12 +35,17 @@ if TYPE_CHECKING:
 
 
 class BCOTrainer(PreferenceTrainer):
-    """``-lsig(r - delta)`` for a good answer and ``-lsig(-(r - delta))`` for a bad one, with ``r = beta`` times the log-ratio.
+    """Train a binary classifier of good and bad answers.
 
-    delta is the running mean of all rewards so far, those of the current optimiser step included; it is saved with every
-    checkpoint, and evaluation reads it without moving it. A step of one forward pass moves delta with that pass's own
-    rewards. With several passes (accumulation, or rows that do not fit one) the first loss needs the rewards of the last
-    pass, so an extra pass without gradients computes them all: accumulating changes neither delta nor the gradient.
+    The loss is ``-logsigmoid(r - delta)`` for a good and ``-logsigmoid(-(r - delta))`` for a bad answer. ``r`` is
+    ``beta`` times the log-ratio to the reference.
+
+    delta is the running mean of all rewards so far, including those of the current optimizer step. It is saved with
+    every checkpoint. Evaluation uses it without updating it. A step with one forward pass updates delta from the
+    rewards of that pass. With several passes (accumulation, or rows that do not fit into one pass) an extra pass
+    without gradients computes the rewards of the step first, so accumulation changes neither delta nor the gradient.
+
+    The optional ``embedding_func`` weights bad answers by the density of their prompts.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
@@ -72,7 +77,7 @@ class BCOTrainer(PreferenceTrainer):
         peft_config: Adapter | None = None,
     ) -> None:
         if (embedding_func is None) != (embedding_tokenizer is None):
-            raise ConfigError("embedding_func and embedding_tokenizer belong together: give both, or none.")
+            raise ConfigError("embedding_func and embedding_tokenizer must be set together: pass both or neither.")
         self.embedding = None if embedding_func is None else (embedding_func, embedding_tokenizer)
         self.density: PromptDensity | None = None
         super().__init__(
@@ -95,12 +100,15 @@ class BCOTrainer(PreferenceTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenise; with an embedding, each bad answer's weight is computed once, from how likely its prompt is a good one's."""
+        """Tokenize a dataset. With an embedding function, add the weight of each bad answer.
+
+        The weight is computed once from the probability that the prompt belongs to a good answer.
+        """
         prepared = super().prepare(dataset, name, training=training)
         if self.embedding is None:
             return prepared
         if not isinstance(prepared, datasets.Dataset):
-            raise ConfigError(f"embedding_func needs a {name} dataset with a length, and it is a stream.")
+            raise ConfigError(f"embedding_func needs a {name} dataset with a length, but it is a stream.")
         texts = self.processing_class.batch_decode(prepared["prompt_ids"][:], skip_special_tokens=True)
         embeddings = embed_prompts(texts, *self.embedding)
         if training:
@@ -116,7 +124,7 @@ class BCOTrainer(PreferenceTrainer):
         return prepared.add_column("density_weight", weights.tolist())
 
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
-        """Rewards of the whole step move delta before its first loss."""
+        """Update delta from the rewards of the whole step before its first loss."""
         super().before_step(micro_batches)
         self._batches = [batch for micro in micro_batches for batch in micro]
         own, passes = self.run.progress.own, self.denominators.passes
@@ -133,7 +141,7 @@ class BCOTrainer(PreferenceTrainer):
         self.run.progress.own = self.run.progress.own.moved(reward_sums(known), self.run.ranks)
 
     def before_divided(self) -> None:
-        """Move delta by passes of its own: the pass that should have moved it had no room in memory."""
+        """Update delta in extra passes, because the pass that updates it ran out of memory and will be split."""
         if self.run.progress.own.moves_in_pass:
             self._move()
 

@@ -1,4 +1,4 @@
-"""`KTOTrainer`, by TRL's signature: mismatched answers beside the judged ones, and their baseline over ranks."""
+"""`KTOTrainer`, with TRL's signature."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 
 
 class KTOTrainer(PreferenceTrainer):
-    """Trains on prompts with one answer and a label each; pairs are taken apart.
+    """Train on prompts with one answer and a label each. Pairs are converted to two such rows.
 
-    The baseline z0 is the mean log-ratio of answers to other prompts of the same batch, over the whole optimiser step and
-    all ranks, at least 0 and without a gradient. A column ``KL_completion_ids`` names each row's other answer instead;
-    ``precompute_ref_log_probs`` writes it, with the reference's log-probs of both answers.
+    The baseline z0 is the mean log-ratio of mismatched prompts and answers from the same batch. It is averaged over the
+    optimizer step and all ranks, is at least 0 and has no gradient. The column ``KL_completion_ids`` can set the
+    mismatched answer of each row. ``precompute_ref_log_probs`` adds this column, and the reference's log-probs of both
+    answers.
 
     Reference: KTO, arXiv:2402.01306.
     """
@@ -94,7 +95,7 @@ class KTOTrainer(PreferenceTrainer):
         )
 
     def collator(self) -> Any:
-        """Judged rows and, for the baseline, the same prompts with their partners' answers."""
+        """Return a function that collates labeled rows and mismatched rows for the baseline."""
         judge = super().collator()
 
         def collate_both(examples: list[dict[str, Any]]) -> tuple[list[Batch], list[Batch]]:
@@ -106,7 +107,7 @@ class KTOTrainer(PreferenceTrainer):
         return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
 
     def _mismatched_rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Prompts with answers to others, cut to ``max_length``: those that the rows name, or the neighbours'."""
+        """Build rows of prompts with answers to other prompts, from ``KL_completion_ids`` or from the batch."""
         if self.args.loss_type != "kto":
             return []
         if all("KL_completion_ids" in example for example in examples):
@@ -117,17 +118,17 @@ class KTOTrainer(PreferenceTrainer):
         return self._mismatch(examples, others)
 
     def _mismatch(self, examples: list[dict[str, Any]], others: list[list[int] | None]) -> list[Row]:
-        """Each prompt, with its pictures, and another row's answer; a row without one is left out."""
+        """Build rows of prompts with images and another row's answer. A row without such an answer is excluded."""
         both = [(example, ids) for example, ids in zip(examples, others, strict=True) if ids]
         rows = [mismatched(example, ids, self.args.max_length) for example, ids in both]
         return self.vision.placed(rows, [example for example, _ in both])
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
-        """The judged batches alone."""
+        """Collate the labeled rows only."""
         return self.data_collator(examples)[0]
 
     def _precompute(self, dataset: AnyDataset, reference: Reference | None, name: str) -> Any:
-        """The reference's log-probs of the answers and, for the baseline, of another row's answer, fixed once."""
+        """Compute the reference's log-probs of the answers and of fixed mismatched answers."""
         done = super()._precompute(dataset, reference, name)
         if self.args.loss_type != "kto":
             return done
@@ -137,21 +138,22 @@ class KTOTrainer(PreferenceTrainer):
             done = done.add_column("KL_completion_ids", [None if p is None else answers[p] for p in chosen])
 
         def mismatched(examples: list[dict[str, Any]]) -> list[Batch]:
-            # A row without a partner needs a number in the column, of its own answer; the baseline leaves it out.
+            # A row without a mismatched answer needs a value in the column. Use its own answer; the baseline excludes
+            # it.
             ids = [example["KL_completion_ids"] or example["completion_ids"] for example in examples]
             return self._collate(self._mismatch(examples, ids))
 
         return precomputed_logps(self.run, done, reference, ("ref_KL_logps",), name=name, batches_of=mismatched)
 
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
-        """The baseline of the step."""
+        """Compute the baseline of the step."""
         super().before_step(micro_batches)
-        # Another epoch pairs prompts with other answers: nothing is kept of them.
+        # The next epoch uses other mismatched answers, so their log-probs are not cached.
         self.run.progress.own = self._baseline(self._referenced(self._mismatched, None))
         self._log_baseline(self._mismatched, self._judged, "train")
 
     def _log_baseline(self, mismatched: list[Batch], judged: int, mode: str) -> None:
-        metrics = {"kl": mean(self.run.progress.own, weight=judged)}  # The same on every rank.
+        metrics = {"kl": mean(self.run.progress.own, weight=judged)}  # It is the same on every rank.
         if self.args.loss_type == "kto":
             metrics["kl/valid_fraction"] = mean(
                 sum(b.num_sequences for b in mismatched) / max(judged, 1), weight=judged
@@ -159,7 +161,7 @@ class KTOTrainer(PreferenceTrainer):
         self.run.log(metrics, mode)
 
     def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
-        """Judged batches with the reference's log-probs; the mismatched ones are kept for the baseline."""
+        """Add the reference's log-probs to labeled batches, and store mismatched batches for the baseline."""
         judged, mismatched = inputs
         if index == 0:
             self._mismatched: list[Batch] = []
@@ -169,14 +171,14 @@ class KTOTrainer(PreferenceTrainer):
         return super().micro_batch(judged, index)
 
     def eval_batches(self, inputs: Any) -> list[Batch]:
-        """As in training, the baseline of each evaluation batch by itself."""
+        """Add the reference's log-probs, and compute the baseline of each evaluation batch."""
         judged, mismatched = inputs
         self.run.progress.own = self._baseline(super().eval_batches(mismatched))
         self._log_baseline(mismatched, sum(batch.num_sequences for batch in judged), "eval")
         return super().eval_batches(judged)
 
     def _baseline(self, mismatched: list[Batch]) -> Tensor:
-        """z0 over all ranks, of batches with the reference's log-probs; ranks may hold different numbers of them."""
+        """Compute z0 over all ranks from batches with reference log-probs. Ranks may have different numbers of batches."""
         totals = torch.zeros(2, dtype=torch.float64)
         for source, counts in parallel.in_step(mismatched, self.accelerator, self.run.spare_batch):
             batch = source.to(self.args.device)
