@@ -1,4 +1,4 @@
-"""Attributes of trainers by TRL's names: where each stands here, and which of them may be set while training."""
+"""Trainer attributes under TRL's names: where each one is stored here, and which may be changed during training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from posttrain.metrics import MetricBuffer
     from posttrain.models.reference import Reference
 
-# Read at every step, so that setting them takes effect; all are fields of the config.
+# These config fields are read at every step, so a change takes effect during training.
 SETTABLE = frozenset({
     "alpha", "beta", "chat_template_kwargs", "cpo_alpha", "desirable_weight", "f_alpha_divergence_coef",
     "f_divergence_type", "label_smoothing", "loss_weights", "mask_truncated_completions", "max_completion_length", "min_p",
@@ -30,7 +30,7 @@ SETTABLE = frozenset({
     "repetition_penalty", "reward_clip_range", "scale_rewards", "simpo_gamma", "temperature", "top_k", "top_p", "tpo_alpha",
     "tpo_l_gamma", "undesirable_weight", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
 })  # fmt: skip
-# Read once, when the trainer is made.
+# These are read once, when the trainer is created.
 FIXED = frozenset({
     "completion_only_loss", "generation_config", "generation_kwargs", "importance_sampling_level", "ld_alpha",
     "log_completions", "loss_type", "max_length", "num_generations", "num_generations_eval", "num_iterations",
@@ -39,7 +39,8 @@ FIXED = frozenset({
     "vllm_gpu_memory_utilization", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_mode",
     "vllm_tensor_parallel_size",
 })  # fmt: skip
-# Names that stand elsewhere: paths from the trainer, where None stands for the next one; the first is the one that is set.
+# Attributes that are stored elsewhere, as paths from the trainer. If a path gives None, the next one is read. Only the
+# first path is written.
 PATHS: dict[str, tuple[str, ...]] = {
     "chat_template": ("processing_class.chat_template",),
     "completion_only_loss": ("args.completion_only_loss", "prompts_are_given"),
@@ -61,7 +62,7 @@ OF_TRANSFORMERS = frozenset(transformers.TrainingArguments.__dataclass_fields__)
 
 
 def of_run(name: str) -> Any:
-    """Return a property of trainers that is read and set in `posttrain.loop.run.Run`."""
+    """Return a trainer property that reads and writes a field of `posttrain.loop.run.Run`."""
     return property(
         lambda trainer: getattr(trainer.run, name),
         lambda trainer, value: setattr(trainer, "run", replace(trainer.run, **{name: value})),
@@ -69,7 +70,7 @@ def of_run(name: str) -> Any:
 
 
 def of_progress(name: str) -> Any:
-    """Return a property of trainers that is read and set in `posttrain.loop.run.Progress`."""
+    """Return a trainer property that reads and writes a field of `posttrain.loop.run.Progress`."""
     return property(
         lambda trainer: getattr(trainer.progress, name),
         lambda trainer, value: setattr(trainer.progress, name, value),
@@ -77,7 +78,7 @@ def of_progress(name: str) -> Any:
 
 
 def paths_of(trainer: object, name: str) -> tuple[str, ...]:
-    """Where an attribute by TRL's name stands for this trainer; empty: it has none of that name."""
+    """Return the paths where a trainer stores the attribute with this TRL name. Empty if it has no such attribute."""
     config = vars(trainer).get("args")
     fields = type(config).__dataclass_fields__ if config is not None else {}
     if name in fields and name not in OF_TRANSFORMERS and name not in PATHS:
@@ -94,20 +95,21 @@ def _at(holder: object, path: str) -> Any:
 
 
 def read(trainer: object, name: str) -> Any:
-    """The value of an attribute that the trainer itself does not have."""
+    """Return the value of an attribute that the trainer itself does not have."""
     hidden = inspect.getattr_static(type(trainer), name, None)
     if isinstance(hidden, property | functools.cached_property):
-        return hidden.__get__(trainer, type(trainer))  # It read what was not there: its own error comes out again.
+        # The property itself read a missing attribute, so its own error is raised again.
+        return hidden.__get__(trainer, type(trainer))
     if paths := paths_of(trainer, name):
         return next((value for path in paths if (value := _at(trainer, path)) is not None), None)
     raise_absent(type(trainer), name)
 
 
 def write(trainer: object, name: str, value: object) -> bool:
-    """Set an attribute by TRL's name where it stands; False where it is the trainer's own.
+    """Set the attribute that has this TRL name. Return False if it is an attribute of the trainer itself.
 
     Raises:
-        AttributeError: The trainer has read it already.
+        AttributeError: The trainer has already read the value.
     """
     own = inspect.getattr_static(type(trainer), name, None)
     if own is not None and not (isinstance(own, property) and own.fset is None):
@@ -124,7 +126,8 @@ def write(trainer: object, name: str, value: object) -> bool:
 
 
 def raise_absent(kind: type, name: str) -> NoReturn:
-    """Raise the error for an attribute that nothing stands for; of a method of TRL's it names the hook.
+    """Raise the error for an unknown attribute. If TRL has a method of this name, the error names the hook to use
+    instead.
 
     Raises:
         AttributeError: Always.
@@ -135,7 +138,7 @@ def raise_absent(kind: type, name: str) -> NoReturn:
 
 
 class PartsOfRun:
-    """Parts of a trainer's run, by the names that transformers and subclasses know."""
+    """Exposes the parts of a trainer's run under the names that transformers and subclasses use."""
 
     run: Run
     progress: Progress

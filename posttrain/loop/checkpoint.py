@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and hold all that a resumed run needs to equal an uninterrupted one."""
+"""Atomic checkpoints, which hold everything a resumed run needs to give the same result as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -47,23 +47,24 @@ logger = logging.getLogger(__name__)
 
 
 MARKER = "COMPLETE"
-BEGUN = f"{MARKER}.part"  # In its place until the checkpoint is whole: names the run, which may be killed before that.
+BEGUN = f"{MARKER}.part"  # Marks an unfinished checkpoint with the id of its run, in case the run is killed.
 MISSING = "is missing"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 UNFINISHED = re.compile(r"checkpoint-\d+\.tmp-.+")
 
 
 def staging(folder: Path, step: int, run: str) -> Path:
-    """Where the checkpoint of a step is written until it is whole; no program takes it for a checkpoint."""
+    """Return the folder in which the checkpoint of a step is written. No program mistakes it for a checkpoint."""
     return folder / f"checkpoint-{step}.tmp-{run}"
 
 
 def publish(part: Path, final: Path, run: str) -> None:
-    """Flush ``part`` to the disk and give it its name; what stood there is replaced if it is ours, else kept aside.
+    """Flush ``part`` to disk and rename it to ``final``. An existing checkpoint of this run is replaced; one of another
+    run is kept under another name.
 
     Args:
-        part: A written checkpoint, see `staging`.
-        final: ``checkpoint-<step>``.
+        part: Folder with the written checkpoint, see `staging`.
+        final: Path ``checkpoint-<step>``.
         run: Id of this run.
     """
     (part / BEGUN).write_text(json.dumps({"run": run}), encoding="utf-8")
@@ -74,7 +75,7 @@ def publish(part: Path, final: Path, run: str) -> None:
         old = final.with_name(f"{final.name}.tmp-{run}.old" if owner == run else f"{final.name}.of-{owner}")
         if owner != run:
             old = _free_name(old)
-            logger.warning("%s is of another run: it was moved to %s.", final, old.name)
+            logger.warning("%s belongs to another run. It was moved to %s.", final, old.name)
         os.rename(final, old)
     os.rename(part, final)
     _flush_folder(final.parent)
@@ -83,7 +84,9 @@ def publish(part: Path, final: Path, run: str) -> None:
 
 
 def mark(checkpoint: Path, run: str) -> None:
-    """Say that a checkpoint is whole: a file with its run, its time, and size and hash of every other file."""
+    """Mark a checkpoint as complete, with a file that holds its run, its time, and the size and hash of every other
+    file.
+    """
     _flush_tree(checkpoint)
     step = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     sizes = {str(p.relative_to(checkpoint)): p.stat().st_size for p in sorted(checkpoint.rglob("*")) if p.is_file()}
@@ -101,18 +104,18 @@ def mark(checkpoint: Path, run: str) -> None:
 
 
 def _owner(checkpoint: Path) -> str | None:
-    """The run that wrote a checkpoint, whole or not; None for one of another program."""
+    """Return the run that wrote a checkpoint, complete or not. None if another program wrote it."""
     return (marker(checkpoint) or marker(checkpoint, BEGUN) or {}).get("run")
 
 
 def marker(checkpoint: Path, name: str = MARKER) -> dict[str, Any] | None:
-    """What `mark` wrote; None for a checkpoint without it."""
+    """Return the content that `mark` wrote. None for a checkpoint without it."""
     content = read_json(checkpoint / name)
     return content if "run" in content else None
 
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
-    """Marked checkpoints of a folder, the one written last at the end: steps of a later run come after those of an earlier."""
+    """Return the complete checkpoints of a folder, sorted by the time they were written."""
     complete = []
     for path in Path(folder).glob("checkpoint-*"):
         content = marker(path) if CHECKPOINT_NAME.fullmatch(path.name) else None
@@ -122,13 +125,13 @@ def complete_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def last_complete_checkpoint(folder: str | Path) -> Path | None:
-    """The whole checkpoint that was written last; None where there is none."""
+    """Return the complete checkpoint that was written last. None if there is none."""
     complete = complete_checkpoints(folder)
     return complete[-1] if complete else None
 
 
 def _hash(path: Path) -> str:
-    """XXH3 of a file, 128 bits: it tells of bytes that flipped, not of an adversary."""
+    """Return the XXH3 hash of a file (128 bits). It detects corruption, not tampering."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while part := file.read(1 << 24):
@@ -137,11 +140,12 @@ def _hash(path: Path) -> str:
 
 
 def damage(checkpoint: Path, *, bytes_too: bool = False) -> str:
-    """What is missing or changed in a marked checkpoint since it was written, in words; empty where nothing is.
+    """Describe what is missing or has changed in a marked checkpoint since it was written. Empty if nothing has.
 
     Args:
-        checkpoint: Its folder.
-        bytes_too: Read every file and compare hashes, of checkpoints that have them; else sizes alone.
+        checkpoint: Folder of the checkpoint.
+        bytes_too: Whether to read every file and compare hashes, for checkpoints that have them. Otherwise only sizes
+            are compared.
     """
     content = marker(checkpoint) or {}
     hashes = content.get("hashes", {}) if bytes_too else {}
@@ -157,12 +161,13 @@ def damage(checkpoint: Path, *, bytes_too: bool = False) -> str:
 
 
 def resolve_resume(resume: Any, folder: str | Path) -> str | None:
-    """The checkpoint that ``resume_from_checkpoint`` means: a path as it is, True the last whole one of the folder.
+    """Return the checkpoint that ``resume_from_checkpoint`` means: a path unchanged, or for True the last complete one
+    in the folder.
 
-    ``"auto"`` is as True where the folder has a checkpoint, and None where it has none.
+    ``"auto"`` means True if the folder has a checkpoint, and otherwise None.
 
     Raises:
-        CheckpointError: There is none, only unmarked ones, or the named one lost something since it was written.
+        CheckpointError: There is no checkpoint, there are only unmarked ones, or the named one is damaged.
     """
     if resume is None or resume is False or (resume == "auto" and not complete_checkpoints(folder)):
         return None
@@ -177,7 +182,8 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
             f"the checkpoint {str(path)!r} is not whole: {broken}. {_offer(path.parent, path)} If the file was changed on "
             f"purpose, remove {MARKER} there."
         )
-    if broken:  # Left out on purpose, perhaps, as an optimiser's state is to save space; what needs it will say so.
+    # Files may be missing on purpose, such as the optimizer state to save space. Whatever needs them raises an error.
+    if broken:
         logger.warning("%s: %s since it was written.", path, broken)
     if marker(path) is None:
         logger.warning(
@@ -187,20 +193,22 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
     return str(resume)
 
 
-# What a checkpoint holds the weights in: of whole models, of adapters, in pieces of ranks.
+# Weight files of a checkpoint: for whole models, for adapters, and for the shards of ranks.
 WHOLE = ("model*.safetensors*", "pytorch_model.bin*", "pytorch_model-*")
 ADAPTERS = ("adapter_model.*", "*/adapter_model.*")
 PIECES = ("pytorch_model_fsdp*", "global_step*")
-# Of an adapter's config: what says which weights there are, and what they compute.
+# Fields of an adapter's config that determine which weights it has and what they compute.
 ADAPTER_SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")
 
 
 def refuse_unreadable(folder: Path, model: nn.Module) -> None:
-    """Refuse a folder whose weights or state this run cannot go on from; torch would say so in words of its own, or not at all.
+    """Raise an error if this run cannot continue from the weights or the state in a folder. Torch would fail with an
+    unclear error, or silently.
 
     Raises:
-        CheckpointError: It is no checkpoint, lost its weights or its state, or is of an adapter where the whole model is
-            trained, or the reverse, or of another adapter, or of one whose encoder peft does not save.
+        CheckpointError: The folder is not a checkpoint, or its weights or state are missing. Or it holds an adapter and
+            the run trains the whole model (or the reverse), a different adapter, or an adapter whose encoder peft does
+            not save.
     """
     whole, adapter, pieces = (
         any(path for name in kind for path in folder.glob(name)) for kind in (WHOLE, ADAPTERS, PIECES)
@@ -247,12 +255,12 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
 
 
 def _written(value: object) -> object:
-    """A setting as JSON has it; modules in one order."""
+    """Return a setting as JSON stores it, with module names sorted."""
     plain = json.loads(json.dumps(value, default=list))
     return sorted(plain) if isinstance(plain, list) else plain
 
 
-# What becomes of a setting that is another one than the checkpoint's.
+# Effects of a setting that differs from the checkpoint's.
 OPTIMIZERS = "the optimizer goes on with the checkpoint's"
 ORDER = "rows come in another order from here, so that some are trained twice and others never"
 SCHEDULE = "the first step has the learning rate that the checkpoint's schedule was at, those after it have this run's"
@@ -264,12 +272,14 @@ KEPT_SETTINGS = {
 
 
 def settings(args: TrainingArguments, max_steps: int) -> dict[str, object]:
-    """What a resumed run should have in common with the checkpoint's; ``max_steps`` is counted where epochs were given."""
+    """Return the settings that a resumed run should share with its checkpoint. ``max_steps`` is computed from the
+    epochs if these were given.
+    """
     return {name: _written(vars(args)[name]) for name in KEPT_SETTINGS} | {"max_steps": max_steps}
 
 
 def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, object]) -> None:
-    """Tell of settings that differ from the checkpoint's, with both values and what comes of it."""
+    """Log a warning for settings that differ from the checkpoint's, with both values and the effect."""
     before = state.get("settings", {})
     by_effect: dict[str, list[str]] = {}
     for name, effect in KEPT_SETTINGS.items():
@@ -277,18 +287,20 @@ def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, object]) 
             by_effect.setdefault(effect, []).append(f"{name}={now[name]} (the checkpoint's: {before[name]})")
     for effect, names in by_effect.items():
         logger.warning(
-            "%s: %s. Fix: give the checkpoint's; or, if another is meant, start a new run with the checkpoint as its model.",
+            "%s: %s. Fix: use the checkpoint's values. If you want other ones, start a new run with the "
+                "checkpoint as its model.",
             ", ".join(names), effect,
         )  # fmt: skip
 
 
 def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool) -> None:
-    """Refuse to go on in the middle of other rows than those the run began with.
+    """Raise an error if a run would continue in the middle of an epoch with different rows from those it started with.
 
     Args:
-        state: See `saved_state`.
-        now: `rows_fingerprint` of the rows.
-        skips: Whether the place in the rows is kept; where ``ignore_data_skip`` gives it up, other rows are meant.
+        state: The saved state, see `saved_state`.
+        now: Result of `rows_fingerprint` for the current rows.
+        skips: Whether the run continues at its position in the rows. With ``ignore_data_skip`` it starts them again, so
+            other rows are allowed.
 
     Raises:
         CheckpointError: The rows differ.
@@ -302,16 +314,18 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
             f"{text}: its place in them means nothing here, and rows would be passed over or trained twice. Fix: give the same "
             "rows; or ignore_data_skip=True to begin these at their start; or start a new run from the checkpoint as the model."
         )
-    logger.warning("%s; ignore_data_skip=True: they begin at their start.", text)
+    logger.warning("%s. With ignore_data_skip=True they start from the first row.", text)
 
 
 def rows_fingerprint(dataset: object) -> str | None:
-    """Number of rows and a hash of 32 of them, spread evenly; None for a stream, and for rows that are made as they are read."""
+    """Return the number of rows and a hash of 32 evenly spaced rows. None for a stream, and for rows that are computed
+    on access.
+    """
     known = isinstance(dataset, list) or (isinstance(dataset, Dataset) and dataset.format["type"] != "custom")
     if not known:
         return None
     rows = repr([dataset[number * len(dataset) // 32] for number in range(min(32, len(dataset)))])
-    # Pictures are written with their addresses.
+    # The repr of an image contains its memory address.
     text = re.sub(r" at 0x[0-9a-fA-F]+", "", rows).encode("utf-8", "replace")
     return f"{len(dataset)} rows, {xxhash.xxh3_64_hexdigest(text)[:8]}"
 
@@ -322,7 +336,7 @@ def _last(folder: Path) -> Path:
         broken = damage(path, bytes_too=True)
         if not broken:
             return path
-        logger.warning("%s is passed over: %s.", path, broken)
+        logger.warning("%s is skipped: %s.", path, broken)
         damaged.append(f"{path.name} is damaged: {broken}.")
     unmarked = [path for path in _named(folder) if marker(path) is None]
     if unmarked:
@@ -345,34 +359,34 @@ def _offer(folder: Path, but: Path | None = None) -> str:
 
 
 def strangers(folder: str | Path, run: str) -> list[Path]:
-    """Checkpoints of a folder that this run did not write, in the order of their steps."""
+    """Return the checkpoints of a folder that this run did not write, sorted by step."""
     return [path for path in _named(Path(folder)) if _owner(path) != run]
 
 
 def _named(folder: Path) -> list[Path]:
-    """All checkpoints of a folder, marked or not, in the order of their steps."""
+    """Return all checkpoints of a folder, marked or not, sorted by step."""
     checkpoints = [p for p in folder.glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(p.name) and p.is_dir()]
     return sorted(checkpoints, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
 def leftovers(folder: str | Path) -> list[Path]:
-    """Half-written or half-removed checkpoints, of runs that were killed."""
+    """Return checkpoints that were only partly written or removed because the run was killed."""
     return sorted(path for path in Path(folder).glob("checkpoint-*") if UNFINISHED.fullmatch(path.name))
 
 
 def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -> list[Path]:
-    """Remove the oldest whole checkpoints of this run beyond ``limit``; those of others are never touched.
+    """Remove the oldest complete checkpoints of this run beyond ``limit``. Those of other runs are never removed.
 
-    Those that this run was killed in before they were marked go too: a whole one was written since.
+    Unfinished checkpoints of this run are removed too, because a complete one has been written since.
 
     Args:
-        folder: Where they lie.
+        folder: Folder of the checkpoints.
         run: Id of this run.
-        limit: How many may stay; None or 0: all.
-        keep: The best one, which stays.
+        limit: Maximum number of checkpoints. None or 0: no limit.
+        keep: The best checkpoint, which is never removed.
 
     Returns:
-        What was removed.
+        The removed checkpoints.
     """
     if not limit or limit < 0:
         return []
@@ -398,7 +412,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _flush_tree(folder: Path) -> None:
-    """Wait until every file below ``folder``, and its name, is on the disk."""
+    """Wait until every file below ``folder``, and its directory entry, is on disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -416,8 +430,9 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the size a file may have is used up.
-TORCHS_WRITER = ("PytorchStreamWriter failed", "inline_container")  # It does not say why it could not write.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the maximum file size is exhausted.
+# Torch's writer does not report why it could not write.
+TORCHS_WRITER = ("PytorchStreamWriter failed", "inline_container")
 
 
 def _is_of_room(error: BaseException) -> bool:
@@ -428,7 +443,7 @@ def _is_of_room(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def telling_of_room(folder: Path, size: Callable[[], int]) -> Iterator[None]:
-    """Say of a model that could not be written whole that it was not."""
+    """Raise a clear error if a model could not be written completely because the disk is full."""
     try:
         yield
     except Exception as error:
@@ -445,34 +460,34 @@ STATE_FILE = "posttrain_state.json"
 
 
 class Checkpointer:
-    """Writes checkpoints that are whole or not there, and removes those that are superfluous.
+    """Writes checkpoints atomically, and removes old ones.
 
-    A checkpoint is written into a folder of its own, moved to its place, and marked as whole once callbacks have added
-    what is theirs; only marked ones are resumed from.
+    A checkpoint is written to a temporary folder and then renamed. It is marked as complete after callbacks have added
+    their files. Runs only resume from marked checkpoints.
 
     Args:
         args: The trainer's config: ``output_dir``, ``save_total_limit``.
-        accelerator: Of the run.
-        lock: Of the run's folder; names the run.
-        size: Bytes that a checkpoint takes, about.
+        accelerator: Accelerator of the run.
+        lock: Lock of the run's folder. It contains the id of the run.
+        size: Returns the approximate size of a checkpoint in bytes.
     """
 
     def __init__(self, args: PostTrainingConfig, accelerator: Accelerator, lock: Any, size: Callable[[], int]) -> None:
         self.args, self.accelerator, self.lock, self.size = args, accelerator, lock, size
-        # The run that owns the folder, told to all ranks when training begins.
+        # Id of the run that owns the folder, broadcast to all ranks when training begins.
         self._run: str | None = None
-        # A checkpoint whose callbacks may still add to it.
+        # Checkpoint to which callbacks may still add files.
         self._unmarked: Path | None = None
         self.place = Place(None, accelerator)
         self._begun = False
 
     @property
     def run(self) -> str:
-        """The run that checkpoints belong to."""
+        """Id of the run that writes the checkpoints."""
         return self._run or self.lock.run
 
     def resolve(self, resume_from_checkpoint: Any, model: nn.Module) -> str | None:
-        """The checkpoint to resume from, the same on all ranks; a resumed run goes on under the name of its first part."""
+        """Return the checkpoint to resume from, equal on all ranks. A resumed run keeps the id of its first part."""
         with parallel.failing_together(self.accelerator):
             resume = resolve_resume(resume_from_checkpoint, self.args.output_dir)
             if resume:
@@ -486,18 +501,19 @@ class Checkpointer:
         return resume
 
     def take_folder(self, model: nn.Module, checks: Checks, *, resumed: bool) -> None:
-        """Take the run's folder and report on disk, memory and foreign checkpoints; the main process alone.
+        """Lock the run's folder and report on disk, memory and checkpoints of other runs. Only the main process does
+        this.
 
-        The folder is free again on an error.
+        The folder is released if an error is raised.
 
         Args:
-            model: Whose weights and optimiser states will be written.
-            checks: Of the run.
-            resumed: Whether the run goes on from a checkpoint.
+            model: Model whose weights and optimizer states will be written.
+            checks: Checks of the run.
+            resumed: Whether the run resumes from a checkpoint.
         """
         args, lock = self.args, self.lock
         saves = args.save_strategy != "no"
-        # A second call of train() finds the states of the first one in memory.
+        # In a second call of train() the states of the first call are still in memory.
         first, self._begun = not self._begun, True
         fills_gpu = first and args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator)
         fills_gpu = fills_gpu and not keeps_on_host(args)
@@ -521,12 +537,12 @@ class Checkpointer:
             raise
 
     def save(self, write: Callable[[Path], None], folder: Path, state: TrainerState) -> None:
-        """Let ``write`` fill a checkpoint and put it in its place, still unmarked.
+        """Write a checkpoint with ``write`` and rename it to its final path. It is not marked yet.
 
         Args:
-            write: Called on every rank with the folder to write into.
-            folder: Where checkpoints of the run are.
-            state: The trainer's; ``best_model_checkpoint`` is set where the best step's folder is known.
+            write: Called on every rank with the folder to write to.
+            folder: Folder of the run's checkpoints.
+            state: State of the trainer. ``best_model_checkpoint`` is set if this step is the best one.
         """
         self.complete(state)
         final = folder / f"checkpoint-{state.global_step}"
@@ -553,10 +569,10 @@ class Checkpointer:
                 publish(part, final, self.run)
 
     def complete(self, state: Any) -> Path | None:
-        """Mark the checkpoint that was written last, callbacks included, then remove those it makes superfluous.
+        """Mark the last checkpoint as complete, including the files of callbacks, then remove old ones.
 
         Returns:
-            Its folder; None where no checkpoint was written since the last call.
+            Its folder. None if no checkpoint was written since the last call.
         """
         final, self._unmarked = self._unmarked, None
         if final is None:
@@ -575,7 +591,9 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _whole_or_nothing(self, part: Path, state: Any, *, remove: bool = True) -> Iterator[None]:
-        """What goes wrong while a checkpoint is written leaves nothing of it; the error names what is still there."""
+        """Remove a checkpoint that could not be written completely. The error names the checkpoint that is still
+        available.
+        """
         try:
             yield
         except CheckpointError:
@@ -600,16 +618,17 @@ class Checkpointer:
 
 
 def save_state(folder: Path, state: dict[str, Any], accelerator: Accelerator) -> None:
-    """Write what a trainer must know beside its weights, a file for each process."""
+    """Write the state that a trainer needs besides its weights, one file per process."""
     content = json.dumps(state | {"processes": accelerator.num_processes})
     (folder / f"{accelerator.process_index}_{STATE_FILE}").write_text(content, encoding="utf-8")
 
 
 def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
-    """What `save_state` wrote for this process, or for the first one where others are as many; empty without a file.
+    """Return the state that `save_state` wrote for this process. If the number of processes changed, return that of the
+    first process. Empty if there is no file.
 
-    All that differs between processes is waiting rollouts (`OnlineTrainer` refuses those of another number), rows of logs, and
-    sums of the reference that are not joined yet, which are computed again.
+    Processes differ only in three things: unused rollouts (`OnlineTrainer` raises an error if their number of processes
+    differs), logged rows, and cached reference log-probs that were not exchanged yet. The last are computed again.
     """
     files = [] if folder is None else sorted(Path(folder).glob(f"*_{STATE_FILE}"))
     if not files:
@@ -619,15 +638,15 @@ def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
 
 
 class Place:
-    """Where a run goes on in its rows and its random numbers.
+    """Position at which a run continues in its rows and its random numbers.
 
-    `transformers` counts the rows of a stream from the beginning of its first pass, and restores random states after the
-    first step's batches are drawn, which is when an online method has sampled and scored already.
+    `transformers` counts the rows of a stream from the start of its first pass. It restores random states after the
+    batches of the first step are drawn, and by then an online method has already sampled and scored.
 
     Attributes:
-        checkpoint: Whose random states are still to be restored; None: nothing is.
-        stream: Passes over the rows that are done, micro-batches drawn in the current one, and those of the last whole pass (0:
-            no pass has ended yet).
+        checkpoint: Checkpoint whose random states are still to be restored. None: nothing to restore.
+        stream: Number of finished passes over the rows, micro-batches drawn in the current pass, and micro-batches of
+            the last full pass (0: no pass has ended yet).
     """
 
     def __init__(self, checkpoint: str | None, accelerator: Accelerator) -> None:
@@ -636,7 +655,9 @@ class Place:
         self._iterator: Any = None
 
     def begin(self, start: tuple[int, int], dataset: AnyDataset, *, skips: bool) -> tuple[int, int]:
-        """The pass and the micro-batches of it to skip (unless ``skips`` is False): ``start``, of a stream those saved."""
+        """Return the pass, and the number of its micro-batches to skip (0 if ``skips`` is False). For a stream these
+        are the saved ones, otherwise ``start``.
+        """
         if self._saved is None or not isinstance(dataset, IterableDataset):
             return start
         passes, drawn, *length = self._saved
@@ -644,7 +665,7 @@ class Place:
         return self.stream[0], self.stream[1]
 
     def draw(self, iterator: Any, count: int, asked: int) -> None:
-        """Count micro-batches; another iterator is another pass, and fewer of them than were ``asked`` for end it."""
+        """Count drawn micro-batches. A new iterator begins a new pass, and fewer micro-batches than ``asked`` end it."""
         passes, drawn, length = self.stream
         if iterator is not self._iterator:
             passes, drawn = (passes, drawn) if self._iterator is None else (passes + 1, 0)
@@ -653,29 +674,31 @@ class Place:
         self.stream = [passes, drawn, drawn if count < asked else length]
 
     def epoch(self, estimate: float | None) -> float | None:
-        """Return passes over the rows; ``estimate`` until a first pass has ended, which alone shows the length of a stream."""
+        """Return the number of passes over the rows. Before the first pass has ended the length of a stream is unknown,
+        and ``estimate`` is returned.
+        """
         passes, drawn, length = self.stream
         return passes + min(drawn / length, 1.0) if length else estimate
 
     def restores_random(self) -> bool:
-        """Whether random states are to be restored now: once."""
+        """Return True once, if random states must be restored now."""
         pending, self.checkpoint = self.checkpoint, None
         return pending is not None
 
 
 def warn_of_other_rows(state: dict[str, Any], now: int) -> None:
-    """Tell of an optimiser step that takes another number of rows than when the checkpoint was written."""
+    """Log a warning if an optimizer step takes a different number of rows from when the checkpoint was written."""
     before = state.get("step_rows", now)
     if before != now:
         logger.warning(
-            "a step of this checkpoint took %d rows, and one of this run takes %d: the place in the epoch is counted in steps, "
-            "so rows are passed over or trained twice. Fix: let per_device_train_batch_size * gradient_accumulation_steps * "
-            "processes be %d.", before, now, before,
+            "a step of this checkpoint took %d rows, and one of this run takes %d. The position in the epoch is "
+            "counted in steps, so rows are skipped or trained twice. Fix: choose per_device_train_batch_size * "
+            "gradient_accumulation_steps * processes = %d.", before, now, before,
         )  # fmt: skip
 
 
 def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
-    """Put the state of callbacks that have one into the trainer's, as `transformers` reads it on resuming."""
+    """Store the state of stateful callbacks in the trainer's state. `transformers` reads it on resume."""
     for holder in callbacks:
         if isinstance(holder, ExportableState):
             name, kept = type(holder).__name__, state.stateful_callbacks
@@ -686,23 +709,23 @@ def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
 
 
 def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Finding | None:
-    """Checkpoints of other runs; folders that a killed run left half-written are removed."""
+    """Find checkpoints of other runs, and remove unfinished folders of killed runs."""
     folder = Path(args.output_dir).expanduser()
     others = strangers(folder, run)
-    # The folder is ours, so nobody writes them any more.
+    # This run has the lock of the folder, so no other process writes these folders.
     for path in leftovers(folder):
-        logger.warning("%s was left half-written by a run that was killed; it is removed.", path)
+        logger.warning("%s was only partly written by a run that was killed. It is removed.", path)
         shutil.rmtree(path, ignore_errors=True)
     return check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
 
 
 def checkpoint_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
-    """About what a checkpoint takes on the disk: weights (of an adapter its own alone) and the optimiser's state."""
+    """Estimate the disk space of a checkpoint: weights (of an adapter only its own) and optimizer state."""
     return weight_bytes(model) + (0 if args.save_only_model else _state_bytes(model, args))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """What is written of a model: its weights, or those of its adapter alone."""
+    """Return the size of the weights that are saved. For an adapter these are only its own weights."""
     adapter = bool(adapters_of(model))
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not adapter)
 
@@ -718,13 +741,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-# Ctrl-C; what Slurm, Kubernetes and launchers send before they kill; a terminal that is closed.
+# Signals of Ctrl-C, of schedulers and launchers before they kill a process, and of a closed terminal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SECONDS_TO_END = 10.0  # From the second signal, for what is to be closed; then the process ends as it is.
+SECONDS_TO_END = 10.0  # Time for cleanup after the second signal. Then the process is ended.
 
 
 def _forget_wakeup() -> None:
-    """In a fork: signals are counted in the process that trains alone."""
+    """Disable the signal wakeup in forked processes. Only the training process counts signals."""
     signal.set_wakeup_fd(-1)
 
 
@@ -733,19 +756,19 @@ if hasattr(os, "register_at_fork"):
 
 
 def _signals() -> list[signal.Signals]:
-    """Those to take over; `nohup` has a process ignore that its terminal was closed."""
+    """Return the signals to handle. Under `nohup` the signal of a closed terminal is ignored."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _give_back(handlers: Mapping[int, Any]) -> None:
-    """Put back the handlers that `signal.signal` returned; None is one that was not set from Python."""
+    """Restore the handlers that `signal.signal` returned. None means that the handler was not set from Python."""
     for number, handler in handlers.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager
 def kept_from_signals() -> Iterator[None]:
-    """Let what is written inside become whole: the first signal is handled after it, the second one ends it at once."""
+    """Finish writing a model before the first signal is handled. The second signal stops at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -756,7 +779,8 @@ def kept_from_signals() -> Iterator[None]:
             raise KeyboardInterrupt
         told.append(number)
         logger.warning(
-            "%s: the model is being written; ending after that. Once more to stop at once.", signal.Signals(number).name
+            "%s: the model is being written. The process ends after that. Send the signal again to stop at once.",
+            signal.Signals(number).name,
         )
 
     before = {number: signal.signal(number, remember) for number in _signals()}
@@ -766,12 +790,14 @@ def kept_from_signals() -> Iterator[None]:
         _give_back(before)
     if told:
         handler = before[told[0]]
-        # Not raised anew where somebody handles it: who counts signals would take it for the second.
+        # If there is a handler it is called directly. A raised signal would be counted a second time.
         handler(told[0], None) if callable(handler) else signal.raise_signal(told[0])
 
 
 def _leave_terminal(shown: list[int]) -> None:
-    """What was shown on a terminal that is gone goes nowhere: to write there is an error, which would end the run unsaved."""
+    """Redirect the output of a closed terminal to the null device. Writing to it would raise an error and end the run
+    without a checkpoint.
+    """
     for number in shown:
         if not os.isatty(number):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -780,11 +806,11 @@ def _leave_terminal(shown: list[int]) -> None:
 
 
 class EvaluationStopped(Exception):
-    """An evaluation was left in its middle, because the run was asked to stop."""
+    """Raised if an evaluation was stopped early because the run was asked to stop."""
 
 
 def owes_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
-    """Return whether an interruption left out the evaluation that was due after the last step of ``state``."""
+    """Return whether an interruption skipped the evaluation that was due after the last step of ``state``."""
     if not state.global_step or any(
         row.get("step") == state.global_step and any(key.startswith("eval_") for key in row)
         for row in state.log_history
@@ -798,14 +824,14 @@ def owes_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
 
 
 class GracefulInterrupt(transformers.TrainerCallback):
-    """While training runs, the first SIGINT, SIGTERM or SIGHUP asks it to stop after the current step, or batch of an
-    evaluation; the second stops it at once.
+    """Handles signals during training: the first SIGINT, SIGTERM or SIGHUP stops the run after the current step or
+    evaluation batch, and the second stops it at once.
 
-    The second one raises KeyboardInterrupt in the main thread. A thread beside it counts signals too, and ends the process
-    where that does not: a collective waits for a process that is gone, or a hook swallows every exception.
+    The second signal raises KeyboardInterrupt in the main thread. If that does not end the process (a collective waits
+    for a dead process, or a hook catches every exception), a second thread ends it.
 
     Attributes:
-        requested: Whether the run was asked to stop; with several ranks, whether any of them was.
+        requested: Whether the run was asked to stop, on any rank.
     """
 
     def __init__(self) -> None:
@@ -831,12 +857,13 @@ class GracefulInterrupt(transformers.TrainerCallback):
             raise KeyboardInterrupt
         self.requested = True
         logger.warning(
-            "%s: finishing this step or batch, then saving a checkpoint. Press Ctrl-C again, or send it again, to stop at once.",
+            "%s: finishing this step or batch, then saving a checkpoint. Press Ctrl-C or send the signal again "
+            "to stop at once.",
             signal.Signals(number).name,
         )
 
     def install(self, accelerator: Accelerator) -> None:
-        """Take over the signals; only the main thread can."""
+        """Install the signal handlers. Only the main thread can do this."""
         self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
         self._began = time.monotonic()
         if threading.current_thread() is threading.main_thread():
@@ -845,12 +872,12 @@ class GracefulInterrupt(transformers.TrainerCallback):
             self._terminals = [number for number in (1, 2) if os.isatty(number)]
             receiver, self._sender = socket.socketpair()
             self._sender.setblocking(False)
-            # Written to as a signal arrives, whatever the main thread is doing.
+            # Python writes to it when a signal arrives, whatever the main thread is doing.
             self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._end_on_second, args=(receiver,), daemon=True).start()
 
     def _end_on_second(self, receiver: socket.socket) -> None:
-        """End the process some seconds after the second signal, unless training ends before."""
+        """End the process some seconds after the second signal, unless training ends first."""
         told: list[int] = []
         with receiver:
             while len(told) < 2:
@@ -863,7 +890,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
             os._exit(128 + told[-1])
 
     def restore(self) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         self._over.set()
         if self._sender is not None:
             signal.set_wakeup_fd(self._wakeup)
@@ -873,8 +900,8 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._previous, self._accelerator = {}, None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> Any:
-        """Ask the loop to log, save and stop; all ranks after the same step, whichever of them was told."""
-        # Read once: a signal that comes meanwhile is for the next step.
+        """Ask the loop to log, save and stop. All ranks stop after the same step, whichever rank received the signal."""
+        # Read only once, so that a later signal counts for the next step.
         stop, late = (
             self.requested,
             args.max_hours is not None and time.monotonic() - self._began > args.max_hours * 3600,
@@ -882,7 +909,11 @@ class GracefulInterrupt(transformers.TrainerCallback):
         if self._accelerator is not None:
             stop, late = (count > 0 for count in parallel.all_reduce_sum([float(stop), float(late)], self._accelerator))
         if late:
-            logger.warning("max_hours=%g are over after step %d: saving and ending.", args.max_hours, state.global_step)
+            logger.warning(
+                "max_hours=%g has passed after step %d. Saving a checkpoint and stopping.",
+                args.max_hours,
+                state.global_step,
+            )
         self.requested = self.requested or stop
         if stop or late:
             control.should_log = control.should_save = control.should_training_stop = True
@@ -892,13 +923,13 @@ class GracefulInterrupt(transformers.TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> TrainerControl:
-        """A run that was asked to stop is not evaluated any more."""
+        """Skip the evaluation if the run was asked to stop."""
         control.should_evaluate = control.should_evaluate and not (self.requested and control.should_training_stop)
         return control
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """An evaluation of the loop's own; one that a callback asks for is not left."""
+        """Mark an evaluation of the loop itself. An evaluation that a callback requests is not stopped early."""
         self._evaluates = True
         try:
             yield
@@ -906,10 +937,10 @@ class GracefulInterrupt(transformers.TrainerCallback):
             self._evaluates = False
 
     def leave_evaluation(self) -> None:
-        """End an evaluation of the loop's, on all ranks after the same batch, if any of them was told to stop.
+        """Stop an evaluation of the loop if any rank was asked to stop. All ranks stop after the same batch.
 
         Raises:
-            EvaluationStopped: One was.
+            EvaluationStopped: A rank was asked to stop.
         """
         if self._accelerator is None or not self._evaluates:
             return

@@ -1,6 +1,6 @@
-"""The four moments of a trainer's checks: its config, its data, its first batch, and every line of its log.
+"""Preflight checks of a trainer, at four points: its config, its data, its first batch, and every line of its log.
 
-The main process looks and all ranks hear the same, so that an error ends all of them.
+The main process runs the checks and broadcasts the findings, so that an error ends all ranks.
 """
 
 from __future__ import annotations
@@ -50,26 +50,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Every module of checks joins the register here, so that making a trainer imports nothing more.
+# All check modules are registered here, so that creating a trainer imports nothing more.
 load()
 
 FILE = "preflight.json"
 
 
 class Checks:
-    """Everything that is checked of a run: its config, its data, its first batch, every step, every log line.
+    """Runs all checks of a run: on its config, its data, its first batch, every step and every log line.
 
-    The main process looks and all ranks get its findings, so that an error ends all of them. Every method must be called
-    by all ranks.
+    The main process runs the checks and broadcasts the findings, so that an error ends all ranks. All ranks must call
+    every method.
 
     Args:
         args: The trainer's config.
         command: The trainer's command name, such as ``"grpo"``.
-        ignored_codes: Codes of findings that do not concern this method's rows.
-        log_area: Letter of the codes that rules over log lines may find (`posttrain.checks.rules`); "" for none.
-        log_codes: These codes, but for those that are looked for at another moment.
-        zero_gradient_is_normal: Whether a step may move nothing: online, where all rewards of all groups are equal.
-        fills_prompts: Whether environments write the prompts, so that those of the dataset may be empty and alike.
+        ignored_codes: Codes of findings that do not apply to this method's rows.
+        log_area: First letter of the codes that the log rules (`posttrain.checks.rules`) may report. Empty for none.
+        log_codes: Codes that are checked at every log line.
+        zero_gradient_is_normal: Whether a step may have a zero gradient. Online methods have one if all rewards of each
+            group are equal.
+        fills_prompts: Whether environments write the prompts, so that prompts in the dataset may be empty or equal.
     """
 
     def __init__(
@@ -93,35 +94,37 @@ class Checks:
         self.step_codes = ("PT-T003",) if zero_gradient_is_normal else ("PT-T001", "PT-T003")
         self.fills_prompts = fills_prompts
         self.record: Any = None
-        # Tokens of the largest pass, and of the longest sequence, that were trained.
+        # Number of trained tokens of the largest pass and of the longest sequence.
         self.largest_seen = (0, 0)
-        # Tokens of the longest sequence of the training set, once it was looked for.
+        # Length of the longest training sequence, once it is known.
         self.longest_of_data = 0
-        # Most tokens of a sequence that every model has positions for.
+        # Maximum sequence length for which every model has positions.
         self.positions = math.inf
         self._steps = self._empty = 0
         self._written = False
         self._early: list[Finding] = []  # Until there is a record of the run.
 
     def saved_tokens(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        """What the configs that are saved say of padding and stopping, once a run."""
+        """Check padding and stop tokens in the saved configs, once per run."""
         if not self._tokens_checked:
             self._tokens_checked = True
             with self.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
                 self.report(special_token_findings(model, tokenizer))
 
     def knows(self, *, parts: Mapping[str, Any] | None = None, **fields: Any) -> None:
-        """Give probes what has come to be known of the run: fields of `Context`, and parts by name."""
+        """Give probes new information about the run: fields of `Context`, and parts by name."""
         for name, value in fields.items():
             setattr(self.context, name, value)
         self.context.parts = {**self.context.parts, **(parts or {})}
 
-    # The moments -------------------------------------------------------------------------------------------------
+    # The four points ----------------------------------------------------------------------------------------------
 
     def config(
         self, model: nn.Module, train_dataset: AnyDataset, eval_dataset: EvalSets | None, peft_config: PeftConfig | None
     ) -> Any:
-        """First moment, before a weight is loaded; returns the training set without the rows that ``bad_rows`` drops."""
+        """Run the first checks, before weights are loaded. Return the training set without the rows that ``bad_rows``
+        drops.
+        """
         self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
         named = {"model_name": model} if isinstance(model, str) else {}
         self.run_probes("config", train_dataset=train_dataset, eval_dataset=eval_dataset, **named)
@@ -135,7 +138,7 @@ class Checks:
         return train_dataset
 
     def start(self, model: nn.Module, layout: Layout) -> None:
-        """Once the model is there: precision of what is trained, one process for each GPU, dense masks."""
+        """Check the loaded model: precision of trained parameters, one process per GPU, dense attention masks."""
         trainable: dict[str, int] = {}
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -151,16 +154,16 @@ class Checks:
             ])  # fmt: skip
 
     def data(self, head: DatasetHead, eval_dataset: EvalSets | None) -> None:
-        """Second moment: the training set is tokenised; check the sampled rows and the chat template.
+        """Run the second checks: the sampled rows of the tokenized training set, and the chat template.
 
         Args:
             head: The sampled rows.
-            eval_dataset: As it was given.
+            eval_dataset: The evaluation set that was passed to the trainer.
         """
         if not self.preflight.active:
             return
         sample = None
-        # What is wrong with rows that cannot be made is reported where they are trained, by number.
+        # Errors in rows that cannot be built are reported during training, with the row number.
         with contextlib.suppress(PosttrainError):
             sample = head.sample if not head.streams and head.prepared is not None else None
         rows = sample.rows if sample is not None else ()
@@ -177,12 +180,12 @@ class Checks:
             )
 
     def first_batch(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> None:
-        """Third moment: look at the batches of the first optimizer step.
+        """Run the third checks, on the batches of the first optimizer step.
 
         Args:
-            run: Of the trainer.
-            batches: Of this rank.
-            counts: Of the step, over all ranks.
+            run: Run of the trainer.
+            batches: Batches of this rank.
+            counts: Counts of the step over all ranks.
         """
         self.keep(())
         self.run_probes("first_batch", batches=batches)
@@ -190,17 +193,17 @@ class Checks:
         with self.preflight.record_check("first_batch", ("PT-K004",)):
             found = lambda: check_tokens(self.context, ids, run.reference)  # noqa: E731
             self.report_from_main(lambda: [finding for finding in found() if finding.code == "PT-K004"])
-        with self.preflight.record_check("log_step", self.step_codes):  # They are looked for in every step from now on.
+        with self.preflight.record_check("log_step", self.step_codes):  # These are checked at every step from now on.
             pass
         self.write()
         if self.record is not None and run.progress.state.global_step == 0:
             self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
 
     def empty_steps(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> bool:
-        """Count steps in a row without a trained token; the third one ends the run.
+        """Count consecutive steps without a trained token. The third one ends the run.
 
-        Online, steps whose completions are all masked are part of learning: the checks of rewards, lengths and gradients
-        find runs whose completions never end.
+        In online methods such steps are normal, because all completions may be masked. Runs whose completions never end
+        are found by the checks of rewards, lengths and gradients.
         """
         self._empty = 0 if counts.tokens else self._empty + 1
         if self._empty >= EMPTY_STEPS and not self.zero_gradient_is_normal:
@@ -208,7 +211,7 @@ class Checks:
         return True
 
     def economy(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> bool:
-        """Look once, after a few steps, at the padding that was computed."""
+        """Check the share of padding once, after a few steps."""
         self._steps += 1
         if self._steps < min(ECONOMY_STEPS + 1, max(int(run.progress.state.max_steps or 1), 1)):
             return True
@@ -218,42 +221,46 @@ class Checks:
         return False
 
     def log_line(self, history: Sequence[Mapping[str, float]]) -> bool:
-        """Fourth moment: look at the log after each of its lines.
+        """Run the fourth checks, after each log line.
 
         Args:
-            history: Lines of the log; the last one has just been written.
+            history: All log lines, including the newest.
         """
         with self.preflight.record_check("log_step", self.log_codes):
             self.report_from_main(lambda: [*self.log_findings(history), *self._probed("log_step", history=history)])
         return True
 
     def log_findings(self, history: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
-        """What the rules of the method's area say of a log whose last line has just been written."""
+        """Return the findings of the method's log rules for the newest log line."""
         if self.log_area == "P" or (self.log_area and history and "loss" in history[-1]):
             yield from check_log(history, self.log_area, generations_per_step=self.args.generations_per_step)
 
     @property
     def reads_log(self) -> bool:
-        """Whether anything looks at the log of this run."""
+        """Whether any check reads the log of this run."""
         return self.preflight.active and (bool(self.log_codes) or self.preflight.has("log_step", self.context))
 
     # Steps and gradients -----------------------------------------------------------------------------------------
 
     def measure_models(self) -> None:
-        """Find how long a sequence may be for the model and for its teachers."""
+        """Determine the maximum sequence length of the model and its teachers."""
         teachers = [part for name, part in self.context.parts.items() if name.startswith("teacher_model")]
         self._texts = [text for model in (self.context.model, *teachers) if (text := text_of(config_of(model)))]
         self.positions = min((known for text in self._texts if (known := context_length(text))), default=math.inf)
 
     def has_overlong_sequence(self, batches: Sequence[Batch]) -> float:
-        """Measure the passes of a step; return 1.0 if a sequence of this rank is longer than a model's positions."""
+        """Record the sizes of a step's passes. Return 1.0 if a sequence of this rank has more tokens than the model has
+        positions.
+        """
         sizes = [(b.input_ids.numel(), int(b.position_ids.max()) + 1) for b in batches if b.input_ids.numel()]
         passes, lengths = zip(*sizes, self.largest_seen, strict=True)
         self.largest_seen = max(passes), max(lengths)
         return float(max(lengths) > self.positions)
 
     def report_overlong(self) -> None:
-        """Report a sequence that is longer than a model's positions. Each rank reports once, and all call this together."""
+        """Report a sequence that has more tokens than a model has positions. Each rank reports once; all ranks must
+        call this together.
+        """
         longest, mine = self.largest_seen[1], []
         if longest > self.positions:
             mine = [finding for text in self._texts if (finding := _positions_of(text, longest)) is not None][:1]
@@ -261,12 +268,12 @@ class Checks:
         self.report(parallel.all_gather_objects(mine, PartialState())[:1])
 
     def first_gradients(self, model: nn.Module, micro_batches: Sequence[Sequence[Batch]]) -> bool:
-        """Check, in the first step with a finite gradient and a trained token, that parameters have gradients."""
-        if self._empty:  # A step without a trained token has no gradient, rightly; the next one will tell.
+        """Check that parameters receive gradients, in the first step with a finite gradient and a trained token."""
+        if self._empty:  # A step without a trained token has no gradient, so the next step is checked.
             return True
         norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         if norms and not any(norms.values()) and all("trainable_tokens" in name for name in norms):
-            return True  # The rows may not have had these tokens yet.
+            return True  # The rows may not have contained these tokens yet.
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
@@ -280,10 +287,10 @@ class Checks:
         if model is not None and not any(parameter.requires_grad for parameter in model.parameters()):
             yield check_first_gradients({})
 
-    # Looking and reporting ---------------------------------------------------------------------------------------
+    # Running and reporting -----------------------------------------------------------------------------------------
 
     def run_probes(self, moment: Moment, **known: Any) -> None:
-        """Run all probes of a moment on the main process and report to every rank what they find."""
+        """Run all probes of one point on the main process, and report their findings on every rank."""
         self.report_from_main(lambda: self._probed(moment, **known))
 
     def _probed(self, moment: Moment, **known: Any) -> list[Finding]:
@@ -291,10 +298,10 @@ class Checks:
         return self.preflight.run(moment, replace(self.context, **fields, parts={**self.context.parts, **known}))
 
     def report(self, findings: Iterable[Finding | None]) -> None:
-        """Report findings that every rank has; an error among them ends the run.
+        """Report findings that every rank has. Findings of severity error end the run.
 
         Raises:
-            PreflightError: With every error.
+            PreflightError: There are errors; it lists all of them.
         """
         try:
             reported = self.preflight.report(findings, log=PartialState().is_main_process)
@@ -307,29 +314,30 @@ class Checks:
             self.finish()
 
     def report_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
-        """Let the main process look and report to every rank; all ranks must call this."""
+        """Run ``look`` on the main process and report its findings on every rank. All ranks must call this."""
         state = PartialState()
         with parallel.failing_together(state):
             findings = list(look()) if state.is_main_process else []
         self.report(parallel.all_gather_objects(findings, state))  # type: ignore[arg-type]
 
     def keep(self, findings: Iterable[Finding]) -> None:
-        """Write findings into the record of the run, once there is one."""
+        """Write findings to the run record, once it exists."""
         self._early += findings
         if self.record is not None:
             self.record.add_findings(self._early)
             self._early = []
 
     def finish(self) -> None:
-        """Write what is known where the run has its folder: from the first step on."""
+        """Write the findings if the run already has its folder, which is from the first step on."""
         if self._written:
             self.write()
 
     def write(self, *, refused: bool = False) -> None:
-        """Write ``preflight.json`` into the run's folder where something new is known; the main process alone.
+        """Write ``preflight.json`` to the run's folder if there are new findings. Only the main process writes.
 
         Args:
-            refused: The run ends here, maybe before its folder is its own: then another run's file is left alone.
+            refused: Whether the run ends here. If it does not have its folder yet, the file of another run is left
+                unchanged.
         """
         if not PartialState().is_main_process or not (self.preflight.changed or refused):
             return
@@ -344,12 +352,14 @@ class Checks:
 
 @cache
 def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
-    """Codes of these letters that are looked for at log lines, but for those ``apart``, which have a moment of their own."""
+    """Return the codes with these letters that are checked at log lines, without the codes in ``apart``, which are
+    checked elsewhere.
+    """
     return tuple(code for letter in letters for code in codes_of(letter, "log_step") if code not in apart)
 
 
 def model_config_of(model: nn.Module, args: PostTrainingConfig) -> Any:
-    """The model's configuration, of a string without its weights; None where there is none to be read."""
+    """Return the model's config. For a string it is read without the weights. None if it cannot be read."""
     if not isinstance(model, str):
         return config_of(model)
     from transformers import AutoConfig
@@ -359,7 +369,7 @@ def model_config_of(model: nn.Module, args: PostTrainingConfig) -> Any:
         return AutoConfig.from_pretrained(
             model, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
         )
-    except Exception:  # Loading the model will say what is wrong with it.
+    except Exception:  # Loading the model will raise a clearer error.
         return None
 
 
@@ -367,18 +377,19 @@ def _norm(gradient: torch.Tensor | None) -> float | None:
     return None if gradient is None else float(gradient.float().norm())
 
 
-# Numbers in, findings out ---------------------------------------------------------------------------------------
+# Findings from numbers -----------------------------------------------------------------------------------------
 
-EMPTY_STEPS = 3  # In a row, without a trained token.
+EMPTY_STEPS = 3  # Consecutive steps without a trained token.
 PADDING_MOST = 0.4
-ECONOMY_STEPS = 10  # Steps after which wasted time is known.
+ECONOMY_STEPS = 10  # Number of steps after which the share of padding is checked.
 
 
 def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
-    """Trained parameters after the first backward pass: at least one must have a gradient, and each a finite one.
+    """Check the trained parameters after the first backward pass: at least one must have a gradient, and all gradients
+    must be finite.
 
     Args:
-        norms: Norm of the gradient of each parameter that requires one; None where there is no gradient.
+        norms: Gradient norm of each parameter that requires a gradient. None if it has no gradient.
     """
     if not norms:
         return Finding(
@@ -386,9 +397,9 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
             "error",
             "no parameter of the model requires a gradient.",
             "the model",
-            "the run would cost time and change nothing.",
-            "check what froze it: a reference that shares all layers, a loaded adapter without is_trainable=True, or "
-            "target_modules that match nothing.",
+            "the run would take time and train nothing.",
+            "check what froze the parameters: a reference that shares all layers, a loaded adapter without "
+            "is_trainable=True, or target_modules that match nothing.",
         )
     odd = sorted(name for name, norm in norms.items() if norm is not None and not math.isfinite(norm))
     if odd:
@@ -397,7 +408,7 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
             "error",
             f"{len(odd)} of {len(norms)} gradients are not finite, {odd[0]!r} among them.",
             "the first step",
-            "one such step makes every weight not a number.",
+            "one such step sets every weight to NaN.",
             "look for rows without a trained token, lower learning_rate, or compute in float32 (bf16=False, fp16=False).",
         )
     if not any(norms.values()):
@@ -406,19 +417,19 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
             "error",
             f"none of the {len(norms)} trained parameters got a gradient.",
             "the first step",
-            "frozen embeddings cut the graph before the first checkpointed layer, or no token of the batch is trained: the loss "
-            "stays flat.",
+            "either frozen embeddings cut the graph before the first checkpointed layer, or no token of the batch is "
+            "trained. The loss stays flat.",
             "call model.enable_input_require_grads() or set gradient_checkpointing=False; check the labels of the first rows.",
         )
     return None
 
 
 def check_tower_gradients(norms: Mapping[str, float | None], model: nn.Module) -> Finding | None:
-    """Trained parameters of tower and projector that got no gradient in a step with images.
+    """Find trained parameters of the vision tower and projector that received no gradient in a step with images.
 
     Args:
-        norms: Of the first step's gradients; None where there is none.
-        model: With `posttrain.models.vision.install_pictures`, wrapped or not.
+        norms: Gradient norms of the first step. None for a parameter without a gradient.
+        model: Model with `posttrain.models.vision.install_pictures`, wrapped or not.
     """
     if picture_encoder(model) is None:
         return None
@@ -430,31 +441,31 @@ def check_tower_gradients(norms: Mapping[str, float | None], model: nn.Module) -
     return Finding(
         "PT-G012",
         "warning",
-        f"{len(silent)} trained parameters of tower and projector got no gradient, {silent[0]!r} among them.",
+        f"{len(silent)} trained parameters of the vision tower and projector got no gradient, including {silent[0]!r}.",
         "the first step",
-        "they cost memory, never move, and hang DDP.",
-        "freeze_vision='auto', which freezes what no feature depends on, or True.",
+        "they use memory, are never updated, and make DDP hang.",
+        "set freeze_vision='auto' to freeze the parameters that no feature depends on, or freeze_vision=True.",
     )
 
 
 def nothing_trained(steps: int) -> Finding:
-    """Return the finding of optimizer steps in a row without one trained token."""
+    """Return the finding of consecutive optimizer steps without a trained token."""
     return Finding(
         "PT-T001",
         "error",
-        f"{steps} steps in a row held no trained token.",
+        f"{steps} consecutive steps had no trained token.",
         "the latest steps",
-        "their loss is 0 and nothing is learnt, while the log looks as if the run had converged.",
+        "their loss is 0 and nothing is learned, but the log looks as if the run had converged.",
         "raise max_length, or check completion_mask, assistant_masks and labels: posttrain inspect shows them.",
     )
 
 
 def check_padding(real: int, computed: int) -> Finding | None:
-    """A batch that is mostly padding.
+    """Find batches that are mostly padding.
 
     Args:
-        real: Tokens of sequences.
-        computed: Tokens that went through the model, padding included.
+        real: Number of tokens of sequences.
+        computed: Number of tokens that went through the model, including padding.
     """
     share = 1 - real / computed if computed else 0.0
     if share <= PADDING_MOST:
@@ -462,10 +473,10 @@ def check_padding(real: int, computed: int) -> Finding | None:
     return Finding(
         "PT-T002",
         "warning",
-        f"{100 * share:.0f} % of the tokens that were computed are padding.",
+        f"{100 * share:.0f} % of the computed tokens are padding.",
         "the latest steps",
-        "that part of the time is spent on nothing.",
-        "set packing=True (or use an attention backend that takes packed rows), or group_by_length=True.",
+        "that share of the compute time is wasted.",
+        "set packing=True, use an attention backend that supports packed rows, or set group_by_length=True.",
     )
 
 
@@ -475,22 +486,23 @@ def _positions_of(text: Any, longest: int) -> Finding | None:
 
 
 def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding | None:
-    """A sequence longer than the model has seen, or than it has position embeddings for.
+    """Find a sequence that is longer than the positions the model was trained on, or has embeddings for.
 
     Args:
-        longest: Tokens of the longest sequence of a step.
-        known: Positions of the model (``max_position_embeddings``); None where it has no such number.
-        rotary: Whether positions are computed, so that later ones exist, untrained; else they are rows of a table.
+        longest: Number of tokens of the longest sequence of a step.
+        known: Number of positions of the model (``max_position_embeddings``). None if the config has no such number.
+        rotary: Whether positions are computed, so that later ones exist but are untrained. Otherwise they are rows of
+            an embedding table.
     """
     if known is None or longest <= known:
         return None
     return Finding(
         "PT-T003",
         "warning" if rotary else "error",
-        f"a sequence has {longest} tokens, and the model knows {known} positions (max_position_embeddings).",
+        f"a sequence has {longest} tokens, but the model has {known} positions (max_position_embeddings).",
         "the latest step",
-        "the model never saw positions beyond that, so what stands there is read badly and teaches little; time and memory "
-        "grow with the length."
+        "the model was never trained on later positions, so it reads those tokens badly and learns little from them. "
+        "Time and memory grow with the length."
         if rotary
         else "there is no embedding for later positions: the forward pass would fail.",
         f"set max_length={known} or less, or split long rows.",
@@ -498,7 +510,7 @@ def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding
 
 
 def embedding_rows(model: nn.Module) -> int | None:
-    """Rows of a model's input embedding; None where it has none, or only a shard of it."""
+    """Return the number of rows of a model's input embedding. None if it has none or only a shard of it."""
     try:
         shape = model.get_input_embeddings().weight.shape
     except (NotImplementedError, AttributeError):
@@ -507,13 +519,14 @@ def embedding_rows(model: nn.Module) -> int | None:
 
 
 def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name: str = "the model") -> Finding | None:
-    """Ids against the rows of an embedding: one beyond the last ends a run on a CPU, and asserts on a GPU.
+    """Compare token ids with the number of embedding rows. A larger id raises an error on a CPU and an assertion on a
+    GPU.
 
     Args:
-        rows: Of the embedding; None is not looked at.
-        tokens: Of the tokenizer.
-        highest: Largest id of the rows that were looked at; None: none were.
-        name: Whose embedding it is.
+        rows: Rows of the embedding. With None nothing is checked.
+        tokens: Number of tokens of the tokenizer.
+        highest: Largest id of the sampled rows. None if none were sampled.
+        name: Model that has the embedding, for messages.
     """
     if rows is None:
         return None
@@ -522,25 +535,26 @@ def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name
         return Finding(
             "PT-K004",
             "error",
-            f"the rows hold the token id {highest}, and the embedding of {name} has {rows} rows.",
+            f"the rows contain the token id {highest}, but the embedding of {name} has {rows} rows.",
             name,
-            "there is no embedding for it: the forward pass would fail, on a GPU with an assertion that names nothing.",
+            "there is no embedding for this id, so the forward pass would fail. On a GPU it fails with an "
+            "assertion that does not name the cause.",
             fix,
         )
     if tokens > rows:
         return Finding(
             "PT-K005",
             "warning",
-            f"the tokenizer has {tokens} tokens, and the embedding of {name} {rows} rows.",
+            f"the tokenizer has {tokens} tokens, but the embedding of {name} has {rows} rows.",
             name,
-            f"ids from {rows} on have no embedding; the first text that holds such a token would end the run.",
+            f"ids from {rows} on have no embedding. The first text that contains such a token would end the run.",
             fix,
         )
     return None
 
 
 def check_tokens(context: Context, ids: Iterable[int] = (), reference: Reference | None = None) -> Iterator[Finding]:
-    """Compare token ids of the sampled rows, and others, with the embedding of the policy and of the reference."""
+    """Compare the token ids of the sampled rows, and further ids, with the embeddings of the policy and the reference."""
     tokenizer = inner_tokenizer(context.tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return
@@ -554,7 +568,7 @@ def check_tokens(context: Context, ids: Iterable[int] = (), reference: Reference
 
 
 def check_reward_models(context: Context) -> Iterator[Finding]:
-    """A reward model reads ids of its own tokenizer: the two must belong together."""
+    """Check that each reward model has as many embeddings as its tokenizer has tokens."""
     rewards: Any = context.parts.get("rewards")
     for function in () if rewards is None else rewards.functions:
         model, tokenizer = getattr(function, "model", None), getattr(function, "tokenizer", None)

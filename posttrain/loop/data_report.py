@@ -1,4 +1,6 @@
-"""`data_report`: what a trainer will train on, said once at the start, and warnings about it as errors with ``strict_data``."""
+"""`data_report`: a summary of the training data, logged once at the start; and ``strict_data``, which turns warnings
+about it into errors.
+"""
 
 from __future__ import annotations
 
@@ -69,29 +71,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Rows of a chat template's check, and sequences that are shown.
+# Number of rows on which the chat template is checked, and number of sequences that are shown.
 TEMPLATE_ROWS, SEQUENCES_DESCRIBED = 32, 3
-# Examples that are tokenised; of a stream, its first ones.
+# Number of examples that are tokenized; for a stream, its first ones.
 EXAMPLES_TOKENISED, EXAMPLES_OF_STREAM = 64, 32
 CHAT = ("messages", "prompt", "chosen", "conversations")
 
 
 @dataclass
 class DataReport:
-    """What a sample of the training set looks like to the model.
+    """Summary of a sample of the training set as the model sees it.
 
     Attributes:
-        rows_in, rows_out: Rows given and rows left (before packing, where that is known); None of a stream.
-        dropped: Rows left out, by reason.
-        sampled: Rows that the numbers below are about, spread over the set.
-        tokens, trained_tokens: Over the sampled sequences.
-        lengths: Tokens of a sequence: min, median, p95, max.
-        packing_fill: Share of ``max_length`` that a packed row fills; None without packing.
-        shown: Decoded sequences as ``[text, trained]`` pieces, one a token.
-        first_trained, last_trained: How often each token opens or ends what is trained, the most frequent first.
-        equal_pairs: Pairs of answers with the same tokens.
-        labels: Rows by their label (unpaired preferences).
-        findings: Of the rows and of the chat template.
+        rows_in, rows_out: Number of rows before and after preparation (before packing, if that is known). None for a
+            stream.
+        dropped: Number of dropped rows by reason.
+        sampled: Number of rows, spread over the set, from which the following values are computed.
+        tokens, trained_tokens: Number of tokens and of trained tokens in the sampled sequences.
+        lengths: Sequence length in tokens: min, median, p95, max.
+        packing_fill: Share of ``max_length`` that a packed row fills. None without packing.
+        shown: Decoded sequences as ``[text, trained]`` pieces, one per token.
+        first_trained, last_trained: Most frequent tokens at the beginning and end of the trained part, with their
+            counts.
+        equal_pairs: Number of pairs whose two answers have the same tokens.
+        labels: Number of rows by label (unpaired preferences).
+        findings: Findings about the rows and the chat template.
     """
 
     rows_in: int | None = None
@@ -111,11 +115,11 @@ class DataReport:
 
     @property
     def trained_share(self) -> float:
-        """Trained tokens over tokens."""
+        """Number of trained tokens divided by the number of tokens."""
         return self.trained_tokens / max(self.tokens, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as a dict for JSON."""
         return {**asdict(self), "trained_share": self.trained_share}
 
     def __str__(self) -> str:
@@ -140,10 +144,10 @@ class DataReport:
 
 @contextmanager
 def warnings_are_errors(strict: bool) -> Iterator[None]:
-    """With ``strict``, what is warned of while data is prepared is an error at the end.
+    """With ``strict``, collect warnings that are logged while data is prepared and raise them as one error at the end.
 
     Raises:
-        DataError: Something was warned of; all of it is told.
+        DataError: There were warnings; it lists all of them.
     """
     told = BufferingHandler(sys.maxsize)
     told.setLevel(logging.WARNING)
@@ -158,16 +162,17 @@ def warnings_are_errors(strict: bool) -> Iterator[None]:
 
 
 class DatasetHead:
-    """The rows that are looked at before training: read and tokenised once, for the checks, the report and ``strict_data``.
+    """Rows that are checked before training. They are read and tokenized once, for the checks, the report and
+    ``strict_data``.
 
     Args:
-        raw: The training set as it was given.
-        prepared: As it is trained.
-        rows_of: Makes rows of prepared examples.
-        tokenizer: Of the run.
+        raw: Training set as it was passed to the trainer.
+        prepared: Prepared training set.
+        rows_of: Function that converts prepared examples to rows.
+        tokenizer: Tokenizer of the run.
         args: The trainer's config: ``max_length``, ``strict_data``.
-        fills_prompts: Whether environments write the prompts, so that rows with an empty one are left out.
-        id_columns: Of the method's traits.
+        fills_prompts: Whether environments write the prompts. Rows with an empty prompt are then left out.
+        id_columns: The field ``id_columns`` of the method's traits.
     """
 
     def __init__(
@@ -188,7 +193,9 @@ class DatasetHead:
 
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
-        """Prepared examples, spread over the set; the first ones of a stream. Rows for an environment to fill are left out."""
+        """Prepared examples spread over the set, or the first ones of a stream. Rows that an environment fills are left
+        out.
+        """
         if self.streams:
             chosen = islice(self.prepared, EXAMPLES_OF_STREAM)
         else:
@@ -199,23 +206,23 @@ class DatasetHead:
 
     @cached_property
     def sample(self) -> RowSample:
-        """Their rows, with what the checks of rows find."""
+        """Rows of these examples, with the findings of the row checks."""
         return RowSample(self.rows_of(self.examples), self.tokenizer, self.limit)
 
     @cached_property
     def template_findings(self) -> list[Finding]:
-        """What the chat template does to the first raw rows."""
+        """Findings about the chat template on the first raw rows."""
         return template_findings(self.raw, self.tokenizer, self.id_columns)
 
     def report(self, prepared_by: Any = None, ignored_codes: frozenset[str] = frozenset()) -> DataReport:
-        """What the training set looks like to the model.
+        """Return the summary of the training set.
 
         Args:
-            prepared_by: What preparation counted (``rows_out``, ``dropped``), where it did.
-            ignored_codes: Codes of findings that do not concern these rows.
+            prepared_by: Counts of the preparation (``rows_out``, ``dropped``), if it made any.
+            ignored_codes: Codes of findings that do not apply to these rows.
 
         Raises:
-            DataError: ``strict_data`` is set and there is something to warn of.
+            DataError: ``strict_data`` is set and there are warnings.
         """
         report = _describe(self.sample)
         if not self.streams and isinstance(self.raw, Sized):
@@ -234,17 +241,17 @@ class DatasetHead:
 
 
 class DataReportCallback(transformers.TrainerCallback):
-    """Logs the data report when training begins, and keeps it as ``data_report.json`` in the run's folder.
+    """Logs the data report when training begins, and writes it to ``data_report.json`` in the run's folder.
 
     Args:
-        report: Makes it; see `PostTrainer.data_report`.
+        report: Function that returns the report, see `PostTrainer.data_report`.
     """
 
     def __init__(self, report: Callable[[], DataReport]) -> None:
         self.report = report
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Main process alone; a report never stops a run, unless ``strict_data`` says that it must."""
+        """Log the report on the main process. It never stops a run, except with ``strict_data``."""
         if not state.is_world_process_zero:
             return
         try:
@@ -252,7 +259,7 @@ class DataReportCallback(transformers.TrainerCallback):
         except DataError:
             raise
         except Exception as error:
-            logger.warning("the data report could not be made: %s: %s", type(error).__name__, error)
+            logger.warning("the data report could not be created: %s: %s", type(error).__name__, error)
             return
         logger.info("%s", report)
         folder = Path(args.output_dir or ".").expanduser()
@@ -264,7 +271,7 @@ class DataReportCallback(transformers.TrainerCallback):
 def prompt_rows(
     examples: list[dict[str, Any]], tokenizer: Tokenizer, args: PostTrainingConfig, id_columns: Collection[str] = ()
 ) -> list[Row]:
-    """Return rows of prompts alone, for methods whose completions come later; see ``id_columns`` of `Traits`."""
+    """Return rows with only a prompt, for methods that generate completions later; see ``id_columns`` of `Traits`."""
     if examples and "input_ids" in id_columns and "input_ids" in examples[0]:
         return [Row(list(example["input_ids"]), [], []) for example in examples]
     kwargs = args.chat_template_kwargs or {}
@@ -273,19 +280,20 @@ def prompt_rows(
 
 
 def refuse_data(said: Sequence[str]) -> None:
-    """End a run whose ``strict_data`` makes warnings errors.
+    """Raise the collected warnings as one error, for ``strict_data``.
 
     Raises:
-        DataError: With all of them.
+        DataError: Always; it lists all warnings.
     """
     listed = "".join(f"\n- {text}" for text in said)
     raise DataError(
-        f"strict_data=True makes every warning about the data an error:{listed}\nFix: correct the data, or leave it out."
+        f"strict_data=True turns every warning about the data into an error:{listed}\nFix: correct the data, or "
+        "set strict_data=False."
     )
 
 
 def template_findings(raw: object, tokenizer: Tokenizer, id_columns: Collection[str] = TOKENIZED) -> list[Finding]:
-    """What the chat template does to the first rows of a conversational set; nothing for other sets and for token ids."""
+    """Check the chat template on the first rows of a conversational set. Empty for other sets and for token ids."""
     if not tokenizer.chat_template or raw is None:
         return []
     columns = get_dataset_column_names(raw)
@@ -328,19 +336,19 @@ def _counted(tokens: list[int], tokenizer: Tokenizer) -> dict[str, int]:
     return {_text(token, tokenizer): count for token, count in counts[:5]}
 
 
-SHOWN_SEQUENCES, LONGEST = 6, 2000  # Sequences, and tokens of each.
+SHOWN_SEQUENCES, LONGEST = 6, 2000  # Number of sequences, and maximum number of tokens of each.
 
 
 def describe_batches(batches: Sequence[Batch], tokenizer: Tokenizer) -> dict[str, Any]:
-    """What ``data.json`` of a run holds.
+    """Return the content of a run's ``data.json``.
 
     Args:
-        batches: This rank's batches of an optimiser step.
-        tokenizer: Decodes ids.
+        batches: Batches of this rank in one optimizer step.
+        tokenizer: Tokenizer that decodes the ids.
 
     Returns:
-        ``facts`` by name; ``lengths`` of all sequences, prompts included; ``sequences`` with a ``title``, ``pieces``, pairs of
-        text and whether it is trained, and ``pictures``, thumbnails in reading order.
+        ``facts`` by name; ``lengths`` of all sequences, including prompts; and ``sequences``, each with a ``title``,
+        ``pieces`` (pairs of text and whether it is trained) and ``pictures`` (thumbnails in reading order).
     """
     rows = [row for batch in batches for row in to_rows(batch)]
     sequences = sequences_of(rows)
@@ -378,19 +386,19 @@ def _shown(sequence: TokenSequence, row: Row, tokenizer: Tokenizer) -> dict[str,
 
 # Rows that cannot be trained --------------------------------------------------------------------------------------
 
-ROWS_NAMED = 5  # Row numbers in a message.
+ROWS_NAMED = 5  # Maximum number of row numbers in a message.
 ROWS_READ_WHOLE, READ_OF_STREAM = (
     1000,
     256,
-)  # Rows that are read whole; of the others, Arrow counts what is missing or empty.
+)  # Columns for which every row is read. For other columns Arrow counts missing and empty values.
 ARROW_BATCH = 20_000
-PAIRS_COMPARED = 100_000  # Pairs that are compared with each other.
+PAIRS_COMPARED = 100_000  # Maximum number of pairs that are compared with each other.
 EXCERPT = 200
-JUDGED = frozenset(("label", "reference"))  # In sets of other tasks they may hold anything.
+JUDGED = frozenset(("label", "reference"))  # In datasets of other tasks these columns may hold anything.
 
 
 def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
-    """What `usable_rows` looks for in this set."""
+    """Return the codes that `usable_rows` checks for in this dataset."""
     pairs = not isinstance(dataset, datasets.IterableDataset) and _is_pairs(get_dataset_column_names(dataset))
     return (*ROW_CODES, *(PAIR_TEXT_CODES if pairs else ()))
 
@@ -398,17 +406,17 @@ def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
 def usable_rows(
     dataset: AnyDataset, args: PostTrainingConfig, method: Method[Any], *, main: bool, filled: bool = False
 ) -> tuple[Any, list[Finding]]:
-    """The rows that can be trained, and what is wrong with the others.
+    """Return the rows that can be trained, and findings about the others.
 
     Args:
-        dataset: As it was given.
+        dataset: Dataset that was passed to the trainer.
         args: ``bad_rows``, ``bad_rows_max``, ``preflight``, ``output_dir``.
-        method: Whose rows they are.
+        method: Method that trains on the rows.
         main: Whether this process writes files.
         filled: Whether an environment fills empty prompts.
 
     Returns:
-        The set, without bad rows if ``bad_rows="drop"``; and findings, the same on every rank.
+        The dataset, without bad rows if ``bad_rows="drop"``; and the findings, equal on every rank.
     """
     drop = args.bad_rows == "drop"
     if args.preflight == "off" and not drop:
@@ -432,7 +440,7 @@ def usable_rows(
         faults = _empty_rows(dataset, columns) | faults
         _write_suspects(dataset, scan, args.output_dir, main)
         return dataset, [*bad_rows(faults, len(dataset)), *doubtful_rows(doubts, len(dataset)), *pairs]
-    bad = dict.fromkeys(scan.swapped, "a pair that appears both ways round") | doubts | faults
+    bad = dict.fromkeys(scan.swapped, "a pair that also appears with chosen and rejected swapped") | doubts | faults
     if main and bad:
         write_lines(args.output_dir, "bad_rows.jsonl", _lines(dataset, bad, columns))
     _write_suspects(dataset, scan, args.output_dir, main)
@@ -458,10 +466,10 @@ def _read(rows: Any, columns: Sequence[str], filled: bool) -> tuple[dict[int, st
 
 
 def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
-    """What Arrow alone can tell of all rows: what is missing, and lists without an item."""
+    """Find missing values and empty lists with Arrow, without reading rows."""
     reasons: dict[int, str] = {}
     pair = _is_pairs(columns)
-    several = len(columns) > 1 and bool(set(columns) & set(WHOLE))  # Forms, of which a row needs one.
+    several = len(columns) > 1 and bool(set(columns) & set(WHOLE))  # Alternative columns, of which a row needs one.
     for name in columns:
         if name == "prompt" and pair:
             continue
@@ -507,32 +515,37 @@ def _write_suspects(dataset: datasets.Dataset, scan: PairScan, folder: str | Non
 
 
 def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> list[Finding]:
-    """Rows that cannot be trained; an error, unless they were dropped.
+    """Return the finding about rows that cannot be trained. It is an error unless they were dropped.
 
     Args:
-        reasons: By number of the row.
-        total: Rows that were read.
-        dropped: Whether they were left out.
+        reasons: Reason by row number.
+        total: Number of rows that were read.
+        dropped: Whether the rows were dropped.
     """
-    why = "such a row has nothing to learn from; alone in a batch it would make the loss 0 or not a number."
+    why = "such a row trains nothing, and alone in a batch it would make the loss 0 or NaN."
     if dropped:
-        fix = "nothing, if that is meant: bad_rows.jsonl lists them."
+        fix = "nothing, if this is intended. bad_rows.jsonl lists the rows."
         return _about("PT-D030", "warning", reasons, total, "were dropped", why, fix)
     fix = "correct them, or set bad_rows='drop' to leave them out (bad_rows.jsonl then lists them)."
     return _about("PT-D030", "error", reasons, total, "cannot be trained", why, fix)
 
 
 def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
-    """Rows that can be trained and teach nothing good; a warning. Arguments as of `bad_rows`."""
-    why = "a conversation without an answer, a blank answer or two equal ones teach nothing, or to say nothing."
-    fix = "look at these rows with posttrain inspect; bad_rows='drop' leaves them out."
+    """Return the warning about rows that can be trained but are not useful. Arguments as in `bad_rows`."""
+    why = (
+        "a conversation without an answer, a blank answer or two equal answers teach the model nothing, or teach it "
+        "to say nothing."
+    )
+    fix = "inspect these rows with posttrain inspect, or set bad_rows='drop' to leave them out."
     return _about("PT-D031", "warning", reasons, total, "look wrong", why, fix)
 
 
 def _about(
     code: str, severity: Severity, reasons: Mapping[int, str], total: int, verb: str, why: str, fix: str
 ) -> list[Finding]:
-    """A finding about rows, with how many there are of each reason and which come first; none where there are none."""
+    """Return a finding about rows, with the count of each reason and the first row numbers. Empty if there are no such
+    rows.
+    """
     if not reasons:
         return []
     listed = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).most_common())
@@ -543,12 +556,12 @@ def _about(
 
 
 def too_many(dropped: int, total: int, *, most: float) -> Finding | None:
-    """More rows to be dropped than a healthy set can have.
+    """Return an error if too many rows would be dropped.
 
     Args:
-        dropped: Rows that would be left out.
-        total: All rows.
-        most: The share that may be (``bad_rows_max``).
+        dropped: Number of rows that would be dropped.
+        total: Number of all rows.
+        most: Maximum share of dropped rows (``bad_rows_max``).
     """
     if dropped <= most * total:
         return None
@@ -557,6 +570,7 @@ def too_many(dropped: int, total: int, *, most: float) -> Finding | None:
         "error",
         f"bad_rows='drop' would leave out {count_of(dropped, total)}, more than bad_rows_max={most:g} allows.",
         "the training set",
-        "so many bad rows are seldom accidents: usually a column has another name or form than was thought.",
-        f"look at bad_rows.jsonl; mend the set, or set bad_rows_max={dropped / total + 0.005:.2f} if they may go.",
+        "so many bad rows usually mean that a column has a different name or format than expected.",
+        f"inspect bad_rows.jsonl and correct the dataset, or set bad_rows_max={dropped / total + 0.005:.2f} to "
+        "drop these rows.",
     )

@@ -1,4 +1,6 @@
-"""A step of the longest rows before step 0: does it fit, and which batch size does?"""
+"""A trial step with the longest rows before step 0. It shows whether the run fits in memory, and finds the batch size
+if asked to.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DryStep:
-    """What a step at the longest lengths took.
+    """Memory and time of a step at the maximum lengths.
 
     Attributes:
-        peak: Most bytes that the process held.
-        needed: With the optimiser's states that its first update will make.
-        tokens: Of the largest pass.
-        seconds: Of that pass.
-        failed: Whether memory ran out.
+        peak: Peak memory of the process in bytes.
+        needed: Peak memory including the optimizer states, which the first update will create.
+        tokens: Number of tokens of the largest pass.
+        seconds: Duration of that pass.
+        failed: Whether the step ran out of memory.
     """
 
     peak: int
@@ -64,22 +66,22 @@ class DryStep:
 
 
 def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
-    """A batch size where ``per_device_train_batch_size='auto'`` asks for one; a dry step where ``dry_step`` does.
+    """Choose the batch size if ``per_device_train_batch_size='auto'``, and run a dry step if ``dry_step`` is set.
 
-    On a GPU a dry step is the default: it costs a step's time and finds out at once what would end the run later. On a
-    CPU it is not: a step takes long there, and a system that runs out of memory ends the process instead of telling it.
-    While training, `MemoryProfile` looks.
+    A dry step is the default on a GPU. It takes as long as one step and shows at once whether the run would run out of
+    memory later. It is off by default on a CPU, where a step is slow and the system kills a process that runs out of
+    memory. During training `MemoryProfile` reports the memory.
 
     Args:
-        run: Before its first step.
-        head: The training set.
-        optimizer: None before it is made.
+        run: Run before its first step.
+        head: Head of the training set.
+        optimizer: None before it is created.
     """
     if parallel.is_prepared_late(run.accelerator):
         if run.args.auto_batch_size:
             raise ConfigError(
-                "per_device_train_batch_size='auto' tries steps before the model is handed to FSDP or DeepSpeed, which "
-                "cannot run it then. Set a number; posttrain estimate tells which."
+                "per_device_train_batch_size='auto' runs trial steps before the model is passed to FSDP or "
+                "DeepSpeed, which does not work with them. Set a number. posttrain estimate suggests one."
             )
         return
     if run.args.auto_batch_size:
@@ -92,9 +94,7 @@ def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | N
         except Exception as error:
             if wanted or run.accelerator.num_processes > 1:
                 raise
-            logger.warning(
-                "the dry step could not be taken (%s: %s); training begins without.", type(error).__name__, error
-            )
+            logger.warning("the dry step failed (%s: %s). Training begins without it.", type(error).__name__, error)
             return
         _check_dry(run, step)
 
@@ -102,16 +102,16 @@ def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | N
 def dry_step(
     run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None, batch_size: int | None = None
 ) -> DryStep:
-    """Forward and backward of the longest rows; no update, and nothing that stays.
+    """Run forward and backward on the longest rows, without an update or any lasting effect.
 
-    Gradients, random numbers, metrics, dropout, the training mode and the name of the attention are as they were, so that
-    training after it is the training it would have been.
+    Gradients, random states, metrics, dropout, training mode and attention implementation are restored, so a dry step
+    does not change the training that follows.
 
     Args:
-        run: Before or between steps.
-        head: The training set.
-        optimizer: None before it is made.
-        batch_size: Rows; None: ``per_device_train_batch_size``.
+        run: Run before its first step or between steps.
+        head: Head of the training set.
+        optimizer: None before it is created.
+        batch_size: Number of rows. None: ``per_device_train_batch_size``.
 
     >>> trainer.dry_step().needed / 2**30  # doctest: +SKIP
     """
@@ -141,7 +141,7 @@ def dry_step(
 
 def _dry_pass(run: Run, batch: Batch) -> None:
     args, model = run.args, run.model
-    # A model gets the autocast of its run only once training prepares it.
+    # The model only gets the run's autocast when training prepares it.
     offloading = get_act_offloading_ctx_manager(model, enabled=args.activation_offloading)
     with run.accelerator.autocast(), offloading:
         settings: dict[str, Any] = {"temperature": run.method.temperature, "chunk_size": args.logits_chunk_size}
@@ -153,7 +153,7 @@ def _dry_pass(run: Run, batch: Batch) -> None:
 
 @contextmanager
 def _untouched(run: Run) -> Iterator[None]:
-    """Everything that a pass moves, as it was before."""
+    """Restore everything that a pass changes."""
     model = run.model
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
@@ -177,7 +177,9 @@ def _untouched(run: Run) -> Iterator[None]:
 
 
 def _recompute(run: Run) -> list[tuple[Any, bool]]:
-    """Checkpointing as `transformers.Trainer` switches it on when training begins; what each layer had before."""
+    """Enable gradient checkpointing as `transformers.Trainer` does when training begins. Return the previous value of
+    each layer.
+    """
     args, inner = run.args, causal_lm(run.model)
     layers = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing")]
     before = [(layer, bool(layer.gradient_checkpointing)) for layer in layers]
@@ -207,23 +209,23 @@ def _check_dry(run: Run, step: DryStep) -> None:
 
 
 def largest_pass(run: Run, head: DatasetHead, batch_size: int) -> Batch:
-    """The pass with most tokens of a micro-batch of so many rows, each as long as the longest."""
+    """Return the pass with the most tokens of a micro-batch with ``batch_size`` rows of maximum length."""
     batches = run.collate(longest_rows(run, head, batch_size))
     return max(batches, key=lambda batch: (batch.input_ids.numel(), int(batch.loss_mask.sum())))
 
 
 def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
-    """The longest micro-batch that the data can give.
+    """Return the longest micro-batch that the data can produce.
 
-    Given answers: the longest rows of the training set. Sampled ones: as many completions of the longest prompt as
-    a micro-batch has, each of ``max_completion_length`` random tokens.
+    For datasets with answers these are the longest rows of the training set. For online methods they are completions of
+    the longest prompt, each with ``max_completion_length`` random tokens.
     """
     rows = head.rows_of(longest_examples(head.prepared, batch_size, head.id_columns))
     if not any(row.completions for row in rows):
         prompt = max(rows, key=lambda row: len(row.prompt_ids), default=Row([0], [], []))
         longest = prompt.prompt_ids or [0]
         length = int(run.method.cfg.max_completion_length)
-        # Of the prompt's own tokens: none stands for an image that is not there.
+        # Only tokens of the prompt are used, so that none is an image placeholder without an image.
         draw, words = random.Random(0), [int(run.pad_token_id)] if any(prompt.pictures) else longest
         counts = checks.group_sizes(run.args, batch_size)
         drawn = [[draw.choices(words, k=length) for _ in range(n)] for n in counts]
@@ -234,18 +236,18 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
 
 
 def batch_sizes(args: PostTrainingConfig) -> list[int]:
-    """Sizes that keep the effective batch, and the generation batch where there is one."""
+    """Return the batch sizes that keep the effective batch size, and the generation batch size if there is one."""
     batch, steps = int(args.per_device_train_batch_size), args.steps_per_generation
     sizes = checks.batch_sizes(batch, int(args.gradient_accumulation_steps))
     return [n for n in sizes if steps is None or batch * int(steps) % n == 0]
 
 
 def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
-    """Bisect over `batch_sizes` with dry steps at the longest lengths; all ranks take the smallest that any found."""
+    """Search `batch_sizes` by bisection with dry steps at the maximum lengths. All ranks use the smallest result."""
     if run.method.traits.single_pass:
         raise ConfigError(
-            "per_device_train_batch_size='auto' with a loss that compares the rows of a micro-batch: its size is part of "
-            "the loss. Set a number."
+            "per_device_train_batch_size='auto' does not work with a loss that compares the rows of a micro-batch, "
+            "because the batch size is part of such a loss. Set a number."
         )
     has, sizes = available_memory(run.args.device, memory_limit(run.args)), batch_sizes(run.args)
     limit, tried = int(checks.PLANNED_SHARE * has.free), {}
@@ -259,15 +261,15 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
             )
         return not tried[shape].failed and tried[shape].needed <= limit
 
-    # Larger steps never need less.
+    # Larger steps never need less memory.
     count = bisect.bisect_left(sizes, True, lo=1, key=lambda size: not fits(size)) if fits(sizes[0]) else 0
     size = min(parallel.all_gather_objects([sizes[count - 1] if count else 0], run.accelerator))
     if size == 0:
         least = min(step.needed for step in tried.values())
         raise ConfigError(
-            f"per_device_train_batch_size='auto': not even one row fits: a step at the longest lengths needs {gib(least)}, and "
-            f"{has.where} has {gib(has.free)} (of which {checks.PLANNED_SHARE:.0%} are planned with). Lower max_length or "
-            "max_completion_length, train an adapter, or take optim='adafactor'."
+            "per_device_train_batch_size='auto': not even one row fits. A step at the maximum lengths needs "
+            f"{gib(least)}, and {has.where} has {gib(has.free)} free (of which {checks.PLANNED_SHARE:.0%} are used "
+            "for planning). Lower max_length or max_completion_length, train an adapter, or use optim='adafactor'."
         )
     run.args.take_batch_size(size)
     logger.warning(
@@ -277,7 +279,9 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
 
 
 def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
-    """A step far beyond the limit by what smaller passes took: on a CPU the system would end the process."""
+    """Predict a step that is far beyond the limit from smaller passes. On a CPU such a step would be killed by the
+    system.
+    """
     last = max((step for step in tried if not step.failed), key=lambda step: step.tokens, default=None)
     if last is None:
         return None
@@ -287,7 +291,7 @@ def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> D
 
 
 def _kind(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type  # fork_rng saves the CPU's numbers in any case.
+    return "cuda" if device.type == "cpu" else device.type  # fork_rng always saves the CPU's random state.
 
 
 def _devices(device: torch.device) -> list[Any]:

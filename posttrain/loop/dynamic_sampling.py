@@ -1,4 +1,4 @@
-"""Fresh groups in the place of those without a spread of rewards (DAPO's dynamic sampling)."""
+"""Replacement of groups whose rewards are all equal by groups of new prompts (DAPO's dynamic sampling)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
 
 class DynamicSampler:
-    """Replaces groups without variance by groups of fresh prompts, for a bounded number of rounds.
+    """Replaces groups without reward variance by groups of new prompts, for a limited number of rounds.
 
     Args:
-        rounds: Most rounds for one rollout batch.
-        group_size: G.
-        prompts: Fresh prompts, in an order apart from that of training.
+        rounds: Maximum number of rounds for one rollout batch.
+        group_size: Completions per prompt, G.
+        prompts: New prompts, in a separate order from training.
         accelerator: Of the run.
-        rewards: For `RewardRunner.transformed`.
-        sample: Dataset rows, each repeated G times, to completions of this rank and rewards of all ranks; a collective.
-        flat: Rewards of all ranks to which groups teach nothing, ``(n / G,)`` bool.
+        rewards: Reward functions; `RewardRunner.transformed` is used.
+        sample: Maps dataset rows, each repeated G times, to completions of this rank and rewards of all ranks. It is a
+            collective operation.
+        flat: Maps the rewards of all ranks to a bool tensor ``(n / G,)``: True for groups that train nothing.
 
     Reference: DAPO, arXiv:2503.14476, section 3.2.
     """
@@ -51,17 +52,18 @@ class DynamicSampler:
         self.sample, self.flat = sample, flat
 
     def replace(self, batch: RolloutBatch, table: RewardTable) -> tuple[RolloutBatch, RewardTable, dict[str, Metric]]:
-        """Sample fresh prompts, as many a round as there are groups to replace, and put those that vary in their places.
+        """Sample new prompts, as many per round as there are groups to replace, and replace groups by those with
+        variance.
 
-        Every rank makes the same plan from the gathered rewards, generates equally many whole groups, and calls every
-        collective equally often.
+        Every rank computes the same plan from the gathered rewards, generates the same number of whole groups, and
+        calls each collective equally often.
 
         Args:
-            batch: Of this rank.
+            batch: Batch of this rank.
             table: Rewards of all ranks.
 
         Returns:
-            Both with the fresh groups, and what is logged of it.
+            The batch and the table with the new groups, and metrics.
         """
         places = self.flat(table).nonzero().flatten().tolist()
         flat, drawn, tokens, rounds, accepted = len(places), 0, 0, 0, 0
@@ -91,7 +93,7 @@ class DynamicSampler:
         return batch, table, metrics
 
     def _sample_groups(self, count: int) -> tuple[RolloutBatch, RewardTable]:
-        """At least ``count`` fresh groups over all ranks, whole ones and equally many on each."""
+        """Sample at least ``count`` new groups over all ranks, the same number of whole groups on each."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         each = -(-count // world)
         rows = self.prompts.take(each * world)[rank * each : (rank + 1) * each]
@@ -105,9 +107,9 @@ class DynamicSampler:
         judged: RewardTable,
         pairs: list[tuple[int, int]],
     ) -> tuple[RolloutBatch, RewardTable]:
-        """Replace group ``a`` by the fresh group ``b`` for every pair ``(a, b)``. Both may be on any rank."""
+        """For every pair ``(a, b)``, replace group ``a`` by the new group ``b``. Both may be on any rank."""
         if self.accelerator.num_processes > 1 and batch.environments is not None:
-            raise ConfigError("dynamic_sampling cannot hand environments to another process. Set dynamic_sampling=0.")
+            raise ConfigError("dynamic_sampling cannot move environments to another process. Set dynamic_sampling=0.")
         size = self.group_size
         moves = {b * size + k: a * size + k for a, b in pairs for k in range(size)}
         mine = range(judged.start, judged.start + len(fresh.rollouts))
@@ -140,7 +142,7 @@ class DynamicSampler:
 
 
 def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str], list[Any]]:
-    """What has one entry a completion of this rank, by where it belongs."""
+    """Collect all lists with one entry per completion of this rank, keyed by their location."""
     lists: dict[tuple[str, str], list[Any]] = {
         ("", field.name): value
         for field in dataclasses.fields(generation)
@@ -152,5 +154,5 @@ def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str]
 
 
 def _take(generation: RolloutBatch, table: RewardTable, index: int) -> dict[tuple[str, str], Any]:
-    """One completion of this rank: its entry of every list."""
+    """Return the entries of one completion of this rank from each list."""
     return {key: values[index] for key, values in _lists(generation, table).items()}

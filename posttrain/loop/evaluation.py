@@ -1,4 +1,4 @@
-"""Evaluation of every trainer: one loss that does not depend on the batch size, and predictions where they are asked for."""
+"""Evaluation for all trainers: a loss that does not depend on the batch size, and predictions if requested."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
 IGNORED = -100
-OWN = "own"  # What the user's own loss is a mean over.
+OWN = "own"  # Name of the count that divides the user's own loss.
 
 
 def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
-    """The model's own forward on padded rows, and labels: the slow way, for user functions that want to see logits.
+    """Run the model's own forward on padded rows and return full logits and labels. This is slow, and only for user
+    functions that need logits.
 
     Returns:
-        The model's output with ``logits (B, T, V)``, and ``labels (B, T)``, the token or -100 where it carries no loss.
+        The model's output with ``logits (B, T, V)``, and ``labels (B, T)`` with -100 for tokens without loss.
     """
     assert batch.one_sequence_a_row, "full logits need one sequence a row"
     output = model(input_ids=batch.input_ids, attention_mask=batch.real.long(), use_cache=False)
@@ -47,7 +48,9 @@ def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
 
 @torch.no_grad()
 def predicted_metrics(logits: torch.Tensor, labels: torch.Tensor, chunk: int = 256) -> dict[str, Metric]:
-    """Entropy (nats) and accuracy of trained tokens: logits ``(B, T, V)``, labels ``(B, T)``, -100 on others."""
+    """Compute entropy (nats) and accuracy of trained tokens from logits ``(B, T, V)`` and labels ``(B, T)``, which are
+    -100 for other tokens.
+    """
     targets = labels[:, 1:]
     kept, targets = logits[:, :-1][targets != -100], targets[targets != -100]
     entropy = torch.cat([torch.special.entr(part.float().softmax(-1)).sum(-1) for part in kept.split(chunk)])
@@ -56,7 +59,7 @@ def predicted_metrics(logits: torch.Tensor, labels: torch.Tensor, chunk: int = 2
 
 @dataclass(slots=True)
 class _Seen:
-    """What a user's ``compute_metrics`` is shown of one batch: of each prediction, and of each sequence."""
+    """Data of one batch for the user's ``compute_metrics``: one entry per prediction, and one per sequence."""
 
     predictions: list[Any] = field(default_factory=list)
     labels: list[np.ndarray] = field(default_factory=list)
@@ -66,7 +69,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums and counts of one evaluation of this rank; the same names on every rank, whatever rows it has."""
+    """Sums and counts of one evaluation on this rank. The names are equal on all ranks, whatever rows they have."""
 
     sums: dict[str, float]
     counts: dict[str, float]
@@ -76,13 +79,13 @@ class _Tally:
 
     @classmethod
     def named(cls, names: Iterable[str]) -> _Tally:
-        """An empty one, for a trainer with these `Method.counts`."""
+        """Create an empty tally for a trainer with these `Method.counts`."""
         named = [*names, OWN]
         counts = ("token", "sequence", "pass", *named)
         return cls(dict.fromkeys((*sorted(REDUCTIONS), *named), 0.0), dict.fromkeys(counts, 0.0))
 
     def loss(self, accelerator: Accelerator) -> float:
-        """Each reduction's sum by what it is a mean over, all of it over ranks."""
+        """Return the loss over all ranks: each sum divided by its count."""
         totals = parallel.all_reduce_sum([*self.sums.values(), *self.counts.values()], accelerator)
         sums = dict(zip(self.sums, totals, strict=False))
         counts = dict(zip(self.counts, totals[len(sums) :], strict=True))
@@ -90,13 +93,14 @@ class _Tally:
 
 
 class _Evaluation:
-    """One pass over an evaluation set: loss divided by the set's own counts, metrics, predictions.
+    """One pass over an evaluation set that computes the loss (divided by the set's own counts), metrics and
+    predictions.
 
     Args:
-        run: Whose objective and hooks are used.
-        model: In evaluation mode.
-        compute_metrics: The user's.
-        keeps_predictions: Whether predictions are wanted though nobody computes metrics.
+        run: Run with the objective and hooks.
+        model: Model in evaluation mode.
+        compute_metrics: The user's function.
+        keeps_predictions: Whether to keep predictions even without ``compute_metrics``.
         after_batch: Called after each batch, on every rank.
     """
 
@@ -119,7 +123,7 @@ class _Evaluation:
 
     @torch.no_grad()
     def run(self, dataloader: Any) -> float:
-        """Go over the set; returns the loss over all ranks' rows."""
+        """Iterate over the set and return the loss over the rows of all ranks."""
         for inputs, last in _with_last(dataloader):
             batches = self.hooks.eval_batches(self.context, inputs)
             if self.hooks.prepare is not None:
@@ -141,7 +145,7 @@ class _Evaluation:
         return self.tally.loss(self.accelerator)
 
     def num_rows(self, dataloader: Any, answers_per_row: int) -> int:
-        """Rows of the dataset, over all ranks; of a stream, as many as its sequences make."""
+        """Return the number of dataset rows over all ranks. For a stream it is computed from the number of sequences."""
         dataset = getattr(dataloader, "dataset", None)
         if isinstance(dataset, Sized):
             return len(dataset)  # type: ignore[arg-type]
@@ -149,7 +153,7 @@ class _Evaluation:
         return round(sequences / answers_per_row)
 
     def results(self) -> tuple[Any, Any, dict[str, float]]:
-        """Predictions, labels (None where nobody wants them) and the user's metrics."""
+        """Return predictions, labels (None if not requested) and the user's metrics."""
         if not self.wanted or (self.by_batch and not self.keeps_predictions):
             return None, None, self.tally.metrics
         prediction = self._shown(self.tally.seen)
@@ -159,11 +163,11 @@ class _Evaluation:
         return prediction.predictions, prediction.label_ids, metrics
 
     def _idle(self, batch: Batch) -> None:
-        """A forward pass that only keeps ranks in step."""
+        """Run a forward pass that only keeps ranks synchronized."""
         forward(self.model, batch, self.context.method.traits.needs, chunk_size=self.args.logits_chunk_size)
 
     def _sums(self, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
-        """The loss of one pass as sums by reduction; the user's own loss may add counts."""
+        """Return the loss of one pass as sums by reduction. The user's own loss may add counts."""
         if self.hooks.own_loss:
             return _own_loss(self.context, self.model, batch, counts)
         found = self.hooks.loss_of(self.context, self.model, batch, Denominators(1, 1, 1), self.context.now())
@@ -173,7 +177,7 @@ class _Evaluation:
         return _loss_sums(found.terms)
 
     def _add(self, batch: Batch, seen: _Seen) -> None:
-        """Add up the loss of one pass."""
+        """Add the loss of one pass to the totals."""
         counts: dict[str, float] = {"token": batch.num_loss_tokens, "sequence": batch.num_episodes, "pass": 1}
         counts |= self.context.method.counts([batch])
         sums = self._sums(batch, counts)
@@ -185,12 +189,12 @@ class _Evaluation:
         seen.losses += [loss] * batch.num_sequences
 
     def _see(self, batches: list[Batch], seen: _Seen) -> None:
-        """Predictions of one evaluation batch, and the ids and losses of its sequences."""
+        """Store the predictions of one evaluation batch, and the ids and losses of its sequences."""
         pairs = self.hooks.predictions(self.model, batches)
         for _ in range(parallel.equal_passes(len(batches), self.accelerator) - len(batches)):
             self._idle(self.context.spare_batch())
         seen.predictions, seen.labels = [p for p, _ in pairs], [label for _, label in pairs]
-        # As transformers does it: each row has the loss of its batch.
+        # Each row has the loss of its batch, as in transformers.
         average = sum(seen.losses) / max(len(seen.losses), 1)
         seen.losses = [average] * len(pairs)
         inputs = []
@@ -203,12 +207,14 @@ class _Evaluation:
         self.tally.seen.append((place, seen))
 
     def _metrics_of(self, last: bool) -> dict[str, float]:
-        """``batch_eval_metrics``: the batch that all ranks just saw, as tensors; a summary after the last one."""
+        """Call ``compute_metrics`` for ``batch_eval_metrics``, with the last batch of all ranks as tensors. The last
+        call computes the summary.
+        """
         assert self.compute_metrics is not None
         return self.compute_metrics(self._shown(self.tally.seen[-1:], as_tensors=True), compute_result=last) or {}
 
     def _shown(self, seen: list[tuple[int, _Seen]], *, as_tensors: bool = False) -> EvalPrediction:
-        """What all ranks saw, in the order of the dataset: ranks take turns with its batches."""
+        """Gather the data of all ranks in dataset order. Ranks take turns with batches."""
         batches = [
             one for _, one in sorted(parallel.all_gather_objects(seen, self.accelerator), key=lambda item: item[0])
         ]
@@ -235,19 +241,19 @@ def evaluate(
     predicts: bool,
     after_batch: Callable[[], None],
 ) -> tuple[EvalLoopOutput, int]:
-    """Go over an evaluation set with a run's loss, metrics and predictions.
+    """Evaluate a dataset with the loss, metrics and predictions of a run.
 
     Args:
-        run: Whose model, objective and hooks are used.
-        dataloader: See `evaluation_loader`.
-        prefix: Of the names of metrics.
-        compute_metrics: The user's.
-        answers: Sequences of a row of the dataset.
-        predicts: Whether predictions are wanted though nobody computes metrics.
+        run: Run with the model, objective and hooks.
+        dataloader: Loader of the set, see `evaluation_loader`.
+        prefix: Prefix of metric names.
+        compute_metrics: The user's function.
+        answers: Number of sequences per dataset row.
+        predicts: Whether to return predictions even without ``compute_metrics``.
         after_batch: Called after each batch, on every rank.
 
     Returns:
-        What `transformers.Trainer.evaluation_loop` returns, and the batches there were.
+        The result of `transformers.Trainer.evaluation_loop`, and the number of batches.
     """
     accelerator = run.accelerator
     model = run.progress.wrapped if parallel.shards_parameters(accelerator) else run.model
@@ -256,7 +262,8 @@ def evaluate(
         model = accelerator.prepare_model(model, evaluation_mode=True)
     evaluation = _Evaluation(run, model, compute_metrics, keeps_predictions=predicts, after_batch=after_batch)
     metrics = {"loss": evaluation.run(dataloader)} | run.reduced_metrics("eval")
-    metrics["num_tokens"] = run.progress.counters["num_tokens"]  # Trained so far: evaluation adds none.
+    # Number of tokens trained so far. Evaluation adds none.
+    metrics["num_tokens"] = run.progress.counters["num_tokens"]
     metrics = {f"{prefix}_{name}": value for name, value in metrics.items()}
     predictions, labels, own = evaluation.results()
     metrics |= {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in own.items()}
@@ -265,7 +272,9 @@ def evaluate(
 
 
 def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
-    """The user's loss as a sum, the pass taken as an optimiser step; adds to ``counts`` what that loss is a mean over."""
+    """Return the user's loss as a sum, treating the pass as one optimizer step. The divisor of that loss is added to
+    ``counts``.
+    """
     before = run.progress.denominators
     run.progress.reduced_by = None
     run.progress.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, run.method.counts([batch]))
@@ -286,16 +295,16 @@ def evaluation_loader(
     collate: Callable[[list[Any]], Any],
     sampler_fn: Callable[[Any], Any] | None,
 ) -> DataLoader:
-    """A loader that gives every row to one process, once.
+    """Create a loader that gives every row to exactly one process.
 
-    Accelerate's loaders would fill the last batches up with rows that were there already, or end on some ranks early.
+    Accelerate's loaders would repeat rows to fill the last batches, or end earlier on some ranks.
 
     Args:
         dataset: A `Dataset` or a stream.
-        args: The trainer's config: workers.
-        deal: Which rows are this process's.
-        collate: Rows to what the loader yields; gets an empty list where this process has no row of a batch.
-        sampler_fn: Gives the order of a `Dataset`'s rows; None: as they come.
+        args: The trainer's config, for worker options.
+        deal: Assigns rows to this process.
+        collate: Converts rows to the items of the loader. It gets an empty list if this process has no row of a batch.
+        sampler_fn: Returns the order of a `Dataset`'s rows. None: the order of the dataset.
     """
     options: dict[str, Any] = {
         "collate_fn": collate,
@@ -303,7 +312,8 @@ def evaluation_loader(
         "persistent_workers": args.dataloader_persistent_workers,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
         "prefetch_factor": args.dataloader_prefetch_factor,
-        "generator": torch.Generator(),  # Of the seed that every pass draws, else from the numbers that training goes on with.
+        # Every pass draws a seed. Without its own generator it would change the random numbers of training.
+        "generator": torch.Generator(),
     }
     if isinstance(dataset, IterableDataset):
         return DataLoader(DealtStream(dataset, deal), batch_size=None, **options)
@@ -315,13 +325,13 @@ def evaluation_loader(
 def predicted_rows(
     model: nn.Module, batches: list[Batch], preprocess: Callable[[Any, Tensor], Any] | None
 ) -> list[tuple[Any, np.ndarray]]:
-    """One (logits, labels) a row of padded batches, without padding, in the order of the dataset.
+    """Return one (logits, labels) pair per row of padded batches, without padding, in dataset order.
 
     Args:
-        model: In evaluation mode.
-        batches: One sequence a row.
-        preprocess: The user's ``preprocess_logits_for_metrics``: may return a tensor, or a tuple of tensors, whose first
-            dimension is the row.
+        model: Model in evaluation mode.
+        batches: Batches with one sequence per row.
+        preprocess: The user's ``preprocess_logits_for_metrics``. It may return a tensor or a tuple of tensors, with the
+            row as first dimension.
     """
     rows: list[tuple[int, Any, np.ndarray]] = []
     for batch in batches:
@@ -335,7 +345,7 @@ def predicted_rows(
 
 
 def _loss_sums(terms: LossTerms) -> dict[str, float]:
-    """Sums of a pass by what they will be divided by."""
+    """Return the sums of a pass by the count that divides them."""
     sums: dict[str, float] = {}
     for part in [terms, *terms.extra]:
         key = part.count or part.reduction
@@ -344,7 +354,9 @@ def _loss_sums(terms: LossTerms) -> dict[str, float]:
 
 
 def count_rounds(metrics: dict[str, float], rounds: int) -> None:
-    """Correct steps a second to the batches there were: transformers divides rows of the dataset by rows of a batch."""
+    """Correct steps per second by the actual number of batches. transformers divides the dataset rows by the rows of a
+    batch.
+    """
     for name in metrics:
         if name.endswith("_steps_per_second") and not name.startswith("train_"):
             seconds = metrics[name.replace("_steps_per_second", "_runtime")]
@@ -352,21 +364,21 @@ def count_rounds(metrics: dict[str, float], rounds: int) -> None:
 
 
 def _divisor(reduction: str, counts: Mapping[str, float]) -> str:
-    """The count that a reduction's sum is divided by."""
+    """Return the name of the count that divides a reduction's sum."""
     if reduction == "local_token":
         return "pass"
     return reduction if reduction in counts else "sequence"
 
 
 def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last one."""
+    """Yield each batch, and whether it is the last one."""
     end = object()
     for item, following in itertools.pairwise(itertools.chain(batches, [end])):
         yield item, following is end
 
 
 def _of_row(values: Any, row: int, length: int, width: int) -> Any:
-    """One row of a tensor, or of each of several, without its padding."""
+    """Return one row of a tensor, or of each tensor of several, without padding."""
     if isinstance(values, tuple | list):
         return tuple(_of_row(value, row, length, width) for value in values)
     own = values[row]
@@ -375,7 +387,7 @@ def _of_row(values: Any, row: int, length: int, width: int) -> Any:
 
 
 def _stacked(arrays: list[Any]) -> Any:
-    """Arrays of different first lengths as one, padded with -100; of tuples, one array a place."""
+    """Stack arrays with different first lengths, padded with -100. For tuples, stack each position separately."""
     if arrays and isinstance(arrays[0], tuple):
         return tuple(_stacked(list(column)) for column in zip(*arrays, strict=True))
     if not arrays or arrays[0].ndim == 0 or len({a.shape for a in arrays}) == 1:
@@ -392,16 +404,16 @@ def _tensors(values: Any) -> Any:
 
 
 def check_best_metric(args: PostTrainingConfig, metrics: Mapping[str, float]) -> None:
-    """Refuse a ``metric_for_best_model`` that an evaluation did not return.
+    """Raise an error if the evaluation did not return ``metric_for_best_model``.
 
     Raises:
-        ConfigError: Names the most similar metrics.
+        ConfigError: The metric is missing. The message lists the most similar metrics.
     """
     name = args.metric_for_best_model
     full = name and f"eval_{name.removeprefix('eval_')}"
     if full and full not in metrics:
         near = difflib.get_close_matches(full, metrics, n=5, cutoff=0.3) or sorted(metrics)[:5]
         raise ConfigError(
-            f"metric_for_best_model={name!r}: the evaluation has no such metric. The most similar are {near}. Fix: name a "
-            "metric of the evaluation, or return this one from compute_metrics."
+            f"metric_for_best_model={name!r}: the evaluation has no such metric. The most similar ones are {near}. "
+            "Fix: use a metric of the evaluation, or return this one from compute_metrics."
         )

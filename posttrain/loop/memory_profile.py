@@ -1,4 +1,4 @@
-"""What a run's memory and speed are at a few of its steps: peaks, shares of the device's peak rate."""
+"""Memory and speed of a run at a few steps: peak memory, and the share of the device's peak throughput."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ from posttrain.models.memory import (
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-PROFILED = (3, 50)  # Then every thousandth step.
+PROFILED = (3, 50)  # Steps that are profiled, followed by every thousandth step.
 
 
 STEPS_BETWEEN_PROFILES = 1000
 
 
-# Dense bf16 operations a second, from the makers' data sheets; sparse ones are twice as many on paper.
+# Dense bf16 operations per second from the vendors' data sheets. The values for sparse operations are twice as high.
 PEAKS = {"H100": 989.5e12, "H200": 989.5e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}
 
 
 class MemoryProfile(transformers.TrainerCallback):
-    """Says after 3 and 50 steps, then every 1,000, how full the memory was and where the time went.
+    """Logs memory use and the distribution of time after 3 and 50 steps, then every 1,000 steps.
 
-    Logged at these steps: ``memory/peak_gib``, ``memory/peak_share``, ``memory/fragmentation``,
-    ``health/tokens_per_second``, ``health/mfu`` (where the device's peak is known), ``health/rank_imbalance`` and
-    ``health/generation_share``.
+    The metrics are ``memory/peak_gib``, ``memory/peak_share``, ``memory/fragmentation``, ``health/tokens_per_second``,
+    ``health/mfu`` (if the device's peak is known), ``health/rank_imbalance`` and ``health/generation_share``.
     """
 
     def __init__(self, run: Run) -> None:
@@ -58,7 +57,7 @@ class MemoryProfile(transformers.TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Remember what sampling took."""
+        """Store the time that sampling took."""
         if logs and "step_time" in logs:
             self._logs = dict(logs)
 
@@ -70,7 +69,7 @@ class MemoryProfile(transformers.TrainerCallback):
         optimizer: torch.optim.Optimizer | None = None,
         **_: Any,
     ) -> None:
-        """Look, where it is time."""
+        """Log the profile if it is due."""
         tokens = self.run.progress.tokens_seen
         if self._begun is None:
             self._begun = (time.perf_counter(), *tokens)
@@ -145,7 +144,7 @@ def _logged(seen: checks.Profile) -> dict[str, float]:
 
 
 def _standing(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes that no batch changes: weights, their gradients, optimiser states."""
+    """Return the bytes that do not depend on the batch: weights, their gradients and optimizer states."""
     weights = sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters())
     states = getattr(optimizer, "state", {}) or {}
     kept = [v for state in states.values() if isinstance(state, dict) for v in state.values()]

@@ -1,4 +1,4 @@
-"""Training on images: its options, rows with images as token ids, and what else a trainer of text does not have."""
+"""Training on images: options, rows with images as token ids, and everything else that text trainers do not need."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROWS_TRIED = 2  # Rows whose pictures are read whole at the start.
-ROLLOUTS_A_COMPARISON = 64  # Of so many rollouts, the pictures of one are compared with its row's.
-SHARE_UNFIT = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
+ROWS_TRIED = 2  # Number of rows whose images are fully read at the start.
+ROLLOUTS_A_COMPARISON = 64  # One in this many rollouts is checked: its images must be those of its row.
+SHARE_UNFIT = 0.005  # Maximum share of rows that may be dropped because they do not fit. A larger share is an error.
 
 NO_BOS = (
-    "the chat template writes no bos token, and the processor adds one to prompts that are sampled from (GRPO, generate): rows "
-    "are trained without it. Fix: begin the template with {{ bos_token }}."
+    "the chat template writes no bos token, but the processor adds one to prompts for sampling (GRPO, generate). "
+    "Rows are trained without it. Fix: begin the template with {{ bos_token }}."
 )
-NO_IMAGES = "would change nothing: this run reads rows of text alone. Fix: leave it out"
-# What a checkpoint of a multimodal model has beside its weights and its tokenizer.
+NO_IMAGES = "has no effect, because this run reads only text. Fix: remove it"
+# Files of a multimodal checkpoint besides weights and tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 MAY_LACK = {
     "_raise_exceptions_for_missing_entries": False,
@@ -94,26 +94,26 @@ MAY_LACK = {
 
 
 class Vision:
-    """What a trainer of rows with images has beside a trainer of text: a processor, and pictures on rows.
+    """Adds images to a text trainer: a processor, and images on rows.
 
     Args:
-        args: The trainer's config; a `PictureConfig` where ``takes`` is set.
-        processing_class: As it was given to the trainer: a tokenizer, a processor or None.
-        model_id: Where the model is, to load its processor from.
-        sets: Training and evaluation sets as they were given.
-        takes: Whether the method trains on images; else nothing here does anything.
+        args: The trainer's config, a `PictureConfig` if ``takes`` is set.
+        processing_class: Argument of the trainer: a tokenizer, a processor or None.
+        model_id: Model path or id, to load its processor.
+        sets: Training and evaluation sets that were passed to the trainer.
+        takes: Whether the method trains on images. If not, this class does nothing.
         returned: Whether tools or environments may return images: then a processor in place of a tokenizer is enough.
 
     Attributes:
         images: Whether rows have images, or get them from tools and environments.
-        processor: Of `transformers`; None: the run reads text alone.
-        reader: The processor as rows are read with it; None: rows are text.
-        tokenizer: The processor's, or what was given.
+        processor: Processor of `transformers`. None: the run reads only text.
+        reader: Processor that reads rows. None: rows are text.
+        tokenizer: Tokenizer of the processor, or the one that was given.
 
     Raises:
-        DataError: Rows have images, and a tokenizer was given.
-        ConfigError: ``check_image_use`` beside tools or environments, ``chat_template_path`` beside images, or a setting of
-            images where the method reads text alone.
+        DataError: Rows have images, but a tokenizer was given.
+        ConfigError: ``check_image_use`` is set with tools or environments, ``chat_template_path`` is set with images,
+            or an image option is set for a method that reads only text.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Vision:
     ) -> None:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
         if not takes and isinstance(args, PictureConfig):
-            # A tower is frozen or trained on rows of text too.
+            # A vision tower is frozen or trained for text rows too.
             unread = [option for option in fields(PictureConfig) if option.name != "freeze_vision"]
             check_rules(
                 args, [(option.name, getattr(args, option.name) == option.default, NO_IMAGES) for option in unread]
@@ -139,14 +139,14 @@ class Vision:
         self.images = returned or (takes and any(map(shows_pictures, sets)))
         if returned and args.check_image_use:
             raise ConfigError(
-                "check_image_use=True samples prompts again under other images, and here tools or environments have a part in "
-                "what is sampled. Fix: check_image_use=False."
+                "check_image_use=True samples prompts again with other images, but here tools or environments "
+                "influence what is sampled. Fix: check_image_use=False."
             )
         template = args.chat_template_path
         if self.images and template:
             raise ConfigError(
-                f"chat_template_path={template!r} is a template for the tokenizer, and rows with images are rendered by that of "
-                "the processor. Fix: set processor.chat_template and give it as processing_class=processor."
+                f"chat_template_path={template!r} is a template for the tokenizer, but rows with images are rendered "
+                "with the processor's template. Fix: set processor.chat_template and pass processing_class=processor."
             )
         self.processor = _processor_of(processing_class, model_id, images=self.images)
         self.reader = None
@@ -162,13 +162,13 @@ class Vision:
         if self.processor is not None:
             self.tokenizer = self.processor.tokenizer
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
-        # A run on text that read the tokenizer alone keeps the image settings of its checkpoint.
+        # A text run that only read the tokenizer keeps the image settings of its checkpoint.
         alone = self.processor is None and bool(model_id)
         self._counted: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
-        """Rows with the pictures of their examples, one row an example."""
+        """Return rows with the images of their examples, one row per example."""
         return rows if self.reader is None else place_pictures(rows, examples, self.reader)
 
     def prepare_rows(
@@ -181,22 +181,24 @@ class Vision:
         packs: bool = False,
         **more: Any,
     ) -> tuple[Any, PreparationReport]:
-        """Ids of rows and their pictures as encoded bytes or paths; lengths are counted with images, and nothing is decoded.
+        """Prepare rows as token ids, with images as encoded bytes or paths. Lengths include image tokens, and no image
+        is decoded.
 
         Args:
             dataset: Raw rows with answers, or documents.
-            name: Of the dataset, in messages.
-            num_proc: Processes.
-            keep: Columns that stay.
-            packs: Whether whole rows are placed side by side up to ``max_length``.
-            more: ``branches`` and ``begins`` of `PictureOptions`, whose other fields are those of the run.
+            name: Name of the dataset, for messages.
+            num_proc: Number of processes.
+            keep: Columns to keep.
+            packs: Whether whole rows are packed up to ``max_length``.
+            more: ``branches`` and ``begins`` of `PictureOptions`. The other fields are taken from the run.
 
         Returns:
-            The dataset with ``pictures`` and either ``input_ids`` and ``labels``, or ``prompt_ids`` with ``<branch>_ids`` and
-            ``<branch>_mask``; and a report (counted for map-style datasets).
+            The dataset with ``pictures`` and either ``input_ids`` and ``labels``, or ``prompt_ids`` with
+            ``<branch>_ids`` and ``<branch>_mask``; and a report (with counts for map-style datasets).
 
         Raises:
-            DataError: A row that cannot be read, by number and column; more than 0.5 % of the rows do not fit; or none is left.
+            DataError: A row cannot be read (the message gives number and column), more than 0.5 % of the rows do not
+                fit, or no row is left.
         """
         first_row(dataset, name, images=True)
         dataset = undecoded(dataset)
@@ -229,61 +231,65 @@ class Vision:
         return kept, report
 
     def _tell(self, mapped: Any, counts: Mapping[str, Any], report: PreparationReport) -> None:
-        """Warn of what was changed, and refuse a set of which too much is left out."""
+        """Warn about changed rows, and raise an error if too many rows are left out."""
         lost = {reason: count for reason, count in report.dropped.items() if reason in LOST}
         resized, escaped = (int(counts[name].sum()) for name in ("_resized", "_escaped"))
         if resized:
             logger.warning(
-                "%s dataset: %d images are made smaller (image_max_tokens=%s, image_max_pixels=%s, max_length=%s).",
+                "%s dataset: %d images are resized to a smaller size (image_max_tokens=%s, image_max_pixels=%s, "
+                    "max_length=%s).",
                 report.name, resized, self.args.image_max_tokens, self.args.image_max_pixels, self.args.max_length,
             )  # fmt: skip
         if escaped:
-            logger.warning("%s dataset: PT-G008: %d strings that stand for an image stay text.", report.name, escaped)
+            logger.warning(
+                "%s dataset: PT-G008: %d strings that look like image placeholders remain text.", report.name, escaped
+            )
         if self.args.image_fit != "drop" and sum(lost.values()) > SHARE_UNFIT * report.rows_in:
             left_out = [reason in lost for reason in read_columns(mapped, ["_reason"])["_reason"]]
             worst = int((counts["_tokens"] * left_out).argmax())
             tokens = int(counts["_tokens"][worst])
             raise DataError(
-                f"PT-G001: {sum(lost.values())} of {report.rows_in} {report.name} rows are left out ({lost}); row {worst} has "
-                f"{tokens} tokens with its images, and max_length={self.args.max_length}. Fix: max_length of at least {tokens} "
-                "(None: no limit), smaller images, or image_fit='drop'."
+                f"PT-G001: {sum(lost.values())} of {report.rows_in} {report.name} rows are dropped ({lost}). Row "
+                f"{worst} has {tokens} tokens including its images, but max_length={self.args.max_length}. Fix: set "
+                f"max_length to at least {tokens} (None: no limit), use smaller images, or set image_fit='drop'."
             )
 
-    # Prompts that are completed while the run goes on -------------------------------------------------------------
+    # Prompts of online methods ---------------------------------------------------------------------------------------
 
     def prompts(self, examples: Sequence[Mapping[str, Any]]) -> list[Prompt]:
-        """Prompts as the model reads them, with their pictures placed; equal neighbours are read once.
+        """Return prompts as the model reads them, with their images. Consecutive equal prompts are read once.
 
         Raises:
-            DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
+            DataError: A prompt is not conversational, has more than ``max_images_per_row`` images, or cannot be read.
         """
         assert self.reader is not None
         return picture_prompts(self.reader, examples, self.args.chat_template_kwargs or {})
 
     def prompt(self, example: Mapping[str, Any], pictures: Sequence[Picture] | None = None) -> Prompt:
-        """One prompt with its pictures; or of an `opened` one its text, with pictures that were read before."""
+        """Return one prompt with its images. For an example from `opened`, pass the images that were already read."""
         assert self.reader is not None
         return picture_prompt(self.reader, example, self.args.chat_template_kwargs or {}, pictures=pictures)
 
     def opened(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Examples as reward functions see them: PIL images in columns and messages, decoded when they are touched.
+        """Return examples for reward functions, with PIL images in columns and messages that are decoded on access.
 
-        Equal neighbours share their images.
+        Consecutive equal examples share their images.
         """
         return opened(examples) if self.images else examples
 
     def prompt_rows(self, examples: Sequence[Mapping[str, Any]]) -> list[Row]:
-        """Rows of prompts alone, with their pictures; none where rows are text."""
+        """Return rows with only a prompt and its images. Empty if rows are text."""
         if not self.images:
             return []
         return [Row(list(ids), [], [], pictures=[list(ids.pictures)]) for ids in self.prompts(examples)]
 
     def checked_prompts(self, dataset: AnyDataset, name: str) -> Any:
-        """A dataset (or several by name, or None) whose images wait undecoded; headers are read, no pixels.
+        """Return a dataset (or several by name, or None) with undecoded images. Only image headers are read, not
+        pixels.
 
         Raises:
-            DataError: By row: text that stands for an image, other places than images, or an image that is remote, broken, of
-                more than 8 bits a channel, or above image_max_tokens.
+            DataError: A row has text that looks like an image placeholder, the number of placeholders and images
+                differs, or an image is remote, broken, has more than 8 bits per channel, or exceeds image_max_tokens.
         """
         if not self.images or dataset is None:
             return dataset
@@ -296,7 +302,7 @@ class Vision:
                 blocks, pictures = conversation_of(row)
                 self.reader.refuse_controls(blocks)
                 read = [self.reader.fitted(read_picture(value, "column 'images'")) for value in pictures]
-                # On the first rows reward functions are tried.
+                # Reward functions are tried on the first rows.
                 for picture in read if index < ROWS_TRIED else ():
                     picture.load()
             except DataError as error:
@@ -304,11 +310,10 @@ class Vision:
         return dataset
 
     def check_engine(self, engine: Any, rewards: Sequence[Any]) -> Any:
-        """The engine, where it and the reward functions take what the rows have.
+        """Return the engine after checking that it and the reward functions support the rows' images.
 
         Raises:
-            ConfigError: The rows have images, and the engine samples from text alone, or a reward model or judge reads text
-                alone.
+            ConfigError: The rows have images, but the engine, a reward model or a judge only supports text.
         """
         judges = [
             one
@@ -318,19 +323,20 @@ class Vision:
         blind = [type(one).__name__ for one in judges]
         if self.images and blind:
             raise ConfigError(
-                f"the rows have images, and {', '.join(blind)} reads text alone: it would score answers to pictures that it "
-                "never saw. Fix: a judge with vision=True, or a reward function, which gets the images in the columns it names."
+                f"the rows have images, but {', '.join(blind)} reads only text. It would score answers about images "
+                "that it cannot see. Fix: use a judge with vision=True, or a reward function, which gets the images "
+                "in the columns that it names."
             )
         if self.images and not engine.capabilities.pictures:
             raise ConfigError(
-                f"the rows have images, and the engine {engine.name!r} samples from text alone. Fix: rollout_engine='auto', "
-                "which chooses an engine that takes images; of servers 'posttrain serve', or 'posttrain vllm-serve' of a vLLM "
-                "that knows --enable-scale-out."
+                f"the rows have images, but the engine {engine.name!r} only supports text. Fix: set "
+                "rollout_engine='auto', which chooses an engine that supports images. As a server use 'posttrain "
+                "serve', or 'posttrain vllm-serve' with a vLLM version that has --enable-scale-out."
             )
         return engine
 
     def sampling(self, settings: Sampling, model: nn.Module) -> Sampling:
-        """Sampling settings under which no placeholder and no marker of an image is drawn."""
+        """Return sampling settings that never sample image placeholders or markers."""
         assert self.reader is not None
         vocabulary = model.config.get_text_config().vocab_size
         never = tuple((token, -math.inf) for token in self.reader.never(vocabulary))
@@ -339,13 +345,14 @@ class Vision:
     def look_at(
         self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], model: nn.Module, pad_token_id: int
     ) -> tuple[list[Rollout], set[int], dict[str, Metric]]:
-        """Replace placeholders that an engine drew all the same by padding; return rollouts, those changed, and what to log.
+        """Replace image placeholders that an engine sampled anyway by padding. Return the rollouts, the changed
+        indices, and metrics.
 
-        Logged: images a row and their tokens, pictures encoded and reused since the last call, seconds of that, and
-        completions masked.
+        The metrics are images per row, their tokens, the number of images encoded and reused since the last call, the
+        seconds this took, and the number of masked completions.
 
         Raises:
-            ModelError: PT-G015: a rollout's pictures are not those of its row; one row of 64 is compared.
+            ModelError: PT-G015: the images of a rollout are not those of its row. One in 64 rows is compared.
         """
         assert self.reader is not None
         for i in range(0, len(rollouts), ROLLOUTS_A_COMPARISON):
@@ -353,8 +360,9 @@ class Vision:
             wanted = [self.reader.fitted(read_picture(one, "column 'images' of a prompt")).digest for one in pictures]
             if wanted != [one.picture.digest for one in rollouts[i].pictures]:
                 raise ModelError(
-                    f"PT-G015: rollout {i} was sampled under the pictures {[p.picture.digest[:8] for p in rollouts[i].pictures]} "
-                    f"and its row has {[one[:8] for one in wanted]}. Fix: leave the order of prompts as it is in sample()."
+                    f"PT-G015: rollout {i} was sampled with the images "
+                    f"{[p.picture.digest[:8] for p in rollouts[i].pictures]}, but its row has "
+                    f"{[one[:8] for one in wanted]}. Fix: do not change the order of prompts in sample()."
                 )
         token, odd, clean = self.reader.token_id, set(), list(rollouts)
         for i, rollout in enumerate(rollouts):
@@ -387,13 +395,13 @@ class Vision:
     def control(
         self, examples: list[dict[str, Any]], size: int, roll_out: Callable[..., Any], score: Callable[..., Any]
     ) -> dict[str, Metric]:
-        """Where ``check_image_use`` is set: the reward of completions that were sampled under other rows' images.
+        """Return the mean reward of completions that were sampled with images of other rows, for ``check_image_use``.
 
         Args:
-            examples: Groups of ``size`` consecutive.
-            size: Rows of one prompt.
-            roll_out: Examples and a mode to rollouts and completions.
-            score: A rollout batch to rewards of all ranks.
+            examples: Groups of ``size`` consecutive examples.
+            size: Number of rows per prompt.
+            roll_out: Maps examples and a mode to rollouts and completions.
+            score: Maps a rollout batch to rewards of all ranks.
         """
         if not self.images or not self.args.check_image_use:
             return {}
@@ -403,14 +411,15 @@ class Vision:
         return {"images/exchanged_reward": mean(totals, ~totals.isnan())}
 
     def prepare(self, model: nn.Module, peft_config: PeftConfig | None) -> Any:
-        """Let the model's passes hold pictures, freeze what is not trained, and keep a new adapter to the text model.
+        """Prepare the model for images: let its passes hold images, freeze untrained parts, and restrict a new adapter
+        to the text model.
 
         Args:
-            model: As it was loaded, before any adapter.
-            peft_config: Of a new adapter, or None.
+            model: Loaded model, before an adapter is added.
+            peft_config: Config of a new adapter, or None.
 
         Returns:
-            The adapter's config, with module paths in place of names that would reach the tower.
+            The adapter's config. Module names that would match the vision tower are replaced by full paths.
         """
         if not self.takes or not has_tower(model):
             return peft_config
@@ -430,17 +439,17 @@ class Vision:
         return peft_config
 
     def show(self, model: str | nn.Module, processor: ProcessorMixin | None = None) -> bool:
-        """Let another model (a teacher, a reference) see the run's pictures, each prepared as its own processor does.
+        """Let another model (a teacher or a reference) see the run's images, prepared by its own processor.
 
         Args:
-            model: Reads the policy's ids.
-            processor: Its own; None: that of the folder or id it was loaded from, else the policy's.
+            model: Model that reads the policy's ids.
+            processor: Processor of that model. None: loaded from the model's folder or id, otherwise the policy's.
 
         Returns:
-            Whether it takes the pixels of the policy.
+            Whether it uses the same pixels as the policy.
 
         Raises:
-            ConfigError: A picture has other tokens by its processor.
+            ConfigError: Its processor gives an image a different number of tokens.
         """
         assert self.reader is not None
         path, own = get_config_model_id(causal_lm(model).config), processor
@@ -449,7 +458,7 @@ class Vision:
                 own = load_processor(path)
             except ModelError as error:
                 logger.warning(
-                    "%s: its processor is not known, and images are prepared as the policy's: %s", path, error
+                    "%s: its processor is unknown, so images are prepared with the policy's processor: %s", path, error
                 )
         alike = not is_processor(own) or _alike(self.reader, PictureProcessor(own))
         cache = int(self.args.image_cache_gb * 2**30)
@@ -457,10 +466,11 @@ class Vision:
         return alike
 
     def check_shards(self, model: nn.Module, accelerator: Accelerator) -> None:
-        """Refuse a model with pictures that cannot be sharded on processes of which some have none; DDP has no idle parameters.
+        """Raise an error if a model with images is sharded and some processes may have no image. For DDP, freeze
+        parameters that no loss reaches.
 
-        DDP waits for a gradient of each trained parameter. Those of the tower that no loss reaches have none in one process
-        either, so nothing changes where they are frozen.
+        DDP waits for a gradient of every trained parameter. Tower parameters that no loss reaches never have a
+        gradient, so freezing them changes nothing.
         """
         encoder, inner = picture_encoder(model), causal_lm(model)
         if encoder is not None:
@@ -473,11 +483,12 @@ class Vision:
             tower[name].requires_grad_(False)
         if idle:
             logger.info(
-                "vision: %d parameters that no loss reaches are not trained: DDP would wait for them.", len(idle)
+                "vision: %d parameters that no loss reaches are frozen, because DDP would wait for their gradients.",
+                len(idle),
             )
 
     def save(self, folder: str) -> None:
-        """Save the processor beside the model; its tokenizer is saved anyway."""
+        """Save the processor with the model. Its tokenizer is saved separately."""
         if not self.args.should_save:
             return
         if self.processor is not None:
@@ -492,25 +503,26 @@ def _processor_of(processing_class: Tokenizer, model_id: str, *, images: bool) -
         return processing_class
     if images and processing_class is not None:
         raise DataError(
-            f"rows have images, and processing_class is {type(processing_class).__name__}, which reads text alone. They are in a "
-            "column 'images' or 'image', or inside messages. Fix: processing_class=AutoProcessor.from_pretrained(the model)."
+            f"rows have images, but processing_class is {type(processing_class).__name__}, which reads only text. The "
+            "images are in a column 'images' or 'image', or inside messages. Fix: "
+            "processing_class=AutoProcessor.from_pretrained(the model)."
         )
     return load_processor(model_id) if images else None
 
 
 def _alike(mine: PictureProcessor, theirs: PictureProcessor) -> bool:
-    """Whether pictures of three sizes become the same tensors here and there.
+    """Return whether two processors convert images of three sizes to the same tensors.
 
     Raises:
-        ConfigError: They stand for other tokens, so that two models could not read the same ids.
+        ConfigError: They give an image different numbers of tokens, so the two models could not read the same ids.
     """
     for picture in (shaded(LARGE), mine.shaded((112, 56)), mine.shaded((56, 112))):
         one, other = mine.expansion(picture), theirs.expansion(picture)
         if (one.count, one.grid) != (other.count, other.grid):
             raise ConfigError(
-                f"two models are to read the same ids, and a picture of {picture.size} has {one.count} tokens (grid {one.grid}) "
-                f"by the processor of one and {other.count} (grid {other.grid}) by that of the other. Fix: the same sizes in the "
-                "settings of both processors, or GOLD with use_uld_loss=True."
+                f"two models must read the same ids, but an image of {picture.size} has {one.count} tokens (grid "
+                f"{one.grid}) with the processor of one model and {other.count} (grid {other.grid}) with that of the "
+                "other. Fix: use the same sizes in the settings of both processors, or GOLD with use_uld_loss=True."
             )
         first, second = mine.prepare(picture), theirs.prepare(picture)
         if first.keys() != second.keys() or not all(torch.equal(one, second[name]) for name, one in first.items()):

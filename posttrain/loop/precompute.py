@@ -1,6 +1,7 @@
-"""Log-probs of a frozen reference, each computed once and named by all it depends on.
+"""Cached log-probs of a frozen reference. Each is computed once and stored under a hash of everything it depends on.
 
-Before training, in a file for later runs; or when a row is first seen, for later epochs and evaluations.
+They are computed either before training and stored in a file for later runs, or when a row is first seen, for later
+epochs and evaluations.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # Changes when the same inputs would give other numbers.
-LOCK_WAIT = 30 * 60  # Seconds to wait for another run that computes the same.
+FORMAT = 1  # Incremented if the same inputs would give different values.
+LOCK_WAIT = 30 * 60  # Maximum seconds to wait for another run that computes the same values.
 
 
 def precomputed_logps(
@@ -50,15 +51,15 @@ def precomputed_logps(
     name: str,
     batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
 ) -> Any:
-    """Add one column a branch with the summed reference log-probs; columns that are there already are kept.
+    """Add one column per branch with the summed reference log-probs. Existing columns are kept.
 
     Args:
-        run: Gives layout, precision and the model.
+        run: Run with the layout, precision and model.
         dataset: A prepared ``Dataset``.
-        reference: None takes the policy as it is.
-        columns: Names, one a branch.
-        name: Of the set, for messages.
-        batches_of: Examples to the batches whose log-probs are wanted, ``len(columns)`` sequences an example.
+        reference: Reference model. None: the policy in its current state.
+        columns: Column names, one per branch.
+        name: Name of the dataset, for messages.
+        batches_of: Converts examples to batches, with ``len(columns)`` sequences per example.
 
     Raises:
         ConfigError: The dataset is a stream.
@@ -67,14 +68,15 @@ def precomputed_logps(
         return dataset
     if not isinstance(dataset, datasets.Dataset):
         raise ConfigError(
-            f"precompute_ref_log_probs=True needs a dataset with a length, and the dataset {name!r} is a stream. Set it to False."
+            f"precompute_ref_log_probs=True needs a dataset with a length, but the dataset {name!r} is a stream. "
+            "Set it to False."
         )
     path = _cache(run, dataset, reference, columns)
     shape = (len(dataset), len(columns))
     with _one_at_a_time(path, run.accelerator):
         values = _kept(path, shape, run.accelerator)
         if values is not None:
-            logger.info("%s dataset: reference log-probs are read from %s.", name, path)
+            logger.info("%s dataset: reading reference log-probs from %s.", name, path)
         else:
             values = _compute(run, dataset, reference, len(columns), batches_of)
             if run.accelerator.is_main_process:
@@ -86,7 +88,7 @@ def precomputed_logps(
 
 @contextmanager
 def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Of several runs that want the same numbers one computes them; a run that waits too long computes them again."""
+    """Let one of several runs compute the values. A run that waits too long computes them itself."""
     if not accelerator.is_main_process:
         yield
         return
@@ -97,7 +99,9 @@ def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
     try:
         lock.acquire(timeout=LOCK_WAIT)
     except (filelock.Timeout, NotImplementedError, OSError) as error:
-        logger.warning("%s is not locked (%s): another run may compute the same.", path, type(error).__name__)
+        logger.warning(
+            "%s could not be locked (%s). Another run may compute the same values.", path, type(error).__name__
+        )
     try:
         yield
     finally:
@@ -105,31 +109,35 @@ def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _kept(path: Path, shape: tuple[int, int], accelerator: Accelerator) -> np.ndarray | None:
-    """The cached numbers on all ranks, or None on all: the main process alone reads, as disks need not be shared."""
+    """Return the cached values on all ranks, or None on all. Only the main process reads them, because disks may not be
+    shared.
+    """
     cached = None
     if accelerator.is_main_process and path.is_file():
         try:
             cached = np.load(path)
         except (OSError, ValueError, EOFError) as error:
-            logger.warning("%s cannot be read (%s): its numbers are computed again.", path, type(error).__name__)
+            logger.warning("%s cannot be read (%s). Its values are computed again.", path, type(error).__name__)
     cached = None if cached is None or cached.shape != shape else cached
     return parallel.broadcast_object(cached, accelerator)
 
 
 def _keep(path: Path, values: np.ndarray) -> None:
-    """Write under another name, then rename: a reader sees all of it or nothing."""
+    """Write to a temporary name, then rename, so that readers never see a partial file."""
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         with part.open("wb") as file:
             np.save(file, values)
         os.replace(part, path)
     except OSError as error:  # The numbers are here; only the next run will have to compute them again.
-        logger.warning("%s could not be written (%s); nothing else is lost.", path, error.strerror or error)
+        logger.warning(
+            "%s could not be written (%s). The run continues without this cache file.", path, error.strerror or error
+        )
         part.unlink(missing_ok=True)
 
 
 def _cache(run: Run, dataset: datasets.Dataset, reference: Reference | None, columns: Sequence[str]) -> Path:
-    """A file named by everything that moves the numbers."""
+    """Return the path of the cache file, named by a hash of everything that affects the values."""
     model = run.model if reference is None or reference.copy is None else reference.copy
     adapter = None if reference is None else ("disabled" if reference.adapter is None else reference.adapter)
     key = {
@@ -156,11 +164,12 @@ def _compute(
     branches: int,
     batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
 ) -> np.ndarray:
-    """``(rows, branches)`` sums; ranks share the rows."""
+    """Compute the sums, ``(rows, branches)``. Ranks share the rows."""
     accelerator, args = run.accelerator, run.args
     size = args.precompute_ref_batch_size or args.per_device_train_batch_size
     mine = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))
-    steps = -(-len(dataset) // (size * accelerator.num_processes))  # Equal on all ranks: a pass may be a collective.
+    # Equal on all ranks, because a pass may be a collective operation.
+    steps = -(-len(dataset) // (size * accelerator.num_processes))
     sums: list[tuple[int, list[float]]] = []
     for step in range(steps):
         indices = mine[step * size : (step + 1) * size]
@@ -179,13 +188,13 @@ def _compute(
     return np.array([gathered[i] for i in range(len(dataset))], dtype=np.float32)
 
 
-# As rows are first seen ----------------------------------------------------------------------------------------------
+# Cache by row --------------------------------------------------------------------------------------------------------
 
 
 def row_names(batch: Batch) -> list[bytes]:
-    """One name a row, in the order of ``batch.origin``: a hash of what its log-probs are of, ids, masks and pictures.
+    """Return one key per row, in the order of ``batch.origin``: a hash of its ids, masks and images.
 
-    Empty where they depend on more, or the rows bring them.
+    Empty if the log-probs depend on other inputs, or the rows already contain them.
     """
     if batch.model_kwargs or "ref_logps" in batch.columns:
         return []
@@ -264,16 +273,17 @@ def prepare_references(
 
 
 class KeptSums(transformers.TrainerCallback):
-    """The reference's summed log-probs of rows that were seen, so that a later epoch or evaluation does not compute them again.
+    """Caches the reference's summed log-probs by row, so that later epochs and evaluations do not compute them again.
 
-    A row that is cut, collated or paired otherwise has another name, so it is computed; so is every row once the reference has
-    other weights, or an option moves its numbers. What ranks have computed is joined as an epoch begins.
+    A row has a different key if it is truncated, collated or paired differently. The cache is cleared if the weights of
+    the reference change, or an option that affects the values. Ranks exchange their values at the beginning of an
+    epoch.
 
     Args:
-        run: Gives method, precision and ranks.
+        run: Run with the method, precision and ranks.
 
     Attributes:
-        sums: By a row's name, the float32 sums of its answers as bytes.
+        sums: Float32 sums of a row's answers as bytes, by key.
     """
 
     def __init__(self, run: Run) -> None:
@@ -283,22 +293,22 @@ class KeptSums(transformers.TrainerCallback):
         self._reference: Reference | None = None  # None also where sums were loaded, and none was asked for yet.
 
     def of(self, reference: Reference) -> KeptSums:
-        """These sums, or none of them where they are another reference's."""
+        """Return the cache. It is cleared first if it belongs to another reference."""
         model = reference.policy if reference.copy is None else reference.copy
         about = {"adapter": reference.adapter, "precision": self.run.accelerator.mixed_precision}
         key = fingerprint(weights=hash_frozen(model), options=self.run.method.reference_key(), **about)
-        # Another one may have the same weights, and go through them otherwise.
+        # Another reference may have the same weights but a different forward pass.
         if key != self._key or self._reference not in (None, reference):
             self.sums, self._new = {}, []
         self._key, self._reference = key, reference
         return self
 
     def known(self, batch: Batch, names: list[bytes]) -> Batch | None:
-        """The batch with the sums as its column ``ref_logps (S,)``; None where a row of it is new.
+        """Return the batch with the sums as its column ``ref_logps (S,)``. None if a row is new.
 
         Args:
-            batch: Of this rank.
-            names: What `row_names` says of it.
+            batch: Batch of this rank.
+            names: Keys from `row_names`.
         """
         sums = [self.sums.get(name) for name in names]
         if not sums or None in sums:
@@ -309,7 +319,7 @@ class KeptSums(transformers.TrainerCallback):
         return replace(batch, columns=batch.columns | {"ref_logps": column})
 
     def add(self, batch: Batch, names: list[bytes]) -> None:
-        """Keep the sums of a batch with the reference's log-probs, by the names that its rows had on the host."""
+        """Store the sums of a batch that has the reference's log-probs, under the given keys."""
         if batch.ref_logp is None or not names:
             return
         sums = batch.grouped(batch.columns["ref_logps"], batch.num_sequences // len(names))
@@ -317,7 +327,9 @@ class KeptSums(transformers.TrainerCallback):
         self._new += names
 
     def on_epoch_begin(self, args: object, state: transformers.TrainerState, control: object, **_: object) -> None:
-        """Join what ranks have computed, but in the middle of an epoch, where a run that was not interrupted would not."""
+        """Exchange the new values of all ranks. In the middle of an epoch nothing is exchanged, as in an uninterrupted
+        run.
+        """
         if state.epoch is None or not float(state.epoch).is_integer():
             return
         new = [(name, self.sums[name]) for name in self._new]
@@ -325,11 +337,11 @@ class KeptSums(transformers.TrainerCallback):
         self._new = []
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: a resumed run reads what the uninterrupted one does, to the last bit."""
+        """Return the state for a checkpoint, so that a resumed run uses exactly the same values."""
         return {"key": self._key, "sums": {name.hex(): sums.hex() for name, sums in self.sums.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Undo `state`."""
+        """Restore the state that `state` returned."""
         self._key, self._reference = state["key"], None
         self.sums = {bytes.fromhex(name): bytes.fromhex(sums) for name, sums in state["sums"].items()}
         self._new = list(self.sums)

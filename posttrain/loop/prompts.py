@@ -1,4 +1,4 @@
-"""The prompts of an online run, checked, repeated and dealt to ranks; and where their rollouts come from (`RolloutSource`)."""
+"""Prompts of an online run: they are checked, repeated and distributed to ranks."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Options of a loader without worker processes.
+# Options for a data loader without worker processes.
 IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
-# Tokens of a prompt that an error quotes.
+# Number of prompt tokens that an error quotes.
 TOKENS_QUOTED = 40
-# Prompts that are tokenised before anything is generated.
+# Number of prompts that are tokenized before anything is generated.
 PROMPTS_TRIED = 256
-# Characters of the first prompt that are logged, and of its end where it is longer.
+# Number of characters of the first prompt that are logged, and of its end if it is longer.
 CHARACTERS_SHOWN, CHARACTERS_AT_END = 400, 60
 
 
 class PromptSource:
-    """Prompts of a run: what is refused of them, in which order they come, and whether they fit the model.
+    """Checks the prompts of a run, orders them, and tests whether they fit the model's context.
 
     Args:
-        args: Of the trainer.
-        tokenizer: Of the policy.
-        length_option: What the config calls the most tokens of a completion, for messages.
-        tokenized: Rows to prompts as the model reads them; None: by the tokenizer.
-        most: Maximum number of tokens of a prompt; a longer one loses its beginning. None: no prompt is cut.
+        args: The trainer's config.
+        tokenizer: Tokenizer of the policy.
+        length_option: Name of the config field with the maximum completion length, for messages.
+        tokenized: Converts rows to prompts as the model reads them. None: the tokenizer is used.
+        most: Maximum number of tokens of a prompt; a longer one loses its beginning. None: prompts are not truncated.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PromptSource:
     ) -> None:
         self.most = most
         self.args, self.tokenizer, self.length_option = args, tokenizer, length_option
-        # Whether columns that are not prompts are left out.
+        # Whether to drop columns that are not prompts.
         self.drops_columns = bool(args.remove_unused_columns)
         self.tokenized = tokenized or self._tokenized
         self._cut_told = False
@@ -76,19 +76,19 @@ class PromptSource:
     def prepared(
         self, train: AnyDataset, evaluation: EvalSets | None, *, images: bool = False
     ) -> tuple[Any, Any, list[dict[str, Any]]]:
-        """Refuse prompts that cannot be generated from.
+        """Check that completions can be generated from all prompts.
 
         Args:
             train: The training set.
-            evaluation: A set, or several by name, or None.
+            evaluation: A dataset, several by name, or None.
             images: Whether rows may have images.
 
         Returns:
-            Both as they are generated from, and the first rows of the training set.
+            Both datasets as they are used for generation, and the first rows of the training set.
 
         Raises:
             DataError: A row has no usable prompt.
-            ConfigError: A generation takes more prompts than there are.
+            ConfigError: One generation needs more prompts than the training set has.
         """
         if self.drops_columns:
             many = isinstance(evaluation, dict)
@@ -112,17 +112,17 @@ class PromptSource:
         evaluation: EvalSets | None,
         reader: PictureProcessor | None = None,
     ) -> tuple[Any, Any]:
-        """Datasets as a driver of episodes needs them: a prompt in every row, messages where there are tools.
+        """Prepare datasets for an episode driver: every row needs a prompt, and with tools the prompt must be messages.
 
         Args:
-            driver: Of the run.
+            driver: Episode driver of the run.
             train: The training set.
-            evaluation: A set, or several by name, or None.
-            reader: Where rows, tools and environments may have images.
+            evaluation: A dataset, several by name, or None.
+            reader: Processor, if rows, tools or environments may have images.
 
         Raises:
-            DataError: The model may call tools, and prompts are text.
-            ModelError: The chat template cannot hold tool calls.
+            DataError: The model may call tools, but prompts are text.
+            ModelError: The chat template does not support tool calls.
         """
         for name, dataset in named_sets({"train": train, "eval": evaluation} if driver.pool is None else {}):
             if driver.calls_tools and reader is None:
@@ -132,22 +132,24 @@ class PromptSource:
         row: dict[str, Any] = next(iter(train), {}) if driver.calls_tools else {}
         if "prompt" in row and not is_conversational({"prompt": row["prompt"]}):
             raise DataError(
-                "tools need conversational prompts, and train_dataset has text in 'prompt'. Give lists of messages: "
+                "tools need conversational prompts, but train_dataset has text in 'prompt'. Use lists of messages: "
                 "[{'role': 'user', 'content': ...}]."
             )
         driver.use_tokenizer(self.tokenizer, reader)
         return train, evaluation
 
     def checked_rows(self, dataset: AnyDataset, name: str) -> list[dict[str, Any]]:
-        """The first rows of a dataset, all of whose prompts can be generated from."""
+        """Return the first rows of a dataset after checking all its prompts."""
         return check_prompts(dataset, name, self.tokenizer)
 
     def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Two of the first rows, as reward functions will see them."""
+        """Return two of the first rows in the form that reward functions get."""
         return head[:2]
 
     def check_size(self, train: AnyDataset) -> None:
-        """Refuse a training set that does not fill one generation; warn where many prompts of an epoch are skipped."""
+        """Raise an error if the training set is too small for one generation. Warn if many prompts of an epoch are
+        skipped.
+        """
         if not isinstance(train, datasets.Dataset):
             return
         args = self.args
@@ -170,29 +172,31 @@ class PromptSource:
     # Order -------------------------------------------------------------------------------------------------------
 
     def group_size(self, mode: str) -> int:
-        """Completions per prompt; ``mode`` is ``train`` or ``eval``."""
+        """Return the number of completions per prompt. ``mode`` is ``train`` or ``eval``."""
         args = self.args
         return (args.num_generations_eval or args.num_generations) if mode == "eval" else args.num_generations
 
     def repeats(self) -> tuple[int, int]:
-        """Prompts of one generation, and how often the loader yields them: once for each micro-batch they are trained in."""
+        """Return the number of prompts per generation, and how often the loader yields them: once for each micro-batch
+        that trains on them.
+        """
         args = self.args
         prompts = (args.generation_batch_size or 0) // args.num_generations
         return prompts, args.num_iterations * (args.steps_per_generation or 1)
 
     def train_rows(self, dataset: AnyDataset) -> Any:
-        """A training stream shuffled and repeated; a Dataset as it is, for `train_sampler`."""
+        """Return a training stream that is shuffled and repeated. A Dataset is returned unchanged, for `train_sampler`."""
         if not isinstance(dataset, datasets.IterableDataset):
             return dataset
         shuffled = dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else dataset
         return repeat_iterable_dataset(shuffled, self.args.num_generations, *self.repeats())
 
     def eval_rows(self, stream: datasets.IterableDataset) -> Any:
-        """A stream to evaluate on, in the order in which `eval_sampler` gives rows."""
+        """Return an evaluation stream in the order in which `eval_sampler` yields rows."""
         return repeat_iterable_dataset(stream.shuffle(seed=self.args.seed), self.group_size("eval"))
 
     def train_sampler(self, dataset: AnyDataset) -> RepeatSampler:
-        """Every prompt G times, and every generation as often as it is trained."""
+        """Return a sampler that yields every prompt G times, and every generation as often as it is trained."""
         prompts, repeats = self.repeats()
         return RepeatSampler(
             dataset,
@@ -204,13 +208,13 @@ class PromptSource:
         )
 
     def eval_sampler(self, dataset: AnyDataset) -> RepeatSampler:
-        """Every prompt as often as evaluation completes it."""
+        """Return a sampler that yields every prompt as often as evaluation completes it."""
         return RepeatSampler(dataset, mini_repeat_count=self.group_size("eval"), seed=self.args.seed)
 
     # Lengths -----------------------------------------------------------------------------------------------------
 
     def check_context(self, limit: int | None) -> None:
-        """Refuse a completion length that leaves no room for any prompt in a context of ``limit`` tokens."""
+        """Raise an error if the completion length leaves no room for a prompt in a context of ``limit`` tokens."""
         longest = self.args.max_completion_length
         if limit is not None and longest >= limit:
             raise ConfigError(
@@ -218,12 +222,12 @@ class PromptSource:
             )
 
     def check_lengths(self, requests: list[Request], limit: int | None, completion: int | None = None) -> None:
-        """Refuse a prompt that does not fit a context of ``limit`` tokens together with its completion.
+        """Raise an error if a prompt and its completion do not fit a context of ``limit`` tokens.
 
         Args:
-            requests: Of one call to the engine.
-            limit: Most tokens of prompt and completion; None is no bound.
-            completion: Most tokens of a completion; None: those of the config.
+            requests: Requests of one engine call.
+            limit: Maximum number of tokens of prompt and completion. None is no limit.
+            completion: Maximum number of tokens of a completion. None: the value of the config.
         """
         completion = self.args.max_completion_length if completion is None else completion
         longest = max((request.prompt_ids for request in requests), key=len, default=())
@@ -235,7 +239,9 @@ class PromptSource:
             )
 
     def token_ids(self, rows: list[dict[str, Any]]) -> list[Any]:
-        """Return prompts as the engine reads them: the last ``most`` tokens of each. The first cut is logged."""
+        """Return prompts as the engine reads them, which are the last ``most`` tokens of each. The first truncation is
+        logged.
+        """
         prompts, most = self.tokenized(rows), self.most
         long = sum(most is not None and len(prompt) > most for prompt in prompts)
         if long and not self._cut_told:
@@ -248,7 +254,9 @@ class PromptSource:
         return tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs or {})
 
     def announce(self, dataset: AnyDataset, limit: int | None, *, schedule: str | None) -> None:
-        """Log the schedule and the first prompt as the model reads it; refuse prompts that do not fit ``limit`` tokens."""
+        """Log the schedule and the first prompt as the model reads it. Raise an error if prompts do not fit ``limit``
+        tokens.
+        """
         if schedule is not None:
             logger.info("schedule: %s", schedule)
         if not isinstance(dataset, Sized) or "prompt" not in known_columns(dataset):
@@ -272,17 +280,17 @@ class PromptSource:
 
 
 def check_stream(args: PostTrainingConfig, train_dataset: AnyDataset) -> None:
-    """A stream must reach each process by itself and in one piece, or its groups fall apart.
+    """Raise an error if a stream would be split between processes, because its groups would be split too.
 
     Raises:
-        ConfigError: The main process would deal its rows out.
+        ConfigError: The main process would distribute the rows.
     """
     if not isinstance(train_dataset, datasets.IterableDataset):
         return
     if args.accelerator_config.dispatch_batches:
         raise ConfigError(
-            "accelerator_config has dispatch_batches=True, and train_dataset is a stream: the main process would hand "
-            "its rows out and cut groups up. Leave it out."
+            "accelerator_config has dispatch_batches=True, but train_dataset is a stream. The main process would "
+            "distribute its rows and split groups. Remove dispatch_batches."
         )
     if args.dataloader_num_workers:
         logger.warning(
@@ -293,12 +301,12 @@ def check_stream(args: PostTrainingConfig, train_dataset: AnyDataset) -> None:
 
 
 def without_workers(args: PostTrainingConfig) -> AbstractContextManager[None]:
-    """Inside, loaders read in this process."""
+    """Return a context in which data loaders read in this process."""
     return with_attributes(args, IN_PROCESS)
 
 
 def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Datasets with their names, those of a dict one by one, without those that are None."""
+    """Return datasets with their names, without those that are None. Dicts of datasets are flattened."""
     pairs = []
     for name, dataset in sets.items():
         several = {f"{name}[{key!r}]": subset for key, subset in dataset.items()} if isinstance(dataset, dict) else None
@@ -307,23 +315,23 @@ def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingConfig | None) -> datasets.Dataset:
-    """One empty prompt for each group of a generation: without a training set, the environment says what is to be done.
+    """Return one empty prompt per group of a generation. Without a training set, the environment writes the prompts.
 
     Args:
-        pool: Environments, if any were given.
-        name: Of the trainer, for messages.
-        args: Of the trainer; None where none were given.
+        pool: Environments, if any were passed.
+        name: Name of the trainer, for messages.
+        args: The trainer's config. None if none was passed.
 
     Raises:
         DataError: There is no environment.
-        ConfigError: Rows must choose an environment, or nothing bounds the run.
+        ConfigError: Rows must choose an environment, or ``max_steps`` is not set.
     """
     if pool is None:
         raise DataError(f"{name} needs train_dataset, and it is None: only an environment_factory can do without.")
     if pool.routed:
         raise ConfigError(
-            "train_dataset=None with a dict of environments: each row says which it wants, in a column 'environment'. Give "
-            "such a dataset, or a single factory."
+            "train_dataset=None with a dict of environments: each row must choose one in a column 'environment'. "
+            "Pass such a dataset, or a single factory."
         )
     if args is None or args.max_steps <= 0:
         max_steps = None if args is None else args.max_steps
@@ -333,10 +341,10 @@ def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingCon
 
 
 def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
-    """A dataset (or several by name) whose rows all have a ``prompt``: an empty one for an environment to fill.
+    """Return a dataset (or several by name) whose rows all have a ``prompt``. An environment fills empty ones.
 
     Raises:
-        ConfigError: Columns would be dropped that ``reset`` is given.
+        ConfigError: Columns would be dropped that ``reset`` receives.
     """
     if isinstance(dataset, dict):
         return {name: with_prompts(subset, drops_columns=drops_columns) for name, subset in dataset.items()}
@@ -344,8 +352,8 @@ def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
     others = sorted(set(names) - {*PROMPT_COLUMNS})
     if drops_columns and others:
         raise ConfigError(
-            f"remove_unused_columns=True would leave out {others}, and an environment's reset gets all columns of its row. "
-            "Leave it off, or remove the columns from the dataset."
+            f"remove_unused_columns=True would drop {others}, but an environment's reset gets all columns of its row. "
+            "Set it to False, or remove the columns from the dataset."
         )
     if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset) or "prompt" in names:
         return dataset
@@ -355,17 +363,17 @@ def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
 
 
 def _only_prompts(dataset: AnyDataset) -> Any:
-    """Without other columns; a reward function that needs one of them learns it in the dry run."""
+    """Drop all other columns. A reward function that needs one of them fails in the dry run."""
     names = known_columns(dataset)
     return dataset.select_columns([name for name in names if name in PROMPT_COLUMNS]) if names else dataset
 
 
 def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
-    """Generations, updates and epochs in words.
+    """Describe generations, updates and epochs in words.
 
     Args:
-        args: With its batch arithmetic resolved.
-        prompts: Rows of the training set; None where it has no length.
+        args: Config with resolved batch sizes.
+        prompts: Number of rows of the training set. None if it has no length.
     """
     slices, passes = args.steps_per_generation or 1, args.num_iterations
     updates = slices * passes / args.gradient_accumulation_steps
@@ -376,8 +384,8 @@ def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
     ]
     if args.gradient_accumulation_steps % (slices * passes) == 0:
         lines.append(
-            "Every slice is trained before the weights move, so the importance ratio is 1: a loss near 0 and a clip ratio of "
-            "0 are normal, and grad_norm shows whether something is learned."
+            "Every slice is trained before the weights change, so the importance ratio is 1. A loss near 0 and a "
+            "clip ratio of 0 are normal, and grad_norm shows whether the model learns."
         )
     else:
         lines.append(
@@ -386,7 +394,7 @@ def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
     if prompts:
         generations = prompts // groups
         steps = generations * slices * passes / args.gradient_accumulation_steps
-        lines.append(f"An epoch of {prompts} prompts is {generations} generations and {steps:g} optimiser steps.")
+        lines.append(f"An epoch of {prompts} prompts is {generations} generations and {steps:g} optimizer steps.")
         if args.max_steps > 0 and steps:
             lines.append(f"max_steps={args.max_steps} is {args.max_steps / steps:.3g} epochs.")
     return " ".join(lines)

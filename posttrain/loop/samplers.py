@@ -1,4 +1,4 @@
-"""Samplers: dataset rows to completions, by one call to the engine, by tools, by a harness or by the user's function."""
+"""Samplers, which complete dataset rows with one engine call, with tools, with a harness or with the user's function."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Sampler(Protocol):
     """Completes dataset rows."""
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Return one completion per row, in their order; a collective.
+        """Return one completion per row, in the same order. This is a collective operation.
 
         Args:
             examples: Dataset rows, groups consecutive.
-            settings: Of this rollout batch.
+            settings: Settings of this rollout batch.
         """
         ...
 
 
 class SingleTurn:
-    """Completes each prompt by one call to the engine.
+    """Completes each prompt with one engine call.
 
     Args:
-        sync: Pushes weights and asks the engine.
-        prompts: Tokenizes prompts, and refuses those that do not fit the context.
+        sync: Pushes weights and calls the engine.
+        prompts: Tokenizes prompts, and checks that they fit the context.
         tokenizer: Tokenizer of the policy.
     """
 
@@ -58,7 +58,9 @@ class SingleTurn:
         return self.batch_of(examples, rollouts)
 
     def complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
-        """Return one completion per prompt. Equal neighbors are one request, which computes their prompt once."""
+        """Return one completion per prompt. Consecutive equal prompts are sent as one request, so that the prompt is
+        computed once.
+        """
         requests = shared_requests(prompts)
         self.prompts.check_lengths(requests, self.sync.context, sampling.max_new_tokens)
         rollouts = self.sync.ask([(requests, sampling)])[0]
@@ -66,7 +68,7 @@ class SingleTurn:
         return [replace(r, pictures=shown) if shown else r for r, shown in zip(rollouts, pictures, strict=True)]
 
     def batch_of(self, examples: list[dict[str, Any]], rollouts: list[Rollout]) -> RolloutBatch:
-        """Decode completions."""
+        """Return a rollout batch with decoded completions."""
         chat = is_conversational(examples[0])
         return RolloutBatch(examples, *decoded(self.tokenizer, rollouts, conversational=chat))
 
@@ -74,21 +76,21 @@ class SingleTurn:
 def make_driver(
     traits: Traits, name: str, args: PostTrainingConfig | None, given: dict[str, Any]
 ) -> EpisodeDriver | None:
-    """The driver of what a trainer was given; None where completions are single turns of the engine.
+    """Create the episode driver for a trainer's arguments. None if completions are single turns.
 
     Args:
-        traits: Of the method.
-        name: Of the trainer's class.
-        args: Its config; None where none was given.
-        given: ``tools``, ``environment_factory``, ``rollout_func``, ``harness``, those that are not None.
+        traits: Traits of the method.
+        name: Name of the trainer class.
+        args: The trainer's config. None if none was passed.
+        given: The arguments ``tools``, ``environment_factory``, ``rollout_func`` and ``harness`` that are not None.
 
     Raises:
-        ConfigError: The trainer takes none of them.
+        ConfigError: The trainer supports none of them.
     """
     if given and not traits.takes_episodes:
         raise ConfigError(
-            f"{name} has no {', '.join(given)}: its completions are single turns of the engine. Fix: use "
-            "GRPOTrainer, or leave it out."
+            f"{name} does not support {', '.join(given)}, because its completions are single turns of the engine. "
+            "Fix: use GRPOTrainer, or remove the argument."
         )
     if not any(given.values()):
         return None
@@ -100,22 +102,22 @@ def make_driver(
 
 
 def place_of(count: int, sync: WeightSync) -> int:
-    """Return how many rows precede the ``count`` rows of this process; a collective."""
+    """Return how many rows precede the ``count`` rows of this process. This is a collective operation."""
     return sum(parallel.all_gather_objects([count], sync.accelerator)[: sync.accelerator.process_index])
 
 
 def group_seeds(count: int, number: int, group_size: int, place: int, seed: int) -> list[int]:
-    """Return a number for each row. Completions that are compared with each other get equal numbers, over ranks too."""
+    """Return a seed for each row. Completions of the same group get equal seeds, on all ranks."""
     base = seed * 1_000_003 + number * 100_003
     return [(base + (place + i) // group_size) % 2**31 for i in range(count)]
 
 
 class Tools:
-    """Completes rows by episodes in environments, with tools, or both.
+    """Completes rows with episodes in environments, with tools, or both.
 
     Args:
         driver: Runs the episodes of this process.
-        single: Completes prompts of environments where the model calls no tools.
+        single: Completes prompts of environments in which the model calls no tools.
         stop_ids: Tokens that end a turn.
     """
 
@@ -123,7 +125,7 @@ class Tools:
         self.driver, self.single, self.stop_ids, self.sync = driver, single, stop_ids, single.sync
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """See `Sampler.sample`. Every row gets an environment, which is reset first."""
+        """See `Sampler.sample`. Every row gets an environment that has been reset."""
         environments, rows = self._begin(examples, settings)
         if self.driver.calls_tools:
             batch = RolloutBatch(rows, *self._run(rows, environments, settings))
@@ -136,7 +138,7 @@ class Tools:
     def _begin(
         self, rows: list[dict[str, Any]], settings: SampleSettings
     ) -> tuple[list[Any] | None, list[dict[str, Any]]]:
-        """Reset an environment for each row; return them, and the rows with what the environments said first."""
+        """Reset an environment for each row. Return the environments, and the rows with their first observations."""
         driver, sync = self.driver, self.sync
         if driver.pool is None:
             return None, rows
@@ -150,7 +152,7 @@ class Tools:
     def _run(
         self, rows: list[dict[str, Any]], environments: list[Any] | None, settings: SampleSettings
     ) -> tuple[list[Rollout], list[Any]]:
-        """One episode a row, of turns and tool calls. Ranks leave the loop together."""
+        """Run one episode of turns and tool calls per row. All ranks leave the loop together."""
         sync = self.sync
 
         def generate(batches: Batches) -> list[list[Rollout]]:
@@ -169,12 +171,12 @@ class Tools:
 
 
 class Harness:
-    """Completes rows by episodes of the user's own code, whose calls of the model are captured.
+    """Completes rows with episodes of the user's own code, whose model calls are captured.
 
     Args:
         driver: Runs the episodes of this process.
-        sync: Pushes weights and asks the engine.
-        vocabulary: V.
+        sync: Pushes weights and calls the engine.
+        vocabulary: Vocabulary size, V.
     """
 
     def __init__(self, driver: EpisodeDriver, sync: WeightSync, vocabulary: int) -> None:
@@ -208,14 +210,14 @@ class Harness:
 
 
 class Function:
-    """Completes rows by the user's ``rollout_func``.
+    """Completes rows with the user's ``rollout_func``.
 
     Args:
-        driver: Checks what the function returns.
-        function: Prompts to a dict of lists.
+        driver: Checks the result of the function.
+        function: Maps prompts to a dict of lists.
         sync: Pushes weights.
         stop_ids: Tokens that end a completion.
-        vocabulary: V.
+        vocabulary: Vocabulary size, V.
     """
 
     def __init__(
@@ -234,7 +236,7 @@ class Function:
         """See `Sampler.sample` and `EpisodeDriver.run_function`."""
         sync, args = self.sync, self.sync.args
         if sync.needs_weight_sync:
-            # The function may ask the same servers: with the weights of now.
+            # The function may query the same servers, so they need the current weights.
             sync.push_if_due()
         with parallel.failing_together(sync.accelerator):
             rollouts, completions, extra = self.driver.run_function(
@@ -243,8 +245,8 @@ class Function:
         if args.vllm_importance_sampling_correction and not any(r.logp for r in rollouts) and not self._warned:
             self._warned = True
             logger.warning(
-                "rollout_func returned no log-probs (logprobs=None): nothing corrects for how far what it sampled from is from "
-                "the policy. Return those of the sampler."
+                "rollout_func returned no log-probs (logprobs=None), so nothing corrects for the difference between "
+                "its sampler and the policy. Return the log-probs of the sampler."
             )
         return RolloutBatch(examples, rollouts, completions, extra=extra)
 

@@ -1,4 +1,4 @@
-"""TR-DPO: the reference follows the policy, every few optimiser steps."""
+"""TR-DPO: the reference follows the policy every few optimizer steps."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "ref_model.safetensors"
 
 
-# Attributes that a parameter has only where a process holds a part of it: ZeRO-3, both kinds of FSDP, tensor parallelism.
+# Attributes of parameters that are sharded over processes: ZeRO-3, FSDP 1 and 2, tensor parallelism.
 SHARD_MARKS = ("ds_id", "_fsdp_flattened", "_is_flat_param", "device_mesh")
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether any parameter is only partly on this process."""
+    """Return whether any parameter is only partly on this process."""
     return any(hasattr(parameter, mark) for parameter in model.parameters() for mark in SHARD_MARKS)
 
 
 def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """The checkpoint folder this run was resumed from: the one that holds this very trainer state.
+    """Return the checkpoint folder from which this run resumed, which is the one with this trainer state.
 
-    A callback does not get the folder. The candidates are ``args.resume_from_checkpoint`` and the output directory's own
-    checkpoint of this step; one of another run, whose history differs, is passed over.
+    Callbacks do not get the folder. The candidates are ``args.resume_from_checkpoint`` and the checkpoint of this step
+    in the output directory. A checkpoint of another run has a different history and is skipped.
     """
     asked = args.resume_from_checkpoint
     candidates = [Path(asked)] if isinstance(asked, str) else []
@@ -62,7 +62,7 @@ def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file that is whole or absent."""
+    """Write a safetensors file atomically."""
     from safetensors.torch import save_file
 
     with whole_file(path) as part:
@@ -70,19 +70,20 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 class SyncRefModelCallback(transformers.TrainerCallback):
-    """Moves the reference towards the policy every ``args.ref_model_sync_steps`` optimiser steps.
+    """Move the reference towards the policy every ``args.ref_model_sync_steps`` optimizer steps.
 
-    ``ref = (1 - a) * ref + a * policy`` with ``a = args.ref_model_mixup_alpha``, parameter by parameter, paired by name.
-    A reference stored in half precision has a float32 copy in main memory that the mixing runs on: where ``a`` is small,
-    ``a * (policy - ref)`` is below half a unit of bfloat16 and the reference would never move. The moved reference is
-    written into every checkpoint and read back on resume.
+    For each parameter, ``ref = (1 - a) * ref + a * policy`` with ``a = args.ref_model_mixup_alpha``. Parameters are
+    matched by name. For a reference in half precision the update is computed on a float32 copy in main memory, because
+    for a small ``a`` the change would be rounded away in bfloat16. The updated reference is saved in every checkpoint
+    and restored on resume.
 
     Args:
-        ref_model: The frozen model, or a `posttrain.models.reference.Reference` that holds one; None does nothing.
-        accelerator: The trainer's.
+        ref_model: The frozen model, or a `posttrain.models.reference.Reference` that holds one. With None the callback
+            does nothing.
+        accelerator: Accelerator of the trainer.
 
     Raises:
-        ModelError: The reference is quantised, carries an adapter, or is no model of its own.
+        ModelError: The reference is quantized, has an adapter, or is not a separate model.
 
     Reference: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), soft update.
     """
@@ -91,8 +92,8 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         if isinstance(ref_model, Reference):
             if ref_model.copy is None:
                 raise ModelError(
-                    "sync_ref_model needs a reference of its own, and this one is the policy with its adapter off. Merge the "
-                    "adapter first, or train without sync_ref_model."
+                    "sync_ref_model needs a separate reference model, but this one is the policy with its adapter "
+                    "disabled. Merge the adapter first, or train without sync_ref_model."
                 )
             ref_model = ref_model.copy
         self.ref_model = ref_model
@@ -110,7 +111,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Check what can be checked before the first step, and take up a resumed reference."""
+        """Check the settings and the models, and restore the reference on resume."""
         if self.ref_model is None:
             return
         steps, alpha = _settings(args)
@@ -131,14 +132,14 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Sync when it is due."""
+        """Update the reference if it is due."""
         steps, alpha = _settings(args)
         if self.ref_model is not None and state.global_step % steps == 0:
             self.sync(model, alpha)
 
     @torch.no_grad()
     def sync(self, policy: nn.Module, alpha: float) -> None:
-        """Mix ``alpha`` of the policy into the reference now; with sharded parameters every rank must call it."""
+        """Update the reference now with mixing weight ``alpha``. With sharded parameters all ranks must call this."""
         pairs = self._pairs(policy)
         with _gathered([p for _, ref, theta in pairs for p in (ref, theta)]) as writes:
             for name, ref, theta in pairs if writes else ():
@@ -153,7 +154,9 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         self._mix_buffers(policy, alpha)
 
     def _mix_buffers(self, policy: nn.Module, alpha: float) -> None:
-        """Running statistics move with the weights; counters are copied. Buffers are whole on every rank."""
+        """Update buffers. Running statistics are mixed like the weights, and counters are copied. Buffers are never
+        sharded.
+        """
         theirs = dict(unwrapped(policy).named_buffers())
         for name, ours in unwrapped(self.ref_model).named_buffers():
             if name in theirs and ours.shape == theirs[name].shape:
@@ -161,7 +164,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
                 ours.copy_(torch.lerp(ours, value, alpha) if ours.is_floating_point() else value)
 
     def _pairs(self, policy: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
-        """``(name, reference, policy)`` for every parameter.
+        """Return ``(name, reference, policy)`` for every parameter.
 
         Raises:
             ModelError: Names, shapes or layouts differ.
@@ -169,26 +172,26 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         ours, theirs = _parameters(self.ref_model), _parameters(policy)
         if odd := sorted(ours.keys() ^ theirs.keys()):
             raise ModelError(
-                f"the reference has {len(ours)} parameters and the policy {len(theirs)}; {len(odd)} names are in one of them "
-                f"only, the first is {odd[0]!r}. Both must be the same architecture."
+                f"the reference has {len(ours)} parameters and the policy {len(theirs)}. {len(odd)} names are in only "
+                f"one of them, the first is {odd[0]!r}. Both must have the same architecture."
             )
         for name, ref in ours.items():
             if _layout(ref) != _layout(theirs[name]):
                 raise ModelError(
-                    f"parameter {name!r} is laid out as {_layout(ref)} in the reference and as {_layout(theirs[name])} in the "
-                    "policy. Shard both the same way (the same wrapping and mesh), or neither."
+                    f"parameter {name!r} has the layout {_layout(ref)} in the reference and {_layout(theirs[name])} "
+                    "in the policy. Shard both the same way (same wrapping and mesh), or neither."
                 )
         return [(name, ref, theirs[name]) for name, ref in ours.items()]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Put the reference into the policy's checkpoint, once it has moved."""
+        """Save the reference in the policy's checkpoint if it has been updated."""
         if self.ref_model is None or state.global_step < _settings(args)[0] or args.save_only_model:
             return
         named = _parameters(self.ref_model)
         if is_sharded(self.ref_model) and not any(is_partitioned(p) for p in named.values()):
             if not self._told:
                 logger.warning(
-                    "a reference sharded by FSDP is not saved: this run cannot be resumed with sync_ref_model."
+                    "a reference sharded by FSDP is not saved, so this run cannot be resumed with sync_ref_model."
                 )
             self._told = True
             return
@@ -205,13 +208,14 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         path = folder / STATE_FILE if folder is not None else None
         if path is None or not path.is_file():
             raise CheckpointError(
-                f"resuming at step {step}: the reference had moved by then, and {path or 'the checkpoint folder'} is not "
-                "there. Training on would measure against the original reference. Resume from a checkpoint that this "
-                "callback saved (in output_dir, or named by args.resume_from_checkpoint)."
+                f"resuming at step {step}: the reference had been updated by then, but "
+                f"{path or 'the checkpoint folder'} does not exist. Training would continue with the original "
+                "reference. Resume from a checkpoint that this callback saved (in output_dir, or named by "
+                "args.resume_from_checkpoint)."
             )
         saved, named = load_file(path), _parameters(self.ref_model)
         if odd := sorted(saved.keys() ^ named.keys()):
-            raise CheckpointError(f"{path} belongs to another model: {odd[0]!r} is in one of the two only.")
+            raise CheckpointError(f"{path} belongs to another model: {odd[0]!r} is in only one of the two.")
         with _gathered(list(named.values())) as writes:
             for name, parameter in named.items() if writes else ():
                 parameter.copy_(saved[name])
@@ -226,18 +230,19 @@ def _settings(args: PostTrainingConfig) -> tuple[int, float]:
 def _refuse(model: nn.Module, role: str) -> None:
     if adapters_of(model):
         raise ModelError(
-            f"sync_ref_model mixes all weights, and the {role} carries an adapter. Merge it first (merge_and_unload), or "
+            f"sync_ref_model mixes all weights, but the {role} has an adapter. Merge it first (merge_and_unload), or "
             "train without sync_ref_model."
         )
     dtype = next((p.dtype for p in model.parameters() if not p.is_floating_point()), None)
     if dtype is not None or getattr(model, "quantization_method", None) is not None:
         raise ModelError(
-            f"sync_ref_model cannot mix into quantised weights, and the {role} is quantised. Load it in bfloat16 or float32."
+            f"sync_ref_model cannot update quantized weights, and the {role} is quantized. Load it in bfloat16 or "
+            "float32."
         )
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters by the name they have without wrappers, inner ones included."""
+    """Return parameters by name without the prefixes of wrappers."""
     named = unwrapped(model).named_parameters()
     return {name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""): p for name, p in named}
 
@@ -249,7 +254,7 @@ def _layout(parameter: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def _gathered(parameters: Sequence[Any]) -> Iterator[bool]:
-    """Parameters in one piece, and whether this process may write them."""
+    """Gather full parameters, and yield whether this process may write them."""
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     if not partitioned:
         yield True

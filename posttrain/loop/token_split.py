@@ -1,4 +1,6 @@
-"""``sp_size``: what a run asks for, what is refused before it trains, and the probe that shows that its model can be divided."""
+"""Sequence parallelism (``sp_size``): its options, the checks before training, and the probe that shows whether a model
+supports it.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What no batch of a divided run has, by the field of the config that would ask for it.
+# Config fields that do not work with sequence parallelism, with the reason.
 WITHOUT = {
-    "neftune_noise_alpha": "noise would repeat from process to process",
-    "top_entropy_quantile": "the quantile is one over all processes, in a pass that one of a group runs alone",
-    "label_smoothing_factor": "logits of all tokens would come together on one process",
+    "neftune_noise_alpha": "the noise would be equal on all processes",
+    "top_entropy_quantile": "the quantile is computed over all processes, but only one group runs the pass",
+    "label_smoothing_factor": "the logits of all tokens would be gathered on one process",
 }
 
 
 @contextmanager
 def without_accelerate(args: PostTrainingConfig) -> Iterator[None]:
-    """Inside, accelerate hears nothing of ``sp_size``: it would hand the run to DeepSpeed."""
+    """Hide ``sp_size`` from accelerate, which would use DeepSpeed for it."""
     if parallel_sizes(args)["sp_size"] == 1:
         yield
         return
@@ -58,78 +60,84 @@ def without_accelerate(args: PostTrainingConfig) -> Iterator[None]:
 
 
 def check_heads(config: Any, size: int) -> None:
-    """Refuse a model whose heads ``size`` processes cannot share.
+    """Raise an error if ``size`` processes cannot share the attention heads of a model.
 
     Args:
-        config: Of the model.
-        size: Processes of a group.
+        config: Config of the model.
+        size: Number of processes in a group.
 
     Raises:
-        ConfigError: Heads of queries do not divide, or the backend takes no mask of ours.
+        ConfigError: The number of query heads is not divisible, or the attention backend does not support our masks.
     """
     text = config.get_text_config()
     heads = query_heads(text)
     if size > 1 and (not heads or heads % size):
         fits = [n for n in range(2, heads + 1) if heads % n == 0]
         raise ConfigError(
-            f"sp_size={size} does not divide the {heads} attention heads of {text.model_type}: every process of a group computes "
-            f"attention of as many heads. Fix: sp_size one of {fits or '(none)'}."
+            f"sp_size={size} does not divide the {heads} attention heads of {text.model_type}. Every process of a "
+            f"group computes the same number of heads. Fix: set sp_size to one of {fits or '(none)'}."
         )
     backend = attention_name(text) or "sdpa"
     if size > 1 and (backend not in MASKABLE or backend == "flex_attention"):
         raise ConfigError(
-            f"sp_size={size} with attn_implementation={backend!r}: tokens are exchanged for heads around the calls of sdpa and "
-            "eager alone. Fix: attn_implementation='sdpa'."
+            f"sp_size={size} does not work with attn_implementation={backend!r}. Tokens are exchanged for heads only "
+            "around the calls of sdpa and eager. Fix: attn_implementation='sdpa'."
         )
 
 
 def check_split(args: PostTrainingConfig, config: PretrainedConfig, *, supported: bool, name: str) -> None:
-    """Refuse what no processes could divide, before a model is read.
+    """Raise an error for settings that do not work with sequence parallelism, before a model is loaded.
 
     Args:
         args: The trainer's config.
-        config: Of the model.
-        supported: Whether the method was shown on divided rows.
-        name: Of the trainer.
+        config: Config of the model.
+        supported: Whether the method was tested with sequence parallelism.
+        name: Name of the trainer.
 
     Raises:
-        ConfigError: A method, heads, a backend or an option that is not divided.
+        ConfigError: The method, the number of heads, the backend or an option does not support it.
     """
     size = parallel_sizes(args)["sp_size"]
     if size == 1:
         return
     check_heads(config, size)
     if not supported:
-        raise ConfigError(f"sp_size={size} was not shown with {name}. Fix: sp_size=1; FSDP2 shards its models.")
+        raise ConfigError(
+            f"sp_size={size} was not tested with {name}. Fix: set sp_size=1 and shard the model with FSDP2."
+        )
     for option, why in WITHOUT.items():
         value = getattr(args, option, None)
         if value and value != type(args).__dataclass_fields__[option].default:
             raise ConfigError(f"sp_size={size} with {option}={value}: {why}. Fix: leave {option} out, or sp_size=1.")
     if args.dry_step or args.auto_batch_size:
-        raise ConfigError(f"sp_size={size}: a step is not tried beforehand. Fix: dry_step=False and a number of rows.")
+        raise ConfigError(
+            f"sp_size={size} does not support a dry step. Fix: set dry_step=False and a fixed batch size."
+        )
     args.dry_step = False
 
 
 def begin_split(
     args: PostTrainingConfig, accelerator: Accelerator, model: nn.Module, layout: Layout, *, supported: bool, name: str
 ) -> Layout:
-    """Make the groups of ``sp_size`` processes, once all is known that would refuse them; the layout that they can divide.
+    """Create the groups of ``sp_size`` processes after all checks. Return the layout that works with sequence
+    parallelism.
 
     Args:
         args: The trainer's config.
-        accelerator: Of the run.
-        model: Ready to run, not wrapped by parallelism.
-        layout: As the model's probe chose it.
-        supported: Whether the method was shown on divided rows.
-        name: Of the trainer.
+        accelerator: Accelerator of the run.
+        model: Model that is ready to run and not wrapped.
+        layout: Layout that the model's probe chose.
+        supported: Whether the method was tested with sequence parallelism.
+        name: Name of the trainer.
 
     Raises:
-        ConfigError: Groups that are not even, heads that do not divide, a method, layout or option that is not divided.
-        ModelError: The probe found that the divided model computes something else.
+        ConfigError: The number of processes or heads is not divisible, or the method, layout or an option does not
+            support it.
+        ModelError: The probe found that the model gives different results with sequence parallelism.
     """
     sizes, world = parallel_sizes(args), accelerator.num_processes
     size = sizes["sp_size"]
-    token_split.activate(None)  # The groups of an earlier trainer.
+    token_split.activate(None)  # Remove the groups of an earlier trainer.
     if size == 1:
         return layout
     _check_world(sizes, world)
@@ -138,16 +146,18 @@ def begin_split(
     encoder = picture_encoder(model)
     if encoder is not None and encoder.processor.family.cross:
         raise ConfigError(
-            f"sp_size={size} with images that stand beside the text (Mllama): its layers read them whole. Fix: sp_size=1."
+            f"sp_size={size} does not work with images outside the text sequence (Mllama), because its layers "
+            "read them whole. Fix: sp_size=1."
         )
     if "DEEPSPEED" in str(accelerator.distributed_type):
         raise ConfigError(
-            f"sp_size={size} with DeepSpeed is not done here. Fix: FSDP2 (or DDP), with the same sp_size."
+            f"sp_size={size} does not work with DeepSpeed. Fix: use FSDP2 (or DDP) with the same sp_size."
         )
     if layout.kind == "padded":
         raise ConfigError(
-            f"sp_size={size} with padded rows: layers of {type(causal_lm(model)).__name__} (or virtual tokens, or functions on "
-            "logits) read whole rows beside attention. Fix: sp_size=1; shard the model (FSDP2) for long rows."
+            f"sp_size={size} does not work with padded rows: layers of {type(causal_lm(model)).__name__} (or virtual "
+            "tokens, or functions on logits) read whole rows outside attention. Fix: set sp_size=1, and shard the "
+            "model (FSDP2) for long rows."
         )
     split = token_split.make_group(size, world=world, rank=accelerator.process_index, device=accelerator.device)
     layout = replace(layout, pad_to_multiple_of=math.lcm(layout.pad_to_multiple_of or 1, size))
@@ -155,8 +165,9 @@ def begin_split(
     _probe(model, layout, accelerator, size)
     rows = args.per_device_train_batch_size * world * args.gradient_accumulation_steps
     logger.info(
-        "sp_size=%d: %d groups of processes compute their batches in turns, each process 1/%d of the columns. A step has %d "
-        "rows: every process brings its own (TRL would take %d).", size, world // size, size, rows, rows // size,
+        "sp_size=%d: each of %d groups computes the batches of its processes in turns, and each process computes "
+        "1/%d of the columns. A step has %d rows, because every process brings its own (TRL would use %d).",
+        size, world // size, size, rows, rows // size,
     )  # fmt: skip
     return layout
 
@@ -165,22 +176,23 @@ def _check_world(sizes: dict[str, int], world: int) -> None:
     size, data = sizes["sp_size"], sizes["dp_replicate_size"] * sizes["dp_shard_size"]
     if world % size or world < size:
         raise ConfigError(
-            f"sp_size={size} does not divide {world} process{'' if world == 1 else 'es'}: groups would not be even. Fix: start a "
-            f"multiple of {size} processes, or another sp_size."
+            f"sp_size={size} does not divide {world} process{'' if world == 1 else 'es'}, so the groups would not be "
+            f"equal. Fix: start a multiple of {size} processes, or choose another sp_size."
         )
     if data > 1 and data * size != world:
         raise ConfigError(
-            f"parallelism_config with dp_replicate_size x dp_shard_size = {data} and sp_size={size} is for {data * size} "
-            f"processes, and there are {world}. Fix: leave the dp sizes out, or make the product {world}."
+            f"parallelism_config with dp_replicate_size x dp_shard_size = {data} and sp_size={size} needs "
+            f"{data * size} processes, but there are {world}. Fix: remove the dp sizes, or make the product {world}."
         )
 
 
 @torch.no_grad()
 def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int) -> None:
-    """Log-probs (or scores) of a small forest, divided, must be those of this process alone; all processes look.
+    """Check that log-probs (or scores) of a small batch are equal with and without sequence parallelism. All processes
+    take part.
 
     Raises:
-        ModelError: They are not: a layer mixes tokens by something else than the attention that is exchanged.
+        ModelError: They differ, because a layer mixes tokens outside the exchanged attention.
     """
     parameters = list(model.parameters())
     if any(p.is_meta for p in parameters):  # Read by one process, and handed out with the shards.
@@ -209,31 +221,32 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
     if reason := disagreement(results[1], results[0], TOLERANCE[torch.float32] if exact else 0.1):
         token_split.activate(None)
         raise ModelError(
-            f"sp_size={size}: {type(causal_lm(model)).__name__} divided over processes does not compute what it computes whole "
-            f"({reason}): a layer mixes tokens beside attention. Fix: sp_size=1."
+            f"sp_size={size}: {type(causal_lm(model)).__name__} gives different results with sequence parallelism "
+            f"({reason}), because a layer mixes tokens outside attention. Fix: sp_size=1."
         )
 
 
 def _tried(model: nn.Module, batch: Batch, needs: frozenset[str], size: int) -> ModelOutputs:
-    """A forward pass, whose failure says what it is a failure of; processes of a group fail alike."""
+    """Run a forward pass and explain its failure. All processes of a group fail in the same way."""
     try:
         return forward(model, batch, needs)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         token_split.activate(None)
         name, said = type(causal_lm(model)).__name__, str(error).splitlines()[0][:160]
         raise ModelError(
-            f"sp_size={size}: {name} does not run divided over processes ({type(error).__name__}: {said}): its layers do not "
-            "hand on what attention must know, or mix tokens beside it. Fix: sp_size=1; shard the model (FSDP2) for long rows."
+            f"sp_size={size}: {name} does not run with sequence parallelism ({type(error).__name__}: {said}). Its "
+            "layers do not pass on what attention needs, or mix tokens outside it. Fix: set sp_size=1, and shard the "
+            "model (FSDP2) for long rows."
         ) from error
 
 
 def refuse_predict(size: int) -> None:
-    """Refuse ``predict``, whose full logits want whole rows on one process.
+    """Raise an error for ``predict``, which needs the full logits of whole rows on one process.
 
     Raises:
         ConfigError: ``sp_size`` is above 1.
     """
     if size > 1:
         raise ConfigError(
-            f"sp_size={size}: predict() reads full logits of whole rows. Fix: predict in a run of its own."
+            f"sp_size={size}: predict() needs full logits of whole rows. Fix: call predict in a run with sp_size=1."
         )

@@ -1,4 +1,4 @@
-"""`PostTrainer`: the one training loop; it does not know which algorithm runs."""
+"""`PostTrainer`, the training loop that all methods share. It does not depend on the algorithm."""
 
 from __future__ import annotations
 
@@ -62,26 +62,29 @@ logger = logging.getLogger(__name__)
 
 
 class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
-    """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
+    """Converts rows to batches, batches to loss terms, and terms to one gradient, for any algorithm.
 
-    What is particular to the algorithm is its ``METHOD``; everything else (loading, adapters, accumulation, ranks, metrics,
-    checkpoints) is here once. A user's subclass may override what is documented as a hook, such as `objective`.
+    The algorithm is defined by ``METHOD``. Everything else (loading, adapters, gradient accumulation, ranks, metrics,
+    checkpoints) is implemented here. A subclass may override the methods that are documented as hooks, such as
+    `objective`.
     """
 
-    loss_is_scaled_for_ga = True  # Our denominators span the whole optimiser step, over micro-batches and ranks.
+    # Denominators are counted over the whole optimizer step, over micro-batches and ranks.
+    loss_is_scaled_for_ga = True
     METHOD: ClassVar[type[Method[Any]]]
-    config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig  # Of METHOD.
-    # Names for the model card, as TRL's trainers have them; by the class that says METHOD where it says no others.
+    config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig  # Set from METHOD.
+    # Names for the model card, as in TRL's trainers. A class with METHOD that does not set them gets them from its
+    # class name.
     _name: ClassVar[str] = "post-training"
     _tag_names: ClassVar[list[str]] = ["posttrain"]
-    # What trainers that prepare rows, or sample, put in their place.
+    # Defaults, replaced by trainers that prepare rows or sample.
     reports: Any = MappingProxyType({})
     rewards: Any = None
     environments: Any = None
     driver: Any = None
-    no_rows: Any = ()  # What an evaluation batch without rows is collated to.
+    no_rows: Any = ()  # Collated form of an evaluation batch without rows.
     _in_loop = False
-    _losses: list[step.Loss] | None = None  # Of ours, while the user's function computes the loss of a pass.
+    _losses: list[step.Loss] | None = None  # Our losses, while the user's function computes the loss of a pass.
     _window_start: float | None = None
     _head: DatasetHead | None = None
 
@@ -96,7 +99,9 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             cls.__init__ = accepting(cls.__init__)
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Refuse unknown arguments. A user's class whose steps read TRL's padded dicts gets adapters (`posttrain.compat`)."""
+        """Raise an error for unknown arguments. A user's subclass whose steps read TRL's padded dicts gets adapters
+        (`posttrain.compat`).
+        """
         check_arguments(cls, kwargs)
         return super().__new__(build.adapted(cls))
 
@@ -108,11 +113,11 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def aux_loss_enabled(self) -> bool:
-        """Whether a mixture of experts has its load-balancing term; TRL's name."""
+        """Whether a mixture of experts uses its load-balancing loss. The name is TRL's."""
         return bool(self.router_coefficient)
 
     def __setattr__(self, name: str, value: object) -> None:
-        # A part of the run, or a setting by TRL's name, is set where it stands.
+        # Parts of the run, and settings under TRL's names, are written where they are stored.
         if name not in attributes.SET or not attributes.write(self, name, value):
             super().__setattr__(name, value)
 
@@ -190,64 +195,70 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         if in_notebook():
             use_rich_progress(self)
 
-    # What a subclass gives ---------------------------------------------------------------------------------------
+    # Hooks of subclasses --------------------------------------------------------------------------------------------
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """The algorithm: unreduced loss terms and metrics of one batch."""
+        """Compute the algorithm's unreduced loss terms and metrics of one batch."""
         return self.method.objective(outputs, batch, self.run.now())
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Prepared dataset examples as rows."""
+        """Convert prepared dataset examples to rows."""
         return self.method.rows(examples)
 
     def reads_images(self) -> tuple[bool, bool]:
-        """Whether rows may hold pictures, and whether tools or environments may show some."""
+        """Return whether rows may contain images, and whether tools or environments may return images."""
         return self.method.traits.reads_images, False
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Check and tokenise all datasets, once; runs before the model is loaded."""
+        """Check and tokenize all datasets once, before the model is loaded."""
         prepared = self.prepare(train, "train", training=True)
         return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
 
     def prepare_evaluation(self, dataset: AnyDataset) -> Any:
-        """One raw evaluation set, or several by name, as the loop needs them; prepared ones come back equal."""
+        """Prepare one raw evaluation set, or several by name. Prepared sets are returned unchanged."""
         if isinstance(dataset, dict):
             return {name: self.prepare(subset, name) for name, subset in dataset.items()}
         return self.prepare(dataset, "eval")
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """One raw dataset as the collator needs it."""
+        """Prepare one raw dataset for the collator."""
         return dataset
 
     # Construction ------------------------------------------------------------------------------------------------
 
     @property
     def split_size(self) -> int:
-        """Processes that compute each batch together."""
+        """Number of processes that compute each batch together."""
         split = token_split.active()
         return 1 if split is None else split.size
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the parent's; what accelerate would do with ``sp_size`` needs DeepSpeed, and is done here."""
+        """Create the accelerator as the parent does. ``sp_size`` is handled here, because accelerate needs DeepSpeed
+        for it.
+        """
         with without_accelerate(self.args):
             super().create_accelerator_and_postprocess()
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
-        """The model behind a string."""
+        """Load the model with this path or id."""
         return load.create_model_from_path(model_id, **kwargs)
 
     def _choose_layout(self, model: nn.Module) -> Layout:
-        # User functions on logits need one sequence per row.
+        # User functions that read logits need one sequence per row.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
         return build.choose_layout(model, self.args, padded=any(one is not None for one in wanted))
 
     def read_also_by(self, other: nn.Module | None) -> None:
-        """Lay rows out so that another model, which gets the same passes, computes them as each sequence alone."""
+        """Choose a row layout for which another model, which gets the same passes, computes each sequence
+        independently.
+        """
         if other is not None:
             self.layout = build.joint_layout(self.layout, other, self.args)
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
-        """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
+        """Return the function that converts dataset examples to the loader's items, here the batches of one
+        micro-batch.
+        """
         if self.vision.reader is None:
             return lambda examples: self.run.collate(self.rows(examples))
         return lambda examples: self.run.collate(self.vision.placed(self.rows(examples), examples))
@@ -268,24 +279,26 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     # Checks and reports ------------------------------------------------------------------------------------------
 
     def check_start(self) -> None:
-        """The model and its layout, then the rows; a method adds what it needs to begin."""
+        """Run the checks of the model, its layout and the rows. A method may add its own setup."""
         if self.args.strict_data and self.train_dataset is not None:
             self.data_report()
         self.checks.start(self.model, self.layout)
         self.check_data()
 
     def check_data(self) -> None:
-        """A sample of the rows that will be trained; a method adds its own."""
+        """Run the checks on a sample of the training rows. A method may add its own."""
         self.checks.data(self.head, self.eval_dataset)
 
     @property
     def preflight(self) -> Preflight:
-        """What was looked for in this run, and what was found."""
+        """Checks of this run and their findings."""
         return self.checks.preflight
 
     @property
     def head(self) -> DatasetHead:
-        """The training rows that are looked at before training, read once; another ``train_dataset`` is read anew."""
+        """Training rows that are checked before training. They are read once, and again if ``train_dataset`` is
+        replaced.
+        """
         if self._head is None or self._head.prepared is not self.train_dataset:
             sources = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
             about = {"fills_prompts": self.checks.fills_prompts, "id_columns": self.method.traits.id_columns}
@@ -293,10 +306,10 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self._head
 
     def data_report(self) -> DataReport:
-        """What the training set looks like to the model, from rows spread over it.
+        """Return a summary of the training set as the model sees it, computed from rows spread over the set.
 
         Raises:
-            DataError: ``strict_data`` is set and there is something to warn of.
+            DataError: ``strict_data`` is set and there are warnings.
 
         >>> print(trainer.data_report())  # doctest: +SKIP
         """
@@ -310,16 +323,17 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             return self.vision.prompt_rows(examples) or prompt_rows(examples, *about)
 
     def dry_step(self, batch_size: int | None = None) -> DryStep:
-        """Forward and backward of the longest rows, see `posttrain.loop.dry_step.dry_step`."""
+        """Run forward and backward on the longest rows, see `posttrain.loop.dry_step.dry_step`."""
         return dry_step(self.run, self.head, self.optimizer, batch_size)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train; Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint and returns: ``trainer.interrupt.requested``.
+        """Train the model. Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint and returns, with
+        ``trainer.interrupt.requested`` set.
 
         Args:
-            resume_from_checkpoint: A folder; True: the last whole checkpoint of ``output_dir``; ``"auto"``: that one where there
-                is one, else the run begins anew.
-            kwargs: As of transformers.
+            resume_from_checkpoint: Folder of a checkpoint. True: the last complete checkpoint in ``output_dir``.
+                ``"auto"``: the same if there is one, otherwise the run starts from the beginning.
+            kwargs: Keyword arguments as in transformers.
         """
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
@@ -330,8 +344,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         configured = self.args.resume_from_checkpoint
         if configured and resume_from_checkpoint is None:
             logger.warning(
-                "resume_from_checkpoint=%r of the config was not given to train(), as in transformers: the run begins anew. Fix: "
-                "train(resume_from_checkpoint=%r).", configured, configured,
+                "resume_from_checkpoint=%r of the config was not passed to train(), as in transformers, so the run "
+                "starts from the beginning. Fix: train(resume_from_checkpoint=%r).", configured, configured,
             )  # fmt: skip
         resume = self.checkpoints.resolve(resume_from_checkpoint, self.model)
         if resume_from_checkpoint is not None:
@@ -340,10 +354,10 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             if self.accelerator.is_main_process:
                 self.checkpoints.take_folder(self.model, self.checks, resumed=resume is not None)
         if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
-            # At 0 no norm is taken, and NaN reaches the weights.
+            # With 0 the norm is not computed, so NaN would reach the weights.
             self.args.max_grad_norm = math.inf
         self.interrupt.install(self.accelerator)
-        # transformers' own hook would take the width of a row for the length of each document in it.
+        # The hook of transformers would use the width of a packed row as the length of each document in it.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         try:
             plain = contextlib.nullcontext(forward)
@@ -360,12 +374,12 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
                     callback.stop()
 
     def _replaced(self, base: type, name: str, default: Any) -> Any:
-        """The method of this trainer where a subclass of ``base``, or a user on this very trainer, put one; else ``default``."""
+        """Return this trainer's method if a subclass of ``base`` or the user replaced it; otherwise ``default``."""
         replaced = name in vars(self) or inspect.getattr_static(type(self), name) is not vars(base)[name]
         return getattr(self, name) if replaced else default
 
     def resolve(self) -> None:
-        """Put what a subclass, or a user on this very trainer, replaces of the loop into the run."""
+        """Store the loop functions that a subclass, or the user on this object, has replaced in the run."""
         self.run = replace(self.run, hooks=self._hooks())
 
     def _hooks(self) -> Hooks:
@@ -386,7 +400,9 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device | str
     ) -> tuple[list[Any], None]:
-        """All micro-batches of one optimiser step, so that its denominators are known before the first forward."""
+        """Draw all micro-batches of one optimizer step, so that its denominators are known before the first forward
+        pass.
+        """
         began = time.perf_counter()
         drawn = list(itertools.islice(epoch_iterator, num_batches))
         self.checkpoints.place.draw(epoch_iterator, len(drawn), num_batches)
@@ -403,17 +419,17 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.checks.report_overlong()
         step.count_tokens(self.run, batches, counts)
         self.run.watch("step", self.run, batches, counts)
-        # Methods that sample count tokens when they are sampled, each prompt once per completion.
+        # Methods that sample count tokens when they sample, with each prompt once per completion.
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
         self._passes, self.denominators, self.progress.sums = [], counts, None
         if hooks.prepare is not None:
             micro_batches = hooks.prepare(self.run, drawn, micro_batches, "train")
-        # A step of fewer micro-batches ends with the last one all the same, and leaves no gradient to the next step.
+        # A step with fewer micro-batches also ends with its last one, so that no gradient is left for the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward over the batches of one micro-batch; returns their summed loss."""
+        """Run forward and backward over the batches of one micro-batch, and return the sum of their losses."""
         model.train()
         run, problem = self.run, None
         self._passes.append(inputs)
@@ -423,7 +439,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         try:
             found = step.forward_backward(run, model, passes, run.progress.denominators, run.now())
         except torch.OutOfMemoryError as error:
-            problem = error.with_traceback(None)  # The frames of the traceback hold the activations.
+            problem = error.with_traceback(None)  # The frames of the traceback would keep the activations in memory.
         if problem is not None:
             if run.hooks.before_split is not None:
                 run.hooks.before_split(run, self._passes)
@@ -432,7 +448,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return found.value
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
+        """Clip the gradient. A gradient that is not finite is not applied, and three in a row end the run."""
         norm = super()._clip_grad_norm(model)
         if step.is_finite(self.run, model, norm):
             self.run.watch("gradient", model, self._passes)
@@ -441,16 +457,17 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Batch to scalar: forward, objective, reduce. A subclass may change what comes out; evaluation goes through it too.
+        """Compute the loss of a batch: forward, objective and reduction. A subclass may change the result, for
+        evaluation too.
 
         Args:
-            model: What to run, wrapped as the run wraps it.
-            inputs: One forward pass.
+            model: Model to run, wrapped as in the run.
+            inputs: Batch of one forward pass.
             return_outputs: Also return the `ModelOutputs`.
             num_items_in_batch: See `Denominators.over`.
 
         Returns:
-            The sum of the pass's terms over counts of the whole optimiser step, so that losses of passes add up.
+            The sum of the pass's terms divided by counts of the whole optimizer step, so that losses can be added.
         """
         run = self.run
         allowed = run.loss_function is not None or run.method.traits.takes_loss_func
@@ -466,28 +483,32 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return (found.value, found.outputs) if return_outputs else found.value
 
     def as_batch(self, inputs: Any) -> Batch:
-        """What ``compute_loss`` is given, as a batch."""
+        """Return the input of ``compute_loss`` as a batch."""
         return inputs
 
     def _users_loss(self, run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> step.Loss:
-        """What the user's ``compute_loss`` or ``compute_loss_func`` says of a pass, with the metrics of ours that it calls."""
+        """Return the loss of the user's ``compute_loss`` or ``compute_loss_func`` for a pass, with the metrics of our
+        losses that it calls.
+        """
         with with_attributes(self, {"_losses": []}):
             value, losses = self.compute_loss(model, batch), self._losses or ()
         sums = functools.reduce(step.add_sums, (found.sums for found in losses), None)
         return step.Loss(value, tuple(metrics for found in losses for metrics in found.metrics), sums)
 
     def comparison(self, batch: Batch) -> Any:
-        """What the output layer does instead of log-probs, see `TokenHead.compare`; None: nothing."""
+        """Return the computation that the output layer does instead of log-probs, see `TokenHead.compare`. None: no
+        such computation.
+        """
         return None
 
     # Logging and checkpoints -------------------------------------------------------------------------------------
 
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The window's metrics with those that follow from others; training and evaluation both pass here."""
+        """Add derived metrics to the metrics of a window, in training and evaluation."""
         return self.method.derived_metrics(metrics)
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
-        """The metrics of the window since the last call, over all ranks."""
+        """Return the metrics since the last call, reduced over all ranks."""
         return self.run.reduced_metrics(mode)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -516,7 +537,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             with self.interrupt.evaluation():
                 metrics = super()._evaluate(*args, **kwargs)
         except checkpoint.EvaluationStopped:
-            self.reduced_metrics("eval")  # Of the batches before, and of no later evaluation.
+            # Discard metrics of earlier batches, so that they do not appear in a later evaluation.
+            self.reduced_metrics("eval")
             if self._in_loop:
                 raise
             return {}  # `eval_on_start`: the first step ends the run.
@@ -526,11 +548,13 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any
     ) -> None:
-        """Write ``<output_dir>/README.md``: what the model is, how it was trained, how it is used."""
+        """Write ``<output_dir>/README.md`` with the model's description, training and usage."""
         create_model_card(self, model_name, dataset_name, tags)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is checked, once."""
+        """Save the model as `transformers.Trainer.save_model` does. The padding and stop tokens of the saved configs
+        are checked once.
+        """
         self.checks.saved_tokens(self.model, self.processing_class)
         folder = Path(output_dir or self.args.output_dir)
         with contextlib.ExitStack() as stack:
@@ -604,13 +628,13 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self._complete_checkpoint()
 
     def _complete_checkpoint(self) -> None:
-        """Mark the checkpoint that was written last as whole, then push it."""
+        """Mark the last checkpoint as complete, then push it."""
         final = self.checkpoints.complete(self.state)
         if final is not None and self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
     def _write_checkpoint(self, part: Path) -> None:
-        """Everything of a checkpoint, before it is moved to its place."""
+        """Write all files of a checkpoint before it is renamed to its final path."""
         self.save_model(str(part), _internal_call=True)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(part))
@@ -642,7 +666,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        tied = vars(self.model).get("all_tied_weights_keys", {})  # Saved once, under the name they share.
+        # Tied weights are saved once, under the name they share.
+        tied = vars(self.model).get("all_tied_weights_keys", {})
         load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
         super()._issue_warnings_after_load(load_result)
 
@@ -656,7 +681,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self._unevaluated = self.checkpoints.place.checkpoint if owed else None
         if self.state.global_step >= self.state.max_steps > 0 and self.checkpoints.place.checkpoint:
             logger.warning(
-                "the checkpoint has taken %d steps, and max_steps is %d: nothing is left to train.",
+                "the checkpoint is at step %d and max_steps is %d, so there is nothing left to train.",
                 self.state.global_step, self.state.max_steps,
             )  # fmt: skip
             return self.state.num_train_epochs, 0
@@ -668,7 +693,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             super()._load_rng_state(checkpoint)
 
     def _evaluate_resumed(self) -> None:
-        """Evaluate the checkpoint that a run resumes from, if the run was interrupted before this evaluation."""
+        """Evaluate the checkpoint from which a run resumes, if the run was interrupted before this evaluation."""
         folder, self._unevaluated = self._unevaluated, None
         metrics = None if folder is None else self._evaluate(None, None)
         if metrics and self._determine_best_metric(metrics, None):
@@ -676,7 +701,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._evaluate_resumed()  # Of a run that had no step left.
-        # At a limit of 1 transformers would remove all but the best: other runs' checkpoints, and what one resumes from.
+        # With a limit of 1 transformers would remove all checkpoints except the best, including those of other runs and
+        # the one to resume from.
         with with_attributes(self.args, {"save_total_limit": None}):
             return super()._finalize_training(*args, **kwargs)
 
@@ -687,7 +713,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
 
     def state_to_save(self) -> dict[str, Any]:
-        """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
+        """Return the additional state for a checkpoint as JSON, so that a resumed run equals an uninterrupted one."""
         rows = self.get_total_train_batch_size(self.args)
         seen = checkpoint.rows_fingerprint(self._raw)
         settings = checkpoint.settings(self.args, self.state.max_steps)
@@ -695,7 +721,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return saved | self.method.saved(self.run.progress.own)
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
-        """Undo `state_to_save`."""
+        """Restore the state that `state_to_save` returned."""
         skips = not self.args.ignore_data_skip
         checkpoint.refuse_other_rows(state, checkpoint.rows_fingerprint(self._raw), skips=skips)
         self.counters = state["counters"]
@@ -705,7 +731,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Reduce this window's metrics over ranks, once, and pass everything on."""
+        """Reduce the metrics since the last call over ranks, and log everything."""
         if self.run.progress.eval_rounds:
             count_rounds(logs, self.run.progress.eval_rounds)
         if not any(key.startswith("eval_") for key in logs):
@@ -717,13 +743,17 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     # Evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: EvalSets | None = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As `transformers.Trainer.evaluate`; a raw dataset is prepared first, a string names one given at construction."""
+        """Evaluate as `transformers.Trainer.evaluate` does. A raw dataset is prepared first. A string selects one of
+        the trainer's evaluation sets.
+        """
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self.prepare_evaluation(plain_rows(eval_dataset))
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `transformers.Trainer.predict`; a raw dataset is prepared first, and full logits want one sequence a row."""
+        """Predict as `transformers.Trainer.predict` does. A raw dataset is prepared first. Rows are padded, because
+        full logits need one sequence per row.
+        """
         refuse_predict(self.split_size)
         layout, self.layout = self.layout, Layout("padded", row_tokens=self.layout.row_tokens)
         try:
@@ -737,7 +767,9 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self, dataset: AnyDataset, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None = None,
         is_training: bool = False, dataloader_key: str | None = None,
     ) -> DataLoader:  # fmt: skip
-        """As the parent's for training, but batches stay where counting waits for no GPU; for evaluation `evaluation_loader`."""
+        """Create a data loader. For training it is the parent's, but batches stay on the CPU so that counting does not
+        wait for the GPU. For evaluation it is `evaluation_loader`.
+        """
         if is_training:
             loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
             loader.device = None
@@ -754,19 +786,21 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def answers_per_row(self) -> int:
-        """Sequences of a row of the dataset."""
+        """Number of sequences per dataset row."""
         return self.method.traits.answers
 
     @property
     def eval_group(self) -> int:
-        """Consecutive rows of an evaluation batch that are compared with each other."""
+        """Number of consecutive rows of an evaluation batch that are compared with each other."""
         return 1
 
     def evaluation_loop(  # The signature is transformers'.
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
-        """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
+        """Compute the loss over the whole set, divided by its own counts, so that it does not depend on the evaluation
+        batch size.
+        """
         self.resolve()
         self.callback_handler.eval_dataloader, self.run.progress.eval_rounds = dataloader, 0
 
@@ -783,16 +817,18 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def own_loss(self) -> bool:
-        """Whether the user's code says what the loss is: a subclass's ``compute_loss``, or ``compute_loss_func``."""
+        """Whether the user defines the loss, with a subclass's ``compute_loss`` or with ``compute_loss_func``."""
         replaced = "compute_loss" in vars(self) or build.user_override(type(self), "compute_loss") is not None
         return replaced or self.compute_loss_func is not None
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
-        """One (logits, labels) a row, in the order of the dataset; ``preprocess_logits_for_metrics`` makes them small."""
+        """Return one (logits, labels) pair per row, in dataset order. ``preprocess_logits_for_metrics`` can make them
+        smaller.
+        """
         return predicted_rows(model, batches, self.preprocess_logits_for_metrics)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Six per parameter and token, as the forward and backward of a dense transformer cost."""
+        """Return six operations per parameter and token, the cost of forward and backward in a dense transformer."""
         return 6 * sum(p.numel() for p in self.model.parameters()) * sum(batch.num_tokens for batch in inputs)
 
     def _track_num_input_tokens(self, inputs: list[Batch]) -> None:

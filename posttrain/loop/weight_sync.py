@@ -1,4 +1,6 @@
-"""Weight sync: engines are made, get the weights that moved, are proven to hold them, and are asked for rollouts."""
+"""Weight synchronization: engines are created, receive changed weights, are checked to hold them, and generate
+rollouts.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +45,19 @@ Asked = tuple[Sequence[Request], Sampling]
 
 
 def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: Tokenizer, pad_token_id: int) -> Any:
-    """The engine in process that the config names, on a model.
+    """Create the in-process engine that the config names, for a model.
 
-    It gets the tokenizer that guides and stop strings speak of, and the settings of transformers' continuous batching,
-    which is for text.
+    The engine gets the tokenizer for guided decoding and stop strings, and the settings of transformers' continuous
+    batching, which only supports text.
 
     Args:
-        model: That samples.
-        args: With ``rollout_engine`` and its options.
-        tokenizer: Of the policy.
-        pad_token_id: Of the policy.
+        model: Model that samples.
+        args: The trainer's config with ``rollout_engine`` and its options.
+        tokenizer: Tokenizer of the policy.
+        pad_token_id: Padding token of the policy.
 
     Raises:
-        ConfigError: Continuous batching with a processor.
+        ConfigError: Continuous batching is requested with a processor.
     """
     options = {"folder": args.output_dir, "cache": args.cache_implementation}
     engine: Any = create_engine(args.rollout_engine, model, pad_token_id=pad_token_id, **options)
@@ -65,8 +67,8 @@ def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: To
         return engine
     if inner_tokenizer(tokenizer) is not tokenizer:
         raise ConfigError(
-            "use_transformers_continuous_batching=True with a processor: it generates from text alone. Give a tokenizer, or "
-            "use another rollout_engine."
+            "use_transformers_continuous_batching=True does not work with a processor, because it only supports "
+            "text. Pass a tokenizer, or use another rollout_engine."
         )
     engine.settings = dict(args.transformers_continuous_batching_config or {})
     return engine
@@ -75,13 +77,13 @@ def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: To
 def engine_of(
     run: Run, given: RolloutEngine | None, rewards: RewardRunner, engine_on: Callable[[nn.Module], Any] | None = None
 ) -> Any:
-    """Return the engine object that was given, or the one that the config names.
+    """Return the engine object that was passed, or create the one that the config names.
 
     Args:
-        run: Of a method that samples.
+        run: Run of a method that samples.
         given: An engine, or None.
         rewards: The reward functions.
-        engine_on: Makes an engine in process on a model. None: `training_engine`.
+        engine_on: Creates an in-process engine for a model. None: `training_engine`.
     """
     args = run.args
     if given is not None:
@@ -100,7 +102,7 @@ def engine_of(
 
 
 def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> Any:
-    """Return the engine of ``use_vllm=True``: in process, or one that asks servers."""
+    """Create the engine of ``use_vllm=True``, which runs in this process or queries servers."""
     check_mergeable(model)
     if args.vllm_mode != "server":
         return plugins.module("extensions.vllm.engine").VLLMEngine.for_training(model, args, accelerator)
@@ -108,10 +110,10 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
 
 
 def whole_update(push: Callable[[], None], tries: int) -> None:
-    """One push, the whole of it anew where it failed midway.
+    """Push the weights. If a push fails, the whole update is repeated.
 
     Raises:
-        WeightSyncError: The last of ``tries`` failed too.
+        WeightSyncError: All ``tries`` pushes failed.
     """
     for tried in range(1, tries + 1):
         try:
@@ -123,14 +125,15 @@ def whole_update(push: Callable[[], None], tries: int) -> None:
 
 
 class WeightSync:
-    """Stands between an online trainer and its engine: pushes weights that moved, proves that they arrived, asks for rollouts.
+    """Connects an online trainer to its engine: pushes changed weights, checks that they arrived, and requests
+    rollouts.
 
-    Engines that share the trainer's weights are asked on every rank. Engines with a copy of the weights get new ones
-    first, wherever those have moved. Of a collective engine the main process alone sends the requests of all ranks.
+    An engine that shares the trainer's weights is called on every rank. An engine with a copy of the weights receives
+    changed weights first. For an engine that only the main process calls, the requests of all ranks are gathered there.
 
     Args:
-        engine: That samples.
-        run: Whose weights are pushed.
+        engine: Engine that samples.
+        run: Run whose weights are pushed.
     """
 
     def __init__(self, engine: Any, run: Run) -> None:
@@ -145,20 +148,20 @@ class WeightSync:
 
     @property
     def needs_weight_sync(self) -> bool:
-        """Whether the engine samples with a copy of the weights."""
+        """Whether the engine has its own copy of the weights."""
         return self.engine.capabilities.needs_weight_sync
 
     @property
     def context(self) -> int | None:
-        """Most tokens of prompt and completion, of the model and of the engine."""
+        """Maximum number of tokens of prompt and completion, for the model and the engine."""
         limits = [context_length(self.run.model.config.get_text_config()), self.engine.capabilities.context]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_engine(self, engine: Any) -> None:
-        """Compare what servers say of themselves with what this run needs, before anything is generated.
+        """Compare the reported configuration of servers with what this run needs, before anything is generated.
 
         Args:
-            engine: Any engine that asks servers; every process calls it, the main one with the engine.
+            engine: An engine that queries servers. All processes call this, the main process with the engine.
         """
         if self.args.preflight == "off":
             return
@@ -172,10 +175,13 @@ class WeightSync:
             return []
         return engine.findings(self.accelerator.unwrap_model(self.run.model), self.args)
 
-    # Asking it -------------------------------------------------------------------------------------------------------
+    # Requests
+    # ----------------------------------------------------------------------------------------------------------
 
     def ask(self, batches: Sequence[Asked]) -> list[list[Rollout]]:
-        """Rollouts of each ``(requests, sampling)`` of this process; every process calls it, with an empty list too."""
+        """Return rollouts for each ``(requests, sampling)`` of this process. All processes call this, with an empty
+        list if they have no requests.
+        """
         engine = self.engine
         if not self.needs_weight_sync:
             whole = parallel.whole_parameters(self.run.progress.wrapped, self.accelerator)
@@ -195,7 +201,7 @@ class WeightSync:
         raise AssertionError("unreachable")
 
     def _ask_main(self, batches: Sequence[Asked]) -> list[list[Rollout]]:
-        """Everything to the main process, one call to the engine, and each process its own."""
+        """Gather all requests on the main process, call the engine once, and return to each process its own rollouts."""
         mine = [_seeded(requests, sampling) for requests, sampling in batches]
         asked = parallel.gather_objects(mine, self.accelerator)
 
@@ -209,18 +215,18 @@ class WeightSync:
         return parallel.scatter_objects(shares, self.accelerator)
 
     def rest(self) -> None:
-        """Training wants the memory: an engine that can sleeps until the next generation, tool turns and all, begins."""
+        """Let the engine release its memory for training, until the next generation begins (including all tool turns)."""
         if self.needs_weight_sync:
             self.engine.sleep()
 
     def forget_push(self) -> None:
-        """The weights were replaced as a whole: push them before the next generation."""
+        """Push the weights before the next generation, because they were replaced completely."""
         self._pushed_at = None
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def push_if_due(self) -> None:
-        """Send the weights where they have moved since the last time, or where a server lacks them."""
+        """Push the weights if they have changed since the last push, or if a server does not have them."""
         here = (self.run.progress.state.global_step, self._moved())
         due = here != self._pushed_at or self.engine.needs_weights()
         if parallel.all_reduce_sum([float(due)], self.accelerator)[0] == 0:
@@ -238,21 +244,23 @@ class WeightSync:
             except (
                 ServerUnreachable,
                 ServerBusy,
-            ) as error:  # The next generation waits for the server, pushes again and compares again.
+            ) as error:  # The next generation waits for the server, then pushes and compares again.
                 logger.warning("%s Its weights are compared after the next push.", error)
                 self._pushed_at, self.parity.ended = None, None
 
     def parity_due(self, again: bool = False) -> bool:
-        """Return whether log-probs are compared after this push; the same answer on every rank.
+        """Return whether log-probs are compared after this push. The result is equal on every rank.
 
         Args:
-            again: The push repeats a version, for a server that lacked it.
+            again: Whether the push repeats a version for a server that did not have it.
         """
         due = self.args.preflight != "off" and (again or self.parity.due())
         return parallel.all_reduce_sum([float(due)], self.accelerator)[0] > 0
 
     def _moved(self) -> int:
-        """A number that changes when anybody writes into the weights; 0 where gathering shards writes into them anyway."""
+        """Return a number that changes whenever the weights are written. 0 for sharded weights, which are written on
+        each gather.
+        """
         if parallel.shards_parameters(self.accelerator):
             return 0
         return sum(parameter._version for parameter in self.run.model.parameters())
@@ -264,7 +272,7 @@ class WeightSync:
         def send() -> None:
             if engine.capabilities.main_process_only and not self.accelerator.is_main_process:
                 for _ in weights if parallel.shards_parameters(self.accelerator) else ():
-                    pass  # Where parameters are sharded, the main process cannot read them alone.
+                    pass  # If parameters are sharded, the main process cannot read them alone.
             else:
                 engine.load_weights(weights, self._pushes)
 
@@ -275,36 +283,38 @@ class WeightSync:
         )
 
     def outgoing(self, can: Capabilities) -> Weights | AdapterWeights:
-        """What is pushed: the adapter alone where model and engine allow it, else all weights; settled at the first push.
+        """Return the weights to push: only the adapter if the model and the engine support it, otherwise all weights.
+        Decided at the first push.
 
         Args:
-            can: Of the engine; that of the main process counts.
+            can: Capabilities of the engine. Those on the main process are used.
 
         Raises:
-            ConfigError: ``adapter_sync="adapter"``, and it cannot go alone; or its rank is above what the engine takes.
+            ConfigError: ``adapter_sync="adapter"`` is set but the adapter cannot be pushed alone, or its rank is larger
+                than the engine supports.
         """
         model, choice = self.run.progress.wrapped, self.args.adapter_sync
         if self._adapter_rank is None:
             rank, layers = parallel.all_gather_objects([(can.adapter_rank, can.adapter_layers)], self.accelerator)[0]
-            missing = None if rank else "the engine takes no adapters (vLLM: --enable-lora, on this machine)"
+            missing = None if rank else "the engine does not support adapters (vLLM: --enable-lora, on this machine)"
             why = adapter_obstacle(model, layers) or missing
             if choice == "adapter" and why:
                 raise ConfigError(
-                    f"adapter_sync='adapter': the adapter cannot be sent alone to {self.engine.name}: {why}. Fix: "
-                    "adapter_sync='auto', which sends merged weights then."
+                    f"adapter_sync='adapter': the adapter cannot be sent alone to {self.engine.name}: {why}. Fix: use "
+                    "adapter_sync='auto', which then sends merged weights."
                 )
             if choice == "auto" and why and adapters_of(model):
-                logger.warning("The adapter is added to the weights, and all of them are pushed: %s.", why)
+                logger.warning("The adapter is merged and all weights are pushed: %s.", why)
             self._adapter_rank = 0 if choice == "merged" or why else rank
         if self._adapter_rank:
             return AdapterWeights(model, dtype=can.dtype, most=self._adapter_rank)
         return Weights(model, dtype=can.dtype, checkpoint_names=can.checkpoint_names)
 
     def _check_parity(self) -> None:
-        """Log-probs of fixed sequences on both sides; once more after a second push where they differ.
+        """Compare the log-probs of fixed sequences in trainer and engine. If they differ, push and compare once more.
 
         Raises:
-            WeightSyncError: They differ still.
+            WeightSyncError: They still differ.
         """
         if self.args.preflight == "off" or not self.engine.capabilities.scores_sequences:
             return
@@ -321,7 +331,7 @@ class WeightSync:
         self.refuse(finding, self._pushes)
 
     def refuse(self, finding: Any, version: int) -> None:
-        """Record a finding and raise it; does nothing for None."""
+        """Record a finding and raise it. Does nothing for None."""
         if finding is not None:
             self.run.checks.keep([finding])
             raise WeightSyncError(
@@ -329,7 +339,7 @@ class WeightSync:
             )
 
     def _negative_control(self) -> None:
-        """Before the first push of a resumed run."""
+        """Check before the first push of a resumed run that the engine's old weights give different log-probs."""
         can = self.engine.capabilities
         if self.args.preflight == "off" or not can.scores_sequences or not can.main_process_only:
             return
@@ -341,7 +351,7 @@ class WeightSync:
             self.run.checks.report([check_negative_control(self.engine.name, before)])
 
     def probe(self) -> Probe:
-        """Return the sequences of the comparison with the trainer's log-probs; every rank calls it."""
+        """Return the sequences for the comparison with the trainer's log-probs. All ranks call this."""
         model = self.run.model
         text = model.config.get_text_config()
         sequences = probe_sequences(text.vocab_size, self.context, sliding_window(text))
@@ -353,7 +363,7 @@ class WeightSync:
         return Probe(sequences, logps, str(mixed or model.dtype), noise)
 
     def parity_finding(self, engine: Any, version: int) -> Any:
-        """Compare an engine's log-probs with the trainer's; returns the finding on every process, None if they agree.
+        """Compare an engine's log-probs with the trainer's. Return the finding on every process, or None if they agree.
 
         Args:
             engine: None on a process that has no engine.
@@ -378,7 +388,7 @@ class WeightSync:
 
 
 def _seeded(requests: Sequence[Request], sampling: Sampling) -> list[Request]:
-    """Requests that bring their own sampling, so that those of all processes can go together."""
+    """Attach the sampling settings to each request, so that requests of all processes can be sent together."""
     return [
         r if r.sampling is not None else replace(r, sampling=replace(sampling, seed=derived_seed(sampling.seed, i)))
         for i, r in enumerate(requests)

@@ -1,1 +1,1 @@
-"""One file an algorithm: config, objective, thin trainer."""
+"""Algorithms: the config and the objective of each method. Trainers are in `posttrain.trainers`."""

@@ -1,4 +1,4 @@
-"""What an algorithm is to the training loop: its `Traits`, and a `Method` that turns outputs into loss terms."""
+"""The interface between an algorithm and the training loop: `Traits` and `Method`."""
 
 from __future__ import annotations
 
@@ -28,33 +28,34 @@ Config = TypeVar("Config", bound=PostTrainingConfig)
 
 @dataclass(frozen=True)
 class Traits:
-    """What loop, checks and estimate may know of a method: they ask here and nowhere else.
+    """Properties of a method that the training loop, the checks and the memory estimate read.
 
     Attributes:
-        needs: What the forward pass must produce, by names of `ModelOutputs`.
-        answers: Sequences that a row of the dataset makes, consecutive ones being compared with each other.
-        whole_rows: The loss compares the completions of a row, which are never divided over passes.
-        single_pass: The loss compares all rows of a micro-batch, which is one pass.
-        generative: The model has a language-model head; else a score head.
-        samples: Rows come from completions that are sampled while training.
-        own_rollouts: The trainer samples, scores or measures completions with functions of its own.
-        workers_sample: Other processes sample them: no engine of this one generates while it trains.
-        follows_truncation: The sampler's log-probs are compared with its own: `sampler_logp` tells what truncation left.
-        compares_reference: The loss compares the policy with a frozen reference.
-        beta_is_kl: ``cfg.beta`` above 0 charges a KL to a frozen reference.
-        documents: Rows are whole documents: nothing in them is a prompt.
-        reads_images: Rows may hold pictures.
-        id_columns: Columns of token ids that are read in place of text; by others' names a dataset may hold anything.
-        takes_collator: `Method.rows` is given what a user's own ``data_collator`` makes.
-        takes_loss_func: The loss is a sum over label tokens; a user's ``compute_loss_func`` may take its place.
-        takes_episodes: Tools, environments and a rollout function are taken.
-        cuts_prompts: A prompt that is too long is cut instead of being refused.
-        splits_tokens: It was shown on rows that several processes hold pieces of (``sp_size``).
-        still_steps: A step that moves nothing is no alarm: all rewards of all groups may be equal.
+        needs: Names of the `ModelOutputs` fields that the forward pass must produce.
+        answers: Number of sequences per dataset row. Consecutive sequences are compared with each other.
+        whole_rows: The loss compares the completions of a row, so a row is never split over forward passes.
+        single_pass: The loss compares all rows of a micro-batch, so the micro-batch must be one forward pass.
+        generative: The model has a language-model head. False: it has a scalar score head.
+        samples: The training data are completions that are sampled during training.
+        own_rollouts: The trainer overrides how completions are sampled, scored or measured.
+        workers_sample: Other processes sample the completions. No engine runs in the training process.
+        follows_truncation: The loss compares the sampler's log-probs with the policy's. `sampler_logp` corrects for
+            top-k, top-p and min-p.
+        compares_reference: The loss compares the policy with a frozen reference model.
+        beta_is_kl: ``cfg.beta > 0`` adds a KL penalty to a frozen reference model.
+        documents: Rows are whole documents without a prompt.
+        reads_images: Rows may contain images.
+        id_columns: Columns of token ids that are read instead of text. Other columns may have any type.
+        takes_collator: `Method.rows` receives the output of a user's ``data_collator``.
+        takes_loss_func: The loss is a sum over label tokens, so a user's ``compute_loss_func`` can replace it.
+        takes_episodes: The method supports tools, environments and rollout functions.
+        cuts_prompts: A prompt above the limit is truncated. False: it is an error.
+        splits_tokens: The method supports sequence parallelism (``sp_size > 1``).
+        still_steps: A step without a gradient is normal, for example because all rewards of all groups are equal.
         float32_head: The output layer is computed in float32.
-        log_area: Letter of the codes that findings about log lines may have; "" for none.
-        other_moments: Codes of that letter that are looked for at another moment.
-        ignored_codes: Codes of findings that do not concern the method's rows.
+        log_area: First letter of the finding codes for log lines of this method. "": no such findings.
+        other_moments: Finding codes with that letter that are checked at another time than at log lines.
+        ignored_codes: Codes of findings that do not apply to the rows of this method.
     """
 
     needs: frozenset[str] = frozenset({"logp"})
@@ -83,10 +84,10 @@ class Traits:
     ignored_codes: frozenset[str] = frozenset()
 
 
-# Codes that the watch over rewards looks for in a batch, and all it looks for.
+# The finding codes of checks on a batch of rewards.
 BATCH_CODES = ("PT-R019", "PT-R020", "PT-R027")
 WATCHED_CODES = (*BATCH_CODES, "PT-R022", "PT-R028")
-# Of methods that sample while they train.
+# Traits of methods that sample completions during training.
 SAMPLES = Traits(
     needs=frozenset({"logp", "entropy"}),
     samples=True,
@@ -98,7 +99,12 @@ SAMPLES = Traits(
 
 
 def sampler_logp(outputs: ModelOutputs, batch: Batch) -> Tensor | None:
-    """``log mu(v) + log pi(K)``, ``(B, T)``: log-probs of the sampler as before truncation; None: none are known.
+    """Return the sampler's log-probs plus the log of the kept mass, ``log mu(v) + log pi(K)``, ``(B, T)``.
+
+    Top-k, top-p and min-p restrict sampling to a set K and renormalize. Compared with the policy's ``log pi(v)``, the
+    result gives the importance ratio of two renormalized distributions, ``pi(v) / (mu(v) pi(K))``. The mass ``pi(K)``
+    is the one under the weights whose log-probs are compared; these may be older weights if the batch has their mass.
+    Return None if the batch has no sampler log-probs.
 
     What is compared with them is the policy's ``log pi(v)``: the ratio is ``pi(v) / (mu(v) pi(K))``, that of two renormalised
     distributions. The mass ``pi(K)`` is that of the weights whose log-probs are compared: older ones, where the batch has it.
@@ -115,16 +121,19 @@ def mismatch_sums(terms: LossTerms) -> Tensor:
 
 
 class Method(ABC, Generic[Config]):
-    """An algorithm: rows of the dataset, and the loss terms of what the model makes of them.
+    """An algorithm: it converts dataset rows to `Row` objects and model outputs to loss terms.
+
+    A method is immutable and independent of the trainer, the device and the file system. State that changes from step
+    to step is in `State.own`.
 
     It knows no trainer, no device and no file, and does not change. What it keeps from step to step is in `State.own`.
 
     Args:
-        cfg: Its config.
+        cfg: The method's config.
 
     Attributes:
-        branches: Columns of given answers, in the order of a row's sequences.
-        keep: Further columns that the loss reads.
+        branches: Columns that contain answers, in the order of a row's sequences.
+        keep: Additional columns that the loss reads.
     """
 
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
@@ -135,13 +144,14 @@ class Method(ABC, Generic[Config]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "objective" in vars(cls) and "knows_gradient" not in vars(cls):
-            cls.knows_gradient = Method.knows_gradient  # What a parent says is of its objective.
+            # The parent's `knows_gradient` describes the parent's objective.
+            cls.knows_gradient = Method.knows_gradient
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Prepared examples of the dataset as rows; methods that sample have none before they have completions."""
+        """Convert prepared dataset examples to rows. Methods that sample completions do not use it."""
         raise NotImplementedError(f"{type(self).__name__} must define rows(examples).")
 
     @abstractmethod
@@ -149,36 +159,42 @@ class Method(ABC, Generic[Config]):
         """Return unreduced loss terms and metrics of one batch.
 
         Args:
-            outputs: What the model made of the batch.
-            batch: One forward pass.
-            state: Where the run stands.
+            outputs: Model outputs for the batch.
+            batch: Input of one forward pass.
+            state: Current state of the run.
         """
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """What each completion is worth, for methods that sample; trainers and asynchronous workers call it.
+        """Return the advantage of each completion. Only methods that sample completions define it.
+
+        The trainer and asynchronous workers call it.
 
         Args:
-            rollouts: This rank's completions, groups of ``rollouts.group_size`` consecutive.
-            rewards: Of all ranks' completions; this rank's begin at ``rewards.start``.
-            logps: One list for each of ``rollouts.sequences()``, by name: ``old_logp``, ``ref_logp``, ``rollout_logp`` ...
-            ranks: All processes of a run; `ALONE` in a worker.
+            rollouts: This rank's completions, in groups of ``rollouts.group_size`` consecutive completions.
+            rewards: Rewards of all ranks' completions. This rank's rewards start at ``rewards.start``.
+            logps: Per-sequence log-probs by name (``old_logp``, ``ref_logp``, ``rollout_logp``), in the order of
+                ``rollouts.sequences()``.
+            ranks: All processes of the run. In a worker it is `ALONE`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define advantages(rollouts, rewards, logps, ranks).")
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return whether the loss reads log-probs under the weights that sampled a completion.
+        """Return whether the loss needs log-probs under the weights that sampled the completion.
 
         Args:
-            outlived: Whether the completion may be trained after these weights have changed.
+            outlived: Whether a completion may be trained after the weights that sampled it have changed.
         """
         return outlived
 
     def without_signal(self, rewards: RewardTable, group_size: int) -> Tensor:
-        """Return which groups of all ranks' rewards give no completion an advantage, ``(n / G,)`` bool."""
+        """Return a boolean tensor ``(n / G,)`` that marks groups in which no completion gets an advantage."""
         return flat_groups(rewards.values, rewards.weights, group_size)
 
     def knows_gradient(self, batch: Batch) -> bool:
-        """Whether the gradient of the loss with respect to the log-probs depends on the batch alone, and not on the log-probs.
+        """Return True if ``d loss / d logp`` is known before the forward pass, up to one factor per batch.
+
+        The output layer then computes its logits once (`posttrain.models.logprob.token_logprobs`). If the method
+        returns True by error, the logits are computed again and the gradient is still correct.
 
         One factor of all tokens may depend on them. The output layer then computes its logits once
         (`posttrain.models.logprob.token_logprobs`). Where the answer is wrong, it computes them again: the gradient is right
@@ -187,33 +203,38 @@ class Method(ABC, Generic[Config]):
         return False
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Further counts of an optimiser step that its terms are divided by (`LossTerms.count`); the same names on all ranks."""
+        """Return additional denominators of an optimizer step, by the name in `LossTerms.count`.
+
+        All ranks must return the same names.
+        """
         return {}
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by before any log-prob is taken of them."""
+        """Divisor of the logits for all log-probs."""
         return float(self.cfg.temperature)
 
     def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
-        """Return statistics of one training pass, which are added up over the passes of an optimizer step; None for none."""
+        """Return statistics of one training pass to be summed over the passes of an optimizer step, or None."""
         return terms.sums
 
     def start(self) -> Any:
-        """Return `State.own` of a run that begins; None for a method that keeps nothing."""
+        """Return the initial `State.own`. None: the method has no state."""
         return None
 
     def end_step(self, state: State, sums: Tensor | None) -> tuple[Any, dict[str, Metric]]:
-        """Return `State.own` of the next optimizer step, and what to log.
+        """Return `State.own` for the next optimizer step, and metrics to log.
 
         Args:
-            state: After the step, with ``own`` as the step read it.
-            sums: Of `step_sums`, over the passes of this rank; None where there was no pass.
+            state: State after the step. ``own`` is the value that the step used.
+            sums: Sum of `step_sums` over the passes of this rank. None: there was no pass.
         """
         return state.own, {}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a log line with those that follow from others.
+        """Add metrics that are computed from other metrics of the same log line.
+
+        If no completion ended, the lengths of ended completions are 0.
 
         Lengths of ended completions are 0 where none ended.
         """
@@ -223,18 +244,18 @@ class Method(ABC, Generic[Config]):
         return metrics
 
     def other_models(self, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
-        """Models that stay in memory beside policy and reference, for estimates.
+        """Return the models that are in memory in addition to policy and reference, for the memory estimate.
 
         Args:
             policy: The policy.
-            configs: Configurations of other models, by name.
+            configs: Configurations of the other models, by name.
         """
         return []
 
     def saved(self, own: Any) -> dict[str, Any]:
-        """Return `State.own` as JSON for a checkpoint."""
+        """Convert `State.own` to a JSON-compatible dict for a checkpoint."""
         return {}
 
     def restored(self, saved: Mapping[str, Any]) -> Any:
-        """Return `State.own` of a checkpoint that holds what `saved` returned."""
+        """Convert the return value of `saved` from a checkpoint back to `State.own`."""
         return self.start()

@@ -1,4 +1,4 @@
-"""BCO: answers judged good or bad, by the loss of a binary classifier whose threshold is the running mean reward."""
+"""BCO: a binary classifier of good and bad answers. Its threshold is the running mean of the rewards."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 def embed_prompts(
     texts: Sequence[str], embedding_func: Callable, tokenizer: Tokenizer, *, batch_size: int = 32
 ) -> np.ndarray:
-    """``(n, H)`` embeddings of texts, padded with the embedding tokenizer's own pad token.
+    """Compute embeddings ``(n, H)`` of texts. Batches are padded with the embedding tokenizer's pad token.
 
     Args:
         texts: Prompts.
         embedding_func: ``f(input_ids=, attention_mask=) -> (B, H)``.
-        tokenizer: Of the embedding model.
-        batch_size: Texts a call.
+        tokenizer: Tokenizer of the embedding model.
+        batch_size: Number of texts per call.
     """
     embeddings = []
     for start in range(0, len(texts), batch_size):
@@ -50,7 +50,7 @@ def embed_prompts(
 
 @dataclass
 class PromptDensity:
-    """A logistic regression on prompt embeddings: good answers' prompts against bad ones'.
+    """A logistic regression on prompt embeddings that separates prompts of good answers from prompts of bad answers.
 
     Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
     """
@@ -60,16 +60,17 @@ class PromptDensity:
 
     @classmethod
     def fit(cls, embeddings: np.ndarray, good: Sequence[bool], *, sample_size: int, seed: int) -> PromptDensity:
-        """Fit on up to ``sample_size`` prompts of each label, drawn with replacement.
+        """Fit the regression on up to ``sample_size`` prompts of each label, sampled with replacement.
 
         Raises:
-            DataError: One label is missing. MissingDependencyError: scikit-learn is not installed.
+            DataError: All answers have the same label. MissingDependencyError: scikit-learn is not installed.
         """
         linear_model = require("sklearn.linear_model", "weighing prompts by density (embedding_func)")
         labels = np.asarray(good, dtype=bool)
         if labels.all() or not labels.any():
             raise DataError(
-                f"all {len(labels)} answers have the label {bool(labels.all())}: prompts cannot be told apart."
+                f"all {len(labels)} answers have the label {bool(labels.all())}, so prompts of good and bad "
+                "answers cannot be distinguished."
             )
         rng = np.random.default_rng(seed)
         sides = [np.flatnonzero(labels), np.flatnonzero(~labels)]
@@ -79,11 +80,11 @@ class PromptDensity:
         return cls(model.coef_[0].astype(np.float64), float(model.intercept_[0]))
 
     def probability(self, embeddings: np.ndarray) -> np.ndarray:
-        """``(n,)`` probability that a prompt is one of a good answer."""
+        """Compute the probability ``(n,)`` that a prompt belongs to a good answer."""
         return 1.0 / (1.0 + np.exp(-(embeddings @ self.coefficients + self.intercept)))
 
     def save(self, folder: str | Path) -> None:
-        """Write ``density.json``: coefficients only, nothing that runs when it is read."""
+        """Write the coefficients to ``density.json``. The file contains no code."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         content = {"coefficients": self.coefficients.tolist(), "intercept": self.intercept}
         Path(folder, "density.json").write_text(json.dumps(content), encoding="utf-8")
@@ -112,24 +113,26 @@ class BCOConfig(ComparedConfig):
         super().__post_init__()
         if not 0 < self.min_density_ratio <= self.max_density_ratio:
             raise ConfigError(
-                f"min_density_ratio={self.min_density_ratio} and max_density_ratio={self.max_density_ratio}: 0 < min <= max."
+                f"min_density_ratio={self.min_density_ratio} and max_density_ratio={self.max_density_ratio} must "
+                "satisfy 0 < min_density_ratio <= max_density_ratio."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What `BCO` keeps from step to step.
+    """State of `BCO` between steps.
 
     Attributes:
-        moments: Moments of all rewards; those of the present step are included unless ``moves_in_pass``.
-        moves_in_pass: Whether the step has one training pass, which holds all its rewards and moves delta itself.
+        moments: Running moments of all rewards. They include the current step unless ``moves_in_pass`` is set.
+        moves_in_pass: Whether the step has one training pass that contains all rewards of the step and updates delta
+            itself.
     """
 
     moments: Moments = field(default_factory=Moments)
     moves_in_pass: bool = False
 
     def moved(self, sums: Tensor, ranks: Ranks) -> Delta:
-        """Return delta with the rewards of an optimizer step, over all ranks; see `reward_sums`."""
+        """Return delta updated with the rewards of an optimizer step on all ranks; see `reward_sums`."""
         total, squares, count = ranks.sum(sums.tolist())
         if not count:
             return Delta(self.moments)
@@ -138,13 +141,15 @@ class Delta:
 
 
 def reward_sums(rewards: Tensor) -> Tensor:
-    """Return sum, sum of squares and count of ``rewards (n,)``."""
+    """Return the sum, the sum of squares and the count of ``rewards (n,)``."""
     values = rewards.detach().double().cpu()
     return torch.stack([values.sum(), (values**2).sum(), torch.tensor(len(values), dtype=torch.float64)])
 
 
 class BCO(AnswerMethod[BCOConfig]):
-    """Answers judged good or bad, by a classifier whose threshold delta is the running mean of all rewards so far.
+    """A binary classifier of good and bad answers. Its threshold delta is the running mean of all rewards so far.
+
+    `State.own` is a `Delta`.
 
     `State.own` is a `Delta`.
 
@@ -152,7 +157,7 @@ class BCO(AnswerMethod[BCOConfig]):
     """
 
     config_class = BCOConfig
-    # Its running mean is moved by a collective within the objective.
+    # The objective updates the running mean with a collective.
     traits = replace(JUDGED, splits_tokens=False)
     judged = True
     branches = ("completion",)
@@ -160,16 +165,16 @@ class BCO(AnswerMethod[BCOConfig]):
     keep = ("label",)
 
     def start(self) -> Delta:
-        """Return moments of no rewards."""
+        """Return empty moments."""
         return Delta()
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """One completion a row, with its label and weight."""
+        """Convert examples to rows with one completion, its label and its weight."""
         weights = [float(example.get("density_weight") or 1.0) for example in examples]
         return [row.with_columns(density_weight=[w]) for row, w in zip(super().rows(examples), weights, strict=True)]
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """The classifier's loss of each answer, averaged over the answers of the whole optimiser step."""
+        """Compute the classifier loss of each answer, averaged over the answers of the optimizer step."""
         assert outputs.logp is not None
         logp = self.sums(outputs.logp, batch)
         ratio, good = logp - self.reference_logp(batch), batch.columns["label"] > 0.5
@@ -184,14 +189,14 @@ class BCO(AnswerMethod[BCOConfig]):
         return replace(row_terms(batch, terms, metrics=metrics), sums=sums)
 
     def end_step(self, state: State, sums: Tensor | None) -> tuple[Delta, dict[str, Metric]]:
-        """Keep delta with the rewards of the step."""
+        """Update delta with the rewards of the step."""
         known = state.own if sums is None else state.own.moved(sums, state.ranks)
         return known, {"delta": mean(known.moments.mean)}
 
     def saved(self, own: Delta) -> dict[str, Any]:
-        """Return the running moments."""
+        """Convert the running moments to JSON-compatible values."""
         return {"moments": asdict(own.moments)}
 
     def restored(self, saved: Mapping[str, Any]) -> Delta:
-        """Return the running moments."""
+        """Restore the running moments."""
         return Delta(Moments(**saved["moments"]))

@@ -35,32 +35,35 @@ logger = logging.getLogger(__name__)
 
 
 AUTO = "auto"
-MISSPELT = 0.8  # How near a name is to an option's that can be meant by nothing else, of 1; `xla_fsdp_config` is transformers'.
+# Similarity (0 to 1) above which an unknown attribute counts as a misspelled option. `xla_fsdp_config` of transformers
+# is below it.
+MISSPELT = 0.8
 
 
-PLANNED = 8  # What 'auto' counts the effective batch from: the default of per_device_train_batch_size.
+PLANNED = 8  # 'auto' keeps the effective batch size of this per_device_train_batch_size, the default.
 
 
 def check_gathering(config: Any) -> None:
-    """Refuse or tell that shards stay apart (``ds3_gather_for_generation=False``): every rollout engine reads whole weights."""
+    """Reject or warn about ``ds3_gather_for_generation=False``: every rollout engine needs whole weights."""
     if config.ds3_gather_for_generation:
         return
     if config.use_vllm:
         raise ConfigError(
-            "ds3_gather_for_generation=False with use_vllm=True: vLLM is sent whole weights. Leave it at True."
+            "ds3_gather_for_generation=False with use_vllm=True: vLLM needs the gathered weights. Set it to True."
         )
     logger.warning(
-        "ds3_gather_for_generation=False is ignored: rollout_engine=%r reads whole weights, so ZeRO-3's shards are gathered to "
-        "generate. A model above one device's memory needs a rollout server: use_vllm=True.", config.rollout_engine,
+        "ds3_gather_for_generation=False is ignored: rollout_engine=%r needs whole weights, so the ZeRO-3 shards are "
+        "gathered for generation. Use a rollout server (use_vllm=True) for a model larger than the memory of one "
+        "device.", config.rollout_engine,
     )  # fmt: skip
 
 
-ASKED = "ACCELERATE_USE_PARALLELISM_CONFIG"  # Set by ``accelerate launch`` where its file has a parallelism config.
+ASKED = "ACCELERATE_USE_PARALLELISM_CONFIG"  # Set by ``accelerate launch`` if its config file has a parallelism config.
 SIZES = ("sp_size", "cp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
 
 
 def parallel_sizes(config: Any) -> dict[str, int]:
-    """Sizes of the axes that ``parallelism_config`` has, or the variables that ``accelerate launch`` makes of its file."""
+    """Return the sizes of all parallelism axes, from ``parallelism_config`` or the variables of ``accelerate launch``."""
     parallelism = config.parallelism_config
     if parallelism is None and os.environ.get(ASKED, "").lower() == "true":
         return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in SIZES}
@@ -68,10 +71,10 @@ def parallel_sizes(config: Any) -> dict[str, int]:
 
 
 def check_parallelism(config: Any) -> None:
-    """Take ``parallelism_config`` as a dict too, and refuse context and tensor parallelism.
+    """Convert ``parallelism_config`` from a dict or JSON, and reject context and tensor parallelism.
 
     Raises:
-        ConfigError: ``cp_size`` or ``tp_size`` above 1, or a size that does not exist.
+        ConfigError: ``cp_size`` or ``tp_size`` is above 1, or the name of a size is unknown.
     """
     if isinstance(config.parallelism_config, dict | str):
         from accelerate import ParallelismConfig
@@ -80,7 +83,7 @@ def check_parallelism(config: Any) -> None:
         unknown = sorted(set(axes) - set(ParallelismConfig.__dataclass_fields__))
         if unknown:
             raise ConfigError(
-                f"parallelism_config has {unknown}, which accelerate does not know. Fix: {', '.join(SIZES)}."
+                f"parallelism_config has the unknown fields {unknown}. accelerate has {', '.join(SIZES)}."
             )
         config.parallelism_config = ParallelismConfig(**axes)
     sizes = parallel_sizes(config)
@@ -105,8 +108,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
     _VALID_DICT_FIELDS = [  # noqa: RUF012
         *transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "silence_findings"
     ]  # fmt: skip
-    _given: ClassVar[tuple[str, ...]] = ()  # Names of what the constructor got, of each instance.
-    # What loop, checks and reports read of every config, as it is for a method without such an option: these are no fields.
+    _given: ClassVar[tuple[str, ...]] = ()  # Names of the arguments of the constructor, per instance.
+    # Values of options that only some methods have. They are not fields. The training loop, checks and reports read
+    # them from every config.
     assistant_only_loss = False
     chat_template_kwargs = None
     chat_template_path = None
@@ -244,7 +248,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse keywords that are neither options nor names of older releases that are converted."""
+        """Reject keywords that are neither options nor convertible names of older releases."""
         check_arguments(cls, kwargs)
         config = super().__new__(cls)
         names = (item.name for item in fields(cls) if item.init)
@@ -253,11 +257,11 @@ class PostTrainingConfig(transformers.TrainingArguments):
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields without secrets: trackers and the run record get them."""
+        """Return the fields without secrets, for trackers and the run record."""
         return hide_secrets(super().to_dict())
 
     def check_fields(self) -> None:
-        """Refuse a value that is not of its field's type, or out of its range; see `posttrain.fields.check_fields`."""
+        """Validate the type and the range of every field; see `posttrain.fields.check_fields`."""
         check_fields(self, beside=transformers.TrainingArguments)
 
     def __post_init__(self) -> None:
@@ -274,8 +278,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
         super().__post_init__()
         if self.load_best_model_at_end and self.eval_strategy == "no":
             raise ConfigError(
-                "load_best_model_at_end=True with eval_strategy='no': no evaluation says which model is the best. Fix: set "
-                "eval_strategy, or leave load_best_model_at_end out."
+                "load_best_model_at_end=True needs evaluations to find the best model, but eval_strategy='no'. Fix: "
+                "set eval_strategy or remove load_best_model_at_end."
             )
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
         if self.model_init_kwargs is not None:
@@ -283,25 +287,27 @@ class PostTrainingConfig(transformers.TrainingArguments):
             check_distributed(self.model_init_kwargs.get("distributed_config"))
         silenced_codes(self.silence_findings)  # type: ignore[arg-type]
         if self.use_liger_kernel:
-            # Its loss would take the place of the forward that reads the output layer in chunks; its layers are taken.
+            # Liger's fused loss would replace the forward that computes logits in chunks. Use only Liger's layers.
             without = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             self.liger_kernel_config = {**(self.liger_kernel_config or {}), **without}
-        # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
+        # Log a non-finite loss as it is. transformers would replace it by an average of finite ones.
         self.logging_nan_inf_filter = False
         self._made = True
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse a name that is nearly an option's: nothing would read it. transformers sets names of its own, far from any.
+        """Reject an attribute whose name is similar to an option, because nothing would read it.
+
+        transformers sets attributes of its own; their names are not similar to any option.
 
         Raises:
-            ConfigError: Names the nearest option, or what to do instead of one that was removed.
+            ConfigError: The message contains the most similar option, or the replacement of a removed option.
         """
         if "_made" in vars(self) and not (name in vars(self) or name.startswith("_") or hasattr(type(self), name)):
             meant = did_you_mean(name, (item.name for item in fields(self)), cutoff=MISSPELT)
             fix = importlib.import_module("posttrain.compat.old_names").fix_of(type(self), name)
             if meant or fix:
                 raise ConfigError(
-                    f"{type(self).__name__} has no option {name}{meant}: {name}={value!r} would change nothing."
+                    f"{type(self).__name__} has no option {name}{meant}: {name}={value!r} would have no effect."
                     + (f" Fix: {fix}." if fix else "")
                 )
         super().__setattr__(name, value)
@@ -313,13 +319,13 @@ class PostTrainingConfig(transformers.TrainingArguments):
             for k, v in vars(cls).items()
             if isinstance(v, Field) and "help" in v.metadata
         ]
-        if own and cls.__doc__:  # What `help` and a notebook's tooltip show.
+        if own and cls.__doc__:  # Shown by `help` and by tooltips of notebooks.
             cls.__doc__ = "\n".join([cls.__doc__.rstrip(), "", "Args:", *own])
-        # A dataclass would write its own, with all of some 200 fields.
+        # The repr of a dataclass would list all of about 200 fields.
         cls.__repr__ = cls.__str__ = PostTrainingConfig.__repr__
 
     def __repr__(self) -> str:
-        """What was given and is no default, as it would be written; secrets stay out."""
+        """Return the constructor call with the arguments that differ from their defaults, without secrets."""
         defaults = {item.name: item.default for item in fields(self)}
         values = {name: getattr(self, name) for name in self._given if name in defaults}
         shown = [f"{k}={v!r}" for k, v in values.items() if v != defaults[k] and not k.endswith("token")]
@@ -342,11 +348,14 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     @property
     def passes_per_step(self) -> int:
-        """Micro-batches of an optimiser step."""
+        """Number of micro-batches per optimizer step."""
         return int(self.gradient_accumulation_steps)
 
     def take_batch_size(self, size: int) -> None:
-        """The batch size that ``auto`` found: the effective batch stays, and a second call of train() looks for none."""
+        """Set the batch size that ``auto`` selected, and keep the effective batch size.
+
+        A second call of train() does not search again.
+        """
         old = int(self.per_device_train_batch_size)
         self.gradient_accumulation_steps = old * int(self.gradient_accumulation_steps) // size
         if self.steps_per_generation is not None:
@@ -354,13 +363,18 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self.per_device_train_batch_size, self.auto_batch_size = size, False
 
     def _check_numbers(self) -> None:
-        """Numbers of transformers' own, which it does not look at: torch would refuse them later, or other steps be taken."""
+        """Validate numbers that transformers does not validate.
+
+        torch would reject them later, or the run would have another number of steps than intended.
+        """
         for name in ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps"):
             value: object = vars(self)[name]
             if not isinstance(value, int | float) or not value >= 0:
                 raise ConfigError(f"{name}={value!r} must be a number of at least 0.")
         if self.max_steps == 0:
-            raise ConfigError("max_steps=0: a run takes at least 1 step. Fix: -1 lets num_train_epochs say how many.")
+            raise ConfigError(
+                "max_steps=0: a run needs at least 1 step. Fix: set max_steps=-1 to use num_train_epochs."
+            )
 
     def _resolve_checkpointing(self) -> None:
         new_name = hasattr(self, "activation_checkpointing")
@@ -368,8 +382,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
         choices = [value for value in spelled if value is not None]
         if len(choices) == 2 and choices[0] != choices[1]:
             raise ConfigError(
-                f"gradient_checkpointing={spelled[0]} and activation_checkpointing={spelled[1]} are two names of one "
-                "switch and contradict each other. Set one of them."
+                f"gradient_checkpointing={spelled[0]} and activation_checkpointing={spelled[1]} are two names of the "
+                "same option and have different values. Set one of them."
             )
         value = bool(choices[0]) if choices else True
         if new_name:
@@ -386,26 +400,26 @@ class PostTrainingConfig(transformers.TrainingArguments):
             if not self.bf16 and not self.fp16:
                 logger.info("bf16=None: computing in float32, because this device is not faster in bfloat16.")
         if self.bf16 and not torch.cuda.is_available() and not torch.backends.mps.is_available():
-            self.use_cpu = True  # transformers allows bf16 on a CPU only when it is asked for by name.
+            self.use_cpu = True  # transformers allows bf16 on a CPU only with use_cpu=True.
 
 
 def row_multiple(multiple: object) -> int | None:
-    """``pad_to_multiple_of`` as a number; "auto" is None: what the layout of rows wants."""
+    """Return ``pad_to_multiple_of`` as a number, or None if the layout of rows decides ("auto")."""
     if multiple in (None, "auto", "none", "null"):
         return None
     if not str(multiple).isdigit() or int(multiple) < 1:
         raise ConfigError(
-            f"pad_to_multiple_of={multiple!r} must be at least 1, or 'auto' or None for what the layout wants."
+            f"pad_to_multiple_of={multiple!r} must be at least 1, or 'auto' or None for the default of the layout."
         )
     return int(multiple)
 
 
 def warn_keep_end(truncation_mode: str) -> None:
-    """``keep_end`` trains on texts without their beginning, which no generation looks like; it will go."""
+    """Warn that ``keep_end`` is deprecated: it trains on texts without their beginning."""
     if truncation_mode == "keep_end":
         warnings.warn(
-            "truncation_mode='keep_end' is deprecated: rows that lost their beginning look like no prompt. Raise max_length, or "
-            "shorten rows yourself.",
+            "truncation_mode='keep_end' is deprecated: rows without their beginning do not look like any prompt. "
+            "Raise max_length, or shorten the rows yourself.",
             FutureWarning,
             stacklevel=5,
         )
@@ -460,5 +474,7 @@ class PictureConfig:
         self.freeze_vision = choices.get(str(self.freeze_vision).capitalize(), self.freeze_vision)  # type: ignore[assignment]
         lengths = (self.image_max_tokens, self.image_max_pixels, self.max_length)
         if self.image_fit == "resize" and lengths == (None, None, None):
-            raise ConfigError("image_fit='resize' needs a size. Fix: image_max_tokens=256, say.")
-        super().__post_init__()  # Of the config that it is a part of.
+            raise ConfigError(
+                "image_fit='resize' needs a maximum size. Fix: set one, for example image_max_tokens=256."
+            )
+        super().__post_init__()  # Call the method of the config that inherits these fields.

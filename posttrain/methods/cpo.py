@@ -1,4 +1,4 @@
-"""CPO and its variants SimPO and AlphaPO: preference without a reference model."""
+"""CPO and its variants SimPO and AlphaPO: losses on pairs without a reference model."""
 
 from __future__ import annotations
 
@@ -62,11 +62,13 @@ class CPOConfig(UnreadFields, AnswerConfig):
         formula = CPO_LOSSES[self.loss_type]
         if self.label_smoothing and "label_smoothing" not in formula.scalars:
             raise ConfigError(
-                f"label_smoothing={self.label_smoothing} is not read by loss_type={self.loss_type!r}; sigmoid and simpo read it."
+                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type!r}. Only "
+                "'sigmoid', 'simpo' and 'alphapo' use it."
             )
         if self.alpha and not formula.per_token:
             raise ConfigError(
-                f"alpha={self.alpha} shapes a mean log-prob a token, and loss_type={self.loss_type!r} takes sums. Use 'alphapo'."
+                f"alpha={self.alpha} shapes the mean log-prob per token, but loss_type={self.loss_type!r} uses "
+                "sums. Set loss_type='alphapo'."
             )
         self.refuse_unread_by_loss(simpo_gamma="gamma" in formula.scalars)
         self._tell_defaults()
@@ -74,16 +76,21 @@ class CPOConfig(UnreadFields, AnswerConfig):
     def _tell_defaults(self) -> None:
         fields = type(self).__dataclass_fields__
         if self.loss_type == "simpo" and self.beta == fields["beta"].default:
-            logger.warning("loss_type='simpo' with the default beta=%s asks for %s nats a token; SimPO uses 2 to 2.5.",
+            logger.warning("loss_type='simpo' with the default beta=%s requires a gap of %s nats per token. SimPO uses a beta "
+                "of 2 to 2.5.",
                            self.beta, self.simpo_gamma / self.beta)  # fmt: skip
         if self.loss_type == "simpo" and self.cpo_alpha == fields["cpo_alpha"].default:
             logger.warning(
-                "loss_type='simpo' with the default cpo_alpha=%s is CPO-SimPO; SimPO has cpo_alpha=0.", self.cpo_alpha
+                "loss_type='simpo' with the default cpo_alpha=%s is CPO-SimPO. Set cpo_alpha=0 for SimPO.",
+                self.cpo_alpha,
             )
 
 
 class CPO(ReferenceFree[CPOConfig]):
-    """Trains on pairs by the policy's own likelihood.
+    """Contrastive preference optimization: train on pairs with the policy's own likelihood as the reward.
+
+    Let R be the shaped log-likelihood of an answer and ``u = R+ - R-``. The loss is a function of u plus ``cpo_alpha``
+    times the NLL of the chosen answers. The NLL is averaged over the tokens of the optimizer step.
 
     With R the shaped log-likelihood of an answer and ``u = R+ - R-``: a loss on u, plus ``cpo_alpha`` times the NLL of the
     chosen answers, a mean over the tokens of the whole optimiser step.
@@ -94,7 +101,7 @@ class CPO(ReferenceFree[CPOConfig]):
     config_class = CPOConfig
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """The preference term and the likelihood of the chosen answers."""
+        """Compute the preference loss and the NLL of the chosen answers."""
         cfg = self.cfg
         formula = CPO_LOSSES[cfg.loss_type]
         logp, length = branch_sums(outputs, batch, 2)

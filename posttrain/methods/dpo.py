@@ -1,4 +1,4 @@
-"""Direct preference optimisation: raise the chosen answer over the rejected one, relative to a reference."""
+"""Direct preference optimization: increase the likelihood of chosen over rejected answers, relative to a reference."""
 
 from __future__ import annotations
 
@@ -96,15 +96,16 @@ class DPOConfig(PictureConfig, ComparedConfig):
         self.loss_type = list(self.loss_type)
         warn_keep_end(self.truncation_mode)
         if not self.loss_type:
-            raise ConfigError("loss_type is empty: there is nothing to learn from. Name a loss, such as 'sigmoid'.")
+            raise ConfigError("loss_type is empty. Set at least one loss, for example 'sigmoid'.")
         for name in self.loss_type:
-            hint = " (it is called 'aot_unpaired' now)" if name == "aot_pair" else ""
+            hint = " (renamed to 'aot_unpaired')" if name == "aot_pair" else ""
             if hint:
-                raise ConfigError(f"loss_type={name!r} is not known{hint}.")
+                raise ConfigError(f"loss_type={name!r} is unknown{hint}.")
             check_choice("loss_type", name, DPO_LOSSES)
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ConfigError(
-                f"loss_weights has {len(self.loss_weights)} values for {len(self.loss_type)} losses {self.loss_type}."
+                f"loss_weights has {len(self.loss_weights)} values, but loss_type has {len(self.loss_type)} "
+                f"losses: {self.loss_type}. Set one weight per loss."
             )
         self._check_ranges()
 
@@ -112,8 +113,8 @@ class DPOConfig(PictureConfig, ComparedConfig):
         smoothed = [name for name in self.loss_type if "label_smoothing" in DPO_LOSSES[name].scalars]
         if self.label_smoothing and not smoothed:
             raise ConfigError(
-                f"label_smoothing={self.label_smoothing} is not read by loss_type={self.loss_type}. Use 'robust', which is made "
-                "for labels that are sometimes wrong, or leave it out."
+                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type}. Remove it, or "
+                "use 'robust', which is designed for noisy labels."
             )
         if "robust" in smoothed and not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"label_smoothing={self.label_smoothing} with 'robust' must be in [0, 0.5).")
@@ -126,39 +127,45 @@ class DPOConfig(PictureConfig, ComparedConfig):
         ranked = [name for name, formula in formulas.items() if formula.kind == "sorted"]
         if self.use_weighting and ranked:
             raise ConfigError(
-                f"use_weighting=True weighs pairs, and loss_type={ranked} sorts them apart. Drop one of them."
+                f"use_weighting=True assigns a weight to each pair, but loss_type={ranked} sorts chosen and "
+                "rejected scores separately. Remove one of them."
             )
         linked = any(formula.uses_link for formula in formulas.values())
         unlinked = [name for name, f in formulas.items() if not (f.uses_link or (linked and f.kind == "likelihood"))]
         if self.f_divergence_type != "reverse_kl" and unlinked:
             raise ConfigError(
-                f"f_divergence_type={self.f_divergence_type!r} is not read by loss_type={unlinked}: it gives scores that are "
-                "right up to a number of the prompt, which only a difference of two does not see. Leave it out."
+                f"f_divergence_type={self.f_divergence_type!r} cannot be used with loss_type={unlinked}. Its scores "
+                "contain a per-prompt constant. The constant cancels in chosen minus rejected, but these losses use "
+                "each side alone. Remove f_divergence_type."
             )
         coefficient = type(self).__dataclass_fields__["f_alpha_divergence_coef"].default
         if self.f_divergence_type != "alpha_divergence" and self.f_alpha_divergence_coef != coefficient:
             raise ConfigError(
-                f"f_alpha_divergence_coef={self.f_alpha_divergence_coef} is not read with "
-                f"f_divergence_type={self.f_divergence_type!r}. Fix: 'alpha_divergence', or leave it out."
+                f"f_alpha_divergence_coef={self.f_alpha_divergence_coef} has no effect with "
+                f"f_divergence_type={self.f_divergence_type!r}. Set f_divergence_type='alpha_divergence' or remove "
+                "the coefficient."
             )
         self.refuse_unread_by_loss(discopop_tau="discopop" in formulas, ld_alpha=set(formulas) != {"sft"})
         per_token = [name for name, formula in formulas.items() if formula.per_token]
         if per_token and self.beta == type(self).__dataclass_fields__["beta"].default:
             logger.warning(
-                "loss_type=%s divides by length, and beta=%s is the default made for sums: log-ratios a token are one or two "
-                "orders smaller. Tülu 3 uses 5 for sigmoid_norm.", per_token, self.beta,
+                "loss_type=%s uses log-ratios per token, which are one or two orders of magnitude smaller than sums, "
+                "and beta=%s is the default for sums. Tülu 3 uses beta=5 for sigmoid_norm.", per_token, self.beta,
             )  # fmt: skip
 
 
 def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOConfig) -> LossTerms:
-    """The weighted sum of the losses that ``cfg`` names: a mean over pairs, and for ``sft`` one over chosen tokens.
+    """Compute the weighted sum of the losses in ``cfg.loss_type``.
+
+    Losses are averaged over pairs, and ``sft`` is averaged over the tokens of chosen answers. Averages are over the
+    whole optimizer step, in evaluation over the whole set.
 
     Both are means over the whole optimiser step, or over the whole set in evaluation.
 
     Args:
-        out: Log-probs and what `DPOTrainer.needs` asks for beside them.
-        batch: Pairs, chosen first.
-        reference: Summed log-probs of the reference ``(S,)``, desensitised if the policy's are.
+        out: Log-probs and the other outputs in `DPO.traits`.
+        batch: Pairs, with the chosen answer first.
+        reference: Summed log-probs of the reference ``(S,)``, length-desensitized like the policy's.
         cfg: `DPOConfig`.
     """
     assert out.logp is not None
@@ -190,7 +197,9 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
 
 
 def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float) -> Tensor:
-    """Sum log-probs, ``(S,)``, with tokens beyond the pair's shorter answer weighted by ``alpha``."""
+    """Sum log-probs per sequence, ``(S,)``. Tokens beyond the length of the pair's shorter answer get the weight
+    ``alpha``.
+    """
     shorter = batch.spread_rows(batch.grouped(length, 2).amin(1), 2)
     return desensitized_sum(logp.float(), batch.loss_mask, batch.sequence, shorter, alpha=alpha)
 
@@ -202,7 +211,9 @@ def _pair_weight(out: ModelOutputs, batch: Batch, logp: Tensor, length: Tensor) 
 
 
 class DPO(AnswerMethod[DPOConfig]):
-    """Pairs, by how much more likely than the reference the policy makes the chosen answer."""
+    """Direct preference optimization: the loss compares the policy's log-ratios to the reference of a pair's two
+    answers.
+    """
 
     config_class = DPOConfig
     traits = replace(
@@ -215,13 +226,16 @@ class DPO(AnswerMethod[DPOConfig]):
 
     def __init__(self, cfg: DPOConfig) -> None:
         super().__init__(cfg)
-        # A sorting loss compares all pairs of a micro-batch.
+        # Losses that sort compare all pairs of a micro-batch.
         sorts = any(DPO_LOSSES[name].kind == "sorted" for name in cfg.loss_type)
         needs = self.traits.needs | ({"collision"} if cfg.use_weighting else set())
         self.traits = replace(self.traits, needs=needs, single_pass=sorts)
 
     def knows_gradient(self, batch: Batch) -> bool:
-        """Of one pair: what is a function of its margin alone moves the log-probs of both answers by one factor."""
+        """Return True for one pair and a loss that depends only on the pair's margin.
+
+        The gradient with respect to the log-probs of both answers is then one common factor.
+        """
         cfg = self.cfg
         of_margin = len(cfg.loss_type) == 1 and DPO_LOSSES[cfg.loss_type[0]].of_margin
         plain = cfg.f_divergence_type == "reverse_kl" and not cfg.use_weighting
@@ -232,16 +246,16 @@ class DPO(AnswerMethod[DPOConfig]):
         return dpo_objective(outputs, batch, self.reference_logp(batch), self.cfg)
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
-        """Return the summed log-probs, desensitized where ``ld_alpha`` says so."""
+        """Return the summed log-probs, length-desensitized if ``ld_alpha`` is set."""
         if self.cfg.ld_alpha is None:
             return sequence_sum(logp.float(), *batch.by_sequence)
         return desensitize(logp, batch, sequence_lengths(*batch.by_sequence), self.cfg.ld_alpha)
 
     def reference_key(self) -> dict[str, Any]:
-        """Settings that move the reference's sums."""
+        """Return the settings that change the reference's sums."""
         return super().reference_key() | {"ld_alpha": self.cfg.ld_alpha}
 
     def starts_at_ln_2(self) -> bool:
-        """The sigmoid loss alone, unweighted."""
+        """Return True if the only loss is an unweighted sigmoid."""
         cfg = self.cfg
         return cfg.loss_type == ["sigmoid"] and not cfg.use_weighting and (cfg.loss_weights or [1.0]) == [1.0]

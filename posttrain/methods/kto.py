@@ -1,4 +1,4 @@
-"""KTO: answers judged good or bad one by one, against a baseline from mismatched answers."""
+"""KTO: answers labeled good or bad, compared with a baseline from mismatched prompts and answers."""
 
 from __future__ import annotations
 
@@ -48,13 +48,17 @@ class KTOConfig(PictureConfig, ComparedConfig):
         for kind, size in sizes.items():
             if self.loss_type == "kto" and size < 2:
                 raise ConfigError(
-                    f"per_device_{kind}_batch_size={size}: the baseline of 'kto' needs an answer to another prompt, so at "
-                    "least 2 rows."
+                    f"per_device_{kind}_batch_size={size} is too small for loss_type='kto'. Its baseline needs an "
+                    "answer to another prompt, so set at least 2."
                 )
 
 
 def partners(rows: Sequence[Row]) -> list[int | None]:
-    """For each row another row of the batch with another prompt, by the smallest rotation; None where there is none."""
+    """Return for each row the index of another row with a different prompt, or None.
+
+    The smallest rotation of the batch that works for all rows is used. If there is none, each row is searched
+    separately.
+    """
     n = len(rows)
     prompts = [tuple(row.prompt_ids) for row in rows]
     for shift in range(1, n):
@@ -64,7 +68,7 @@ def partners(rows: Sequence[Row]) -> list[int | None]:
 
 
 def mismatched(example: dict[str, Any], ids: Sequence[int], limit: int | None) -> Row:
-    """A prompt with another prompt's answer, in the room that ``max_length`` leaves it."""
+    """Build a row from a prompt and the answer to another prompt, truncated to ``max_length``."""
     prompt = list(example["prompt_ids"])
     answer = list(ids) if limit is None else list(ids[: max(1, limit - len(prompt))])
     known = example.get("ref_KL_logps")
@@ -72,7 +76,11 @@ def mismatched(example: dict[str, Any], ids: Sequence[int], limit: int | None) -
 
 
 def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | None]:
-    """For each row of a whole set another row with another prompt, whatever batches come later; None where there is none.
+    """Return for each row of a dataset the index of another row with a different prompt, or None.
+
+    The result does not depend on the batches. Rows are sorted by prompt in random order and rotated by the largest
+    number of rows with the same prompt. If no prompt has more than half of the rows, no row gets an answer to its own
+    prompt and each answer is used once.
 
     Rows in random order, those of one prompt side by side, rotated by the largest number of rows with one prompt: no prompt
     meets itself while it has at most half of the rows, and each answer is then used once.
@@ -92,13 +100,14 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
         other = flat[(place + shift) % len(flat)]
         if tuple(prompts[other]) != tuple(prompts[index]):
             partners[index] = other
-        elif rest:  # A prompt with more than half of the rows takes the others' answers in turn.
+        elif rest:  # A prompt with more than half of the rows cycles through the answers to other prompts.
             partners[index] = rest[place % len(rest)]
     return partners
 
 
 class KTO(AnswerMethod[KTOConfig]):
-    """Answers judged good or bad, each against the mean log-ratio of answers to other prompts.
+    """Kahneman-Tversky optimization: each answer's log-ratio is compared with the mean log-ratio of mismatched answers.
+
     `State.own` is the baseline z0 of the optimizer step, a scalar without a gradient.
 
     Reference: KTO, arXiv:2402.01306.
@@ -112,11 +121,11 @@ class KTO(AnswerMethod[KTOConfig]):
     keep = ("label", "KL_completion_ids", "ref_KL_logps")
 
     def start(self) -> torch.Tensor:
-        """Return 0, before there was a step."""
+        """Return 0, the baseline before the first step."""
         return torch.zeros(())
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """The weighted loss of each answer, averaged over the answers of the whole optimiser step."""
+        """Compute the weighted loss of each answer, averaged over the answers of the optimizer step."""
         cfg = self.cfg
         assert outputs.logp is not None
         logp = self.sums(outputs.logp, batch)

@@ -348,13 +348,13 @@ class VllmSyncFields:
 
 
 def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
-    """The settings that draw from another distribution than the one whose log-probs are computed; empty where none does.
+    """Describe the settings that sample from another distribution than the one of the log-probs; "" if there are none.
 
     Args:
-        cfg: Of an online trainer.
-        names: Further settings that its log-probs do not follow.
+        cfg: Config of an online trainer.
+        names: Additional settings that the trainer's log-probs ignore.
     """
-    known = {  # Its value, and what is off.
+    known = {  # Current value, and the value that disables the option.
         "repetition_penalty": (cfg.repetition_penalty, 1.0), "top_p": (cfg.top_p, 1.0), "top_k": (cfg.top_k, 0),
         "min_p": (cfg.min_p, None),
     }  # fmt: skip
@@ -363,7 +363,7 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
     changed = [f"{name}={value}" for name, (value, off) in used.items() if value not in (off, off or None)]
     if options.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {options['guide']}")
-    # suppress_tokens is followed, see `Sampling.left_out`.
+    # suppress_tokens is not listed, because log-probs account for it; see `Sampling.left_out`.
     rules = ("min_new_tokens", "no_repeat_ngram_size", "logit_bias")
     changed += [f"generation_kwargs with {name}={options[name]}" for name in rules if options.get(name)]
     if cfg.vllm_structured_outputs_regex:
@@ -372,22 +372,24 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
 
 
 def reject_reshaped_sampling(cfg: OnlineConfig) -> None:
-    """Refuse a correction of log-probs that the trainer does not compute; top-k, top-p and min-p it does follow.
+    """Reject settings for which the importance-sampling correction would be wrong.
+
+    Log-probs account for top-k, top-p and min-p, but not for penalties, structured outputs and logit biases.
 
     Raises:
-        ConfigError: A penalty, a guide or a bias with the correction, unless ``allow_biased_is``.
+        ConfigError: Such a setting is combined with the correction, and ``allow_biased_is`` is False.
     """
     reshaped = reshaped_sampling(cfg)
     if reshaped and cfg.vllm_importance_sampling_correction and not cfg.allow_biased_is:
         raise ConfigError(
-            f"{reshaped} with vllm_importance_sampling_correction=True: the engine's log-probs are of what it makes of the "
-            "distribution, and the trainer's are not, so every ratio is off. Fix: leave it out, turn the correction off, or set "
-            "allow_biased_is=True."
+            f"{reshaped} with vllm_importance_sampling_correction=True: the engine's log-probs include the change of "
+            "the distribution, the trainer's log-probs do not, so every ratio is biased. Fix: remove the setting, "
+            "disable the correction, or set allow_biased_is=True."
         )
 
 
 def check_truncation(cfg: OnlineConfig) -> None:
-    """Refuse a mode that truncates the ratio at bounds of which there are none.
+    """Reject a truncating mode of the correction without any bound.
 
     Raises:
         ConfigError: Both bounds are None.
@@ -396,25 +398,27 @@ def check_truncation(cfg: OnlineConfig) -> None:
     if (cfg.vllm_importance_sampling_mode or "").endswith("_truncate") and low is None and high is None:
         raise ConfigError(
             f"vllm_importance_sampling_mode={cfg.vllm_importance_sampling_mode!r} truncates the ratio at "
-            "vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max, and both are None. Set one, e.g. "
-            "vllm_importance_sampling_clip_max=2.0."
+            "vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max, but both are None. Set one, "
+            "for example vllm_importance_sampling_clip_max=2.0."
         )
 
 
 def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: ProcessorMixin) -> None:
-    """Replace ``rollout_engine="auto"`` by the engine that is chosen for this model on a GPU; elsewhere it is chosen when made.
+    """Replace ``rollout_engine="auto"`` on a GPU by the engine that is selected for this model.
+
+    On a CPU the engine is selected when it is created.
 
     Args:
-        args: A config with ``refused_engines``; vLLM is chosen as ``use_vllm=True`` with ``vllm_mode="colocate"`` would.
+        args: Config with ``refused_engines``. vLLM is selected as ``use_vllm=True`` with ``vllm_mode="colocate"``.
         model: The policy.
-        processor: Its tokenizer, or a processor with images, from which continuous batching cannot generate.
+        processor: Tokenizer of the policy, or a processor with images. Continuous batching does not support images.
     """
     on_gpu = next(model.parameters()).device.type == "cuda"
     if args.rollout_engine != "auto" or args.use_vllm or not on_gpu:
         return
     refused = args.refused_engines()
     if inner_tokenizer(processor) is not processor:
-        refused.setdefault("paged", "it generates from text alone, and a processor was given")
+        refused.setdefault("paged", "it supports text only, and the processor has images")
     name = choose_engine(model, refused)
     if name == "vllm":
         args.use_vllm, args.vllm_mode = True, "colocate"
@@ -422,15 +426,16 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
         args.rollout_engine = name
 
 
-# Keys of generation_kwargs: those with a field of their own, which log-probs and checks read, and the others.
+# Keys of generation_kwargs: keys that have a field of their own (log-probs and checks read the field), and further
+# keys.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed", *GENERATION_NAMES)
-# Fields of losses that are corrected for an engine which is not the policy.
+# Fields of losses with a correction for an engine that is not exactly the policy.
 CORRECTION = (
     "allow_biased_is",
     *(f"vllm_importance_sampling_{x}" for x in ("correction", "mode", "clip_max", "clip_min")),
 )
-REFUSED = {"typical_p": "no engine here draws by typical probability; top_p or min_p cuts the tail too"}
+REFUSED = {"typical_p": "no engine supports typical sampling; top_p and min_p also remove the tail"}
 
 
 @config
@@ -444,9 +449,10 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         "transformers_continuous_batching_config",
     ]
 
-    _least_generations: ClassVar[int] = 2  # Of a group: one completion has nothing to be compared with.
-    log_ref_kl, samples_per_step = False, None  # Of methods without these options: no fields.
-    _corrects_sampler: ClassVar[bool] = False  # The loss weighs by the ratio to what another engine said of its tokens.
+    _least_generations: ClassVar[int] = 2  # Minimum group size: a single completion has nothing to be compared with.
+    log_ref_kl, samples_per_step = False, None  # Constants, not fields: only some methods have these options.
+    # Whether the loss multiplies by the ratio of the trainer's to the engine's probabilities.
+    _corrects_sampler: ClassVar[bool] = False
 
     learning_rate: float = option(
         1e-6, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
@@ -520,11 +526,14 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         self._resolve_batches()
 
     def _take_overrides(self) -> None:
-        """What ``generation_kwargs`` overrides is the field itself: log-probs are of the temperature that was sampled at."""
+        """Move values in ``generation_kwargs`` that have a field of their own to that field.
+
+        Log-probs then use the temperature that sampling uses.
+        """
         overrides = dict(self.generation_kwargs or {})  # type: ignore[arg-type]
         for name, value in overrides.items():
             if name in REFUSED and value is not None:
-                raise ConfigError(f"generation_kwargs: {name}={value!r}: {REFUSED[name]}. Fix: take {name} out.")
+                raise ConfigError(f"generation_kwargs: {name}={value!r}: {REFUSED[name]}. Fix: remove {name}.")
             check_choice("generation_kwargs", name, OVERRIDDEN + FURTHER)
         for name in OVERRIDDEN:
             if overrides.get(name) is not None:
@@ -535,57 +544,61 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             overrides["guide"] = structured_guide(structured)
         if overrides.get("guide") is not None and self.vllm_structured_outputs_regex:
             del overrides["guide"]
-            logger.warning("vllm_structured_outputs_regex wins over what generation_kwargs says of structured outputs.")
+            logger.warning("vllm_structured_outputs_regex overrides the structured outputs in generation_kwargs.")
         elif overrides.get("guide") is not None:
-            overrides["guide"] = tuple(overrides["guide"])  # A list, where it comes from a file.
+            overrides["guide"] = tuple(overrides["guide"])  # It is a list if it was read from a file.
         generation_fields(overrides)
         self.generation_kwargs = overrides or None
 
     def _check_sampling(self) -> None:
         if self.num_generations < self._least_generations:
             raise ConfigError(
-                f"num_generations={self.num_generations} must be at least 2: a group of one has nothing to compare with."
+                f"num_generations={self.num_generations} must be at least 2, because a single completion has "
+                "nothing to be compared with."
             )
         if self.sync_ref_model and self.beta == 0:
-            raise ConfigError(
-                "sync_ref_model=True with beta=0.0: there is no reference model to sync. Set beta above 0."
-            )
+            raise ConfigError("sync_ref_model=True with beta=0.0: no reference model is loaded. Set beta above 0.")
         if self.auto_find_batch_size:
             raise ConfigError(
-                "auto_find_batch_size=True would break groups apart as it shrinks the batch. Turn it off."
+                "auto_find_batch_size=True would split groups when it reduces the batch size. Disable it."
             )
         do_sample = (self.generation_kwargs or {}).get("do_sample", True)
         if not do_sample:
             raise ConfigError(
-                "generation_kwargs={'do_sample': False} makes all completions of a group equal. Remove it."
+                "generation_kwargs={'do_sample': False} makes all completions of a group identical. Remove it."
             )
         if (fixed := (self.generation_kwargs or {}).get("seed")) is not None:
             raise ConfigError(
-                f"generation_kwargs={{'seed': {fixed!r}}} draws the same numbers in every generation and on every process: "
-                "completions repeat each other and their advantages vanish. Remove it; the config's seed makes runs repeat."
+                f"generation_kwargs={{'seed': {fixed!r}}} would use the same random numbers in every generation and "
+                "on every process: completions would repeat and advantages would be 0. Remove it. The config's seed "
+                "makes runs reproducible."
             )
 
     def check_foreign_logprobs(self) -> None:
-        """Refuse settings that do not fit log-probs of an engine that is not the policy; nothing where none are corrected."""
+        """Reject settings that are invalid if the engine's log-probs are not the policy's.
+
+        The default accepts everything; it is for losses without a correction.
+        """
 
     def check_vllm_settings(self) -> None:
-        """Refuse settings with which vLLM, on a server or in process, cannot sample for this method.
+        """Reject settings that vLLM does not support, on a server or in process.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: A setting is not supported.
         """
         self.check_foreign_logprobs()
         size = (self.generation_kwargs or {}).get("no_repeat_ngram_size")
         if size:
             raise ConfigError(
-                f"generation_kwargs: no_repeat_ngram_size={size} with use_vllm=True: vLLM has no such rule. Fix: take it out, or "
-                "use rollout_engine='native'."
+                f"generation_kwargs: no_repeat_ngram_size={size} with use_vllm=True: vLLM does not support it. Fix: "
+                "remove it or use rollout_engine='native'."
             )
 
     def _check_engine(self) -> None:
         engine = ENGINES.get(self.rollout_engine)
         if engine is not None and engine.vllm_mode is not None:
-            # Two spellings of one choice; engines for other models (a reference that generates) stay in process.
+            # 'vllm' and 'server' are the same as use_vllm=True. Engines of other models (a reference that generates)
+            # stay in process.
             self.use_vllm, self.vllm_mode, self.rollout_engine = True, engine.vllm_mode, "auto"
         if self.use_vllm:
             self.check_vllm_settings()
@@ -594,7 +607,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         for name in () if self._corrects_sampler else CORRECTION:
             if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(
-                    f"{name}={value!r} is not read by {type(self).__name__}: its loss has no ratio to an engine. Leave it out."
+                    f"{name}={value!r} has no effect with {type(self).__name__}: its loss has no importance ratio "
+                    "to the engine. Remove it."
                 )
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
@@ -605,14 +619,16 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     def _check_paged(self) -> None:
         if self.use_transformers_paged is not None:
             warnings.warn(
-                "use_transformers_paged is now use_transformers_continuous_batching.", FutureWarning, stacklevel=2
+                "use_transformers_paged was renamed to use_transformers_continuous_batching.",
+                FutureWarning,
+                stacklevel=2,
             )
             self.use_transformers_continuous_batching = self.use_transformers_paged
             self.use_transformers_paged = None
         if self.use_transformers_continuous_batching:
             if self.use_vllm or self.rollout_engine not in ("auto", "paged"):
                 other = f"use_vllm={self.use_vllm}, rollout_engine={self.rollout_engine!r}"
-                raise ConfigError(f"use_transformers_continuous_batching=True with {other}: choose one engine.")
+                raise ConfigError(f"use_transformers_continuous_batching=True with {other}: select one engine.")
             self.rollout_engine = "paged"
         if self.rollout_engine == "paged":
             self._check_paged_settings()
@@ -630,18 +646,18 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         for name, value in cut.items():
             if value:
                 raise ConfigError(
-                    f"{name}={value} with transformers' continuous batching, which knows temperature, top_k and top_p alone and "
-                    "would leave it out. Take it out, or use rollout_engine='native'."
+                    f"{name}={value} with transformers' continuous batching, which supports only temperature, top_k "
+                    "and top_p and would ignore it. Remove it or use rollout_engine='native'."
                 )
 
     @property
     def outlives_weights(self) -> bool:
-        """Whether completions may be trained after an update of the weights that sampled them."""
+        """Whether completions may be trained after the weights that sampled them have changed."""
         return self.gradient_accumulation_steps % ((self.steps_per_generation or 1) * self.num_iterations) != 0
 
     @property
     def generation_config(self) -> transformers.GenerationConfig:
-        """A copy of the sampling settings for ``model.generate``; changing it changes nothing here."""
+        """A copy of the sampling settings for ``model.generate``. Changes to the copy have no effect here."""
         return transformers.GenerationConfig(
             do_sample=True, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
             repetition_penalty=self.repetition_penalty, cache_implementation=self.cache_implementation,
@@ -650,33 +666,35 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     @property
     def generations_per_step(self) -> float:
-        """Generations of one optimiser step; less than 1 where one serves several."""
+        """Number of generations per optimizer step. It is below 1 if a generation is used in several steps."""
         return self.gradient_accumulation_steps / ((self.steps_per_generation or 1) * self.num_iterations)
 
     @property
     def truncation(self) -> Truncation:
-        """What sampling leaves out of the vocabulary."""
+        """Top-k, top-p and min-p of sampling."""
         return Truncation(self.top_k or 0, self.top_p, self.min_p)
 
     def refused_engines(self) -> dict[str, str]:
-        """Engines that these settings rule out for ``rollout_engine="auto"``, with the reasons."""
+        """Return the engines that these settings exclude for ``rollout_engine="auto"``, with reasons."""
         reasons = {}
         for name, check in {"vllm": self.check_vllm_settings, "paged": self._check_paged_settings}.items():
             try:
                 check()
-                self.check_foreign_logprobs()  # In half precision those of continuous batching are foreign too.
+                # Log-probs of continuous batching differ from the policy's in half precision.
+                self.check_foreign_logprobs()
             except (ConfigError, MissingDependencyError) as error:
                 reasons[name] = str(error)
         return reasons
 
     def _resolve_batches(self) -> None:
-        """The arithmetic of one generation: completions = per-device batch x processes x steps per generation."""
+        """Resolve the size of a generation: per-device batch size x processes x steps per generation."""
         unit = self.per_device_train_batch_size * self.world_size
         size, steps = self.generation_batch_size, self.steps_per_generation
         if size is not None and steps is not None and size != unit * steps:
             raise ConfigError(
-                f"generation_batch_size={size} and steps_per_generation={steps} are both set. Set one; the other follows "
-                f"({self.per_device_train_batch_size} per device x {self.world_size} processes x steps)."
+                f"generation_batch_size={size} and steps_per_generation={steps} contradict each other. Set one of "
+                f"them; the other is computed from {self.per_device_train_batch_size} per device x {self.world_size} "
+                "processes x steps."
             )
         if size is not None and size % unit:
             raise ConfigError(
@@ -697,9 +715,10 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             if rows % group:
                 whole = group // math.gcd(group, self.world_size)
                 raise ConfigError(
-                    f"the evaluation batch of {self.per_device_eval_batch_size} per device x {self.world_size} processes = "
-                    f"{rows} does not hold whole groups of {group} (num_generations_eval or num_generations). "
-                    f"Nearest per_device_eval_batch_size: {_near(self.per_device_eval_batch_size, whole)}."
+                    f"the evaluation batch of {self.per_device_eval_batch_size} per device x {self.world_size} "
+                    f"processes = {rows} completions is not a multiple of the group size {group} "
+                    "(num_generations_eval or num_generations). Nearest per_device_eval_batch_size: "
+                    f"{_near(self.per_device_eval_batch_size, whole)}."
                 )
 
     def _check_groups(self, unit: int) -> None:
@@ -720,7 +739,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
 
 def _near(value: int, step: int) -> str:
-    """The multiples of ``step`` around ``value``, as text."""
+    """Return the multiples of ``step`` next to ``value`` as text."""
     below, above = value // step * step, -(-value // step) * step
     return " or ".join(str(x) for x in sorted({below or above, above}))
 

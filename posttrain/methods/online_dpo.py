@@ -1,4 +1,4 @@
-"""Online DPO: two completions of the policy a prompt; the better one is preferred as DPO does."""
+"""Online DPO: the policy samples two completions per prompt, and the DPO loss prefers the better one."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     )
 
     def check_fields(self) -> None:
-        """Check every field; one number for ``beta`` stands for a list of one."""
+        """Validate every field. A single number for ``beta`` is treated as a list of one."""
         beta = self.beta
         self.beta = [beta] if isinstance(beta, int | float) else beta
         super().check_fields()
@@ -118,8 +118,8 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     def __post_init__(self) -> None:
         if self.max_completion_length not in (None, self.max_new_tokens):
             raise ConfigError(
-                f"max_completion_length={self.max_completion_length} and max_new_tokens={self.max_new_tokens} are two names of "
-                "one limit and contradict each other. Set max_new_tokens."
+                f"max_completion_length={self.max_completion_length} and max_new_tokens={self.max_new_tokens} are "
+                "names of the same limit and have different values. Set only max_new_tokens."
             )
         self.max_completion_length = self.max_new_tokens
         if isinstance(self.beta, Sequence) and len(self.beta) == 1:
@@ -130,45 +130,45 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     def _check_pairs(self) -> None:
         if self.max_new_tokens >= self.max_length:
             raise ConfigError(
-                f"max_new_tokens={self.max_new_tokens} leaves no prompt token within max_length={self.max_length}. Lower it, or "
-                "raise max_length."
+                f"max_new_tokens={self.max_new_tokens} must be below max_length={self.max_length}, or no prompt token "
+                "fits. Lower max_new_tokens or raise max_length."
             )
         if self.num_generations != 2 or (self.num_generations_eval or 1) != 1:
             raise ConfigError(
-                f"num_generations={self.num_generations} and num_generations_eval={self.num_generations_eval}: two completions "
-                "are compared in training and one is scored in evaluation. Leave both out."
+                f"num_generations={self.num_generations} and num_generations_eval={self.num_generations_eval} are not "
+                "supported. Training compares 2 completions, and evaluation scores 1. Remove both options."
             )
         defaults = type(self).__dataclass_fields__
         for name in UNREAD:
             if (value := getattr(self, name)) != defaults[name].default:
-                raise ConfigError(f"{name}={value!r} is not read by {type(self).__name__}. Leave it out.")
+                raise ConfigError(f"{name}={value!r} is not supported by {type(self).__name__}. Remove it.")
 
     def _check_sampling(self) -> None:
         if isinstance(self.beta, Sequence) and not self.beta:
-            raise ConfigError("beta=[] is empty. Fix: give one value, or one per epoch.")
+            raise ConfigError("beta=[] is empty. Fix: pass one value, or one per epoch.")
         for value in self.betas:
             if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ConfigError(f"beta={self.beta!r}: {value!r} is out of range. Fix: give numbers above 0.")
+                raise ConfigError(f"beta={self.beta!r}: {value!r} is out of range. Fix: use numbers above 0.")
         betas, self.beta = self.beta, self.betas[0]  # type: ignore[assignment]
         super()._check_sampling()
         self.beta = betas
 
     @property
     def betas(self) -> list[float]:
-        """``beta`` as a list, one value per epoch."""
+        """``beta`` as a list with one value per epoch."""
         return list(self.beta) if isinstance(self.beta, Sequence) and not isinstance(self.beta, str) else [self.beta]
 
     def beta_at(self, epoch: float | None) -> float:
-        """``beta`` in an epoch, whole or not; the last value stays."""
+        """Return ``beta`` in an epoch, which may be fractional. Later epochs use the last value."""
         return float(self.betas[min(int(epoch or 0), len(self.betas) - 1)])
 
     @property
     def train_batch_size(self) -> int:
-        """Completions of a micro-batch: two a prompt."""
+        """Number of completions in a micro-batch, two per prompt."""
         return 2 * super().train_batch_size
 
     def _resolve_batches(self) -> None:
-        """Batch sizes count prompts; a generation counts completions, as in every online method."""
+        """Resolve batch sizes. They count prompts here; the other online methods count completions."""
         prompts, self.per_device_train_batch_size = (
             self.per_device_train_batch_size,
             2 * self.per_device_train_batch_size,
@@ -179,12 +179,12 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
             self.per_device_train_batch_size = prompts
 
 
-PAIR_LOSSES = {"sigmoid": sigmoid, "ipo": squared_gap}  # Of summed log-ratios: no division by length.
-TIES_MOST = 0.5  # Share of ties in a log window above which most of what is sampled trains nothing.
+PAIR_LOSSES = {"sigmoid": sigmoid, "ipo": squared_gap}  # The losses use sums of log-ratios, without division by length.
+TIES_MOST = 0.5  # Fraction of ties in a log window above which a warning is logged, because ties train nothing.
 
 
 def sequence_sums(out: ModelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Summed log-probs of the policy ``(S,)``, and their log-ratios to the reference ``(S,)``."""
+    """Return the policy's summed log-probs ``(S,)`` and its summed log-ratios to the reference ``(S,)``."""
     assert out.logp is not None and batch.ref_logp is not None
     forest = batch.by_sequence
     return sequence_sum(out.logp, *forest), sequence_sum(out.logp - batch.ref_logp, *forest)
@@ -193,20 +193,23 @@ def sequence_sums(out: ModelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
 def pair_terms(
     batch: Batch, logp: Tensor, ratio: Tensor, *, beta: float, loss_type: str
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """``-lsig(beta h)`` or ``(h - 1 / (2 beta))^2`` with ``h = L+ - L-``, ``(P,)``; 0 for ties and pairs without a verdict.
+    """Compute the loss of each pair, ``(P,)``.
+
+    With ``h = L+ - L-`` it is ``-logsigmoid(beta h)`` or ``(h - 1 / (2 beta))^2``. It is 0 for ties and for pairs
+    without scores.
 
     Args:
-        batch: Pairs; ``advantages`` are 1 on the better completion, -1 on the other, 0 on both of a tie.
+        batch: Pairs. ``advantages`` are 1 for the better completion, -1 for the other, and 0 for both in a tie.
         logp: ``(S,)`` summed log-probs.
         ratio: ``(S,)`` summed log-ratios L.
-        beta: Strength of the tie to the reference.
+        beta: Strength of the regularization towards the reference.
         loss_type: ``sigmoid`` or ``ipo``.
 
     Reference: Online AI feedback, arXiv:2402.04792; DPO, arXiv:2305.18290, equation 7; IPO, arXiv:2310.12036, equation 17.
     """
     assert batch.advantages is not None
     sign = batch.grouped(batch.advantages, 2)[:, 0]
-    better = (sign < 0).long()[:, None]  # Index of the better one.
+    better = (sign < 0).long()[:, None]  # Index of the better completion.
     (ratio_c, ratio_r), (logp_c, logp_r) = (
         torch.cat([x.gather(1, better), x.gather(1, 1 - better)], 1).unbind(1)
         for x in (batch.grouped(ratio, 2), batch.grouped(logp, 2))
@@ -225,13 +228,13 @@ def pair_terms(
 
 
 def score_metrics(scores: Tensor, known: Tensor, ended: Tensor, *, pairs: bool) -> dict[str, Metric]:
-    """``objective/scores`` and how many completions ended; of all ranks' rows.
+    """Compute ``objective/scores`` and the fraction of completions that ended, over the rows of all ranks.
 
     Args:
-        scores: ``(n,)``, penalties taken, NaN where no function applied.
-        known: ``(n,)`` bool, rows that count.
+        scores: ``(n,)`` scores after penalties. NaN: no reward function applied.
+        known: ``(n,)`` bool, rows that have a score.
         ended: ``(n,)`` bool.
-        pairs: Whether neighbors are pairs.
+        pairs: Whether consecutive rows are pairs.
     """
     metrics = {"objective/scores": mean(scores, known), "val/contain_eos_token": mean(ended.float())}
     if pairs:
@@ -240,22 +243,22 @@ def score_metrics(scores: Tensor, known: Tensor, ended: Tensor, *, pairs: bool) 
 
 
 def equal_pairs(rollouts: RolloutBatch, ranks: Ranks) -> Tensor:
-    """``(P,)`` which pairs of all ranks are one completion twice: no verdict can tell them apart."""
+    """Return ``(P,)`` bool that marks pairs of all ranks whose two completions are identical."""
     one = rollouts.rollouts
     same = [a.token_ids == b.token_ids for a, b in zip(one[::2], one[1::2], strict=True)]
     return torch.tensor(ranks.gather(same), dtype=torch.bool)
 
 
 def preferred(pairs: Tensor, known: Tensor, equal: Tensor, names: Sequence[str]) -> tuple[Tensor, dict[str, Metric]]:
-    """``(2 P,)`` 1, -1 or 0 for each completion of ``(P, 2)`` scores, and what to log.
+    """Return 1, -1 or 0 for each completion, ``(2 P,)``, from scores ``(P, 2)``, and metrics.
 
     Raises:
-        RewardError: No pair has a score on both sides.
+        RewardError: No pair has scores for both completions.
     """
     if not bool(known.any()):
         raise RewardError(
-            f"none of the {len(pairs)} pairs of this generation has a reward for both completions: {', '.join(names)} returned "
-            "None. Nothing can be preferred. Return a number wherever a function applies."
+            f"none of the {len(pairs)} pairs of this generation has a reward for both completions, because "
+            f"{', '.join(names)} returned None. Return a number for every completion to which a function applies."
         )
     gap = torch.where(known & ~equal, pairs[:, 0] - pairs[:, 1], 0.0)
     metrics = {"ties": mean((gap == 0).float(), known), "groups/unscorable": mean((~known).float())}
@@ -263,7 +266,7 @@ def preferred(pairs: Tensor, known: Tensor, equal: Tensor, names: Sequence[str])
 
 
 def policy_metrics(batch: Batch, logp: Tensor, ratio: Tensor, beta: float) -> dict[str, Metric]:
-    """Return how far the policy is from the reference, and the rewards of its completions with that charged."""
+    """Compute the KL of the policy to the reference, and rewards with and without the KL penalty."""
     scored = batch.columns["compared"].bool()
     return {
         "objective/kl": mean(ratio),
@@ -274,7 +277,7 @@ def policy_metrics(batch: Batch, logp: Tensor, ratio: Tensor, beta: float) -> di
 
 
 class OnlineDPO(Method[OnlineDPOConfig]):
-    """The better of two completions of a prompt over the other, relative to a reference.
+    """DPO on two sampled completions per prompt, with the better one as chosen.
 
     Reference: Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
@@ -291,16 +294,16 @@ class OnlineDPO(Method[OnlineDPOConfig]):
     )
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Completions whose pair has a score on both sides: what the loss is a mean over."""
+        """Count the completions whose pair has scores for both sides. It is the denominator of the loss."""
         return {"compared": float(sum(batch.columns["compared"].sum() for batch in batches))}
 
     @property
     def temperature(self) -> float:
-        """1: the loss compares models, not samplers; there is no importance ratio in it."""
+        """Always 1, because the loss has no importance ratio to the sampler."""
         return 1.0
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """How much a completion is preferred to its partner, 1, -1 or 0; in evaluation 0."""
+        """Return 1, -1 or 0 for each completion: preferred, not preferred, or tie. Evaluation returns 0."""
         training, totals = rollouts.mode == "train", weighted_total(rewards.values, rewards.weights)
         reasons = ranks.gather([rollout.finish_reason for rollout in rollouts.rollouts])
         ended = torch.tensor([reason == "stop" for reason in reasons])
@@ -316,7 +319,7 @@ class OnlineDPO(Method[OnlineDPOConfig]):
         return Advantages(values, totals, rewards.start, columns=columns, token_columns=logps, metrics=metrics)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """See `pair_terms`; in evaluation only what is logged of the policy."""
+        """Compute the loss with `pair_terms`. Evaluation only computes metrics of the policy."""
         beta = self.cfg.beta_at(state.epoch)
         logp, ratio = sequence_sums(outputs, batch)
         compared = batch.columns["compared"].bool()

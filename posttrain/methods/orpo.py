@@ -1,4 +1,4 @@
-"""ORPO: supervised fine-tuning on the chosen answers with an odds-ratio penalty on the rejected ones."""
+"""ORPO: supervised fine-tuning on chosen answers with an odds-ratio penalty on rejected answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class ORPOConfig(UnreadFields, AnswerConfig):
 
 
 class ORPO(ReferenceFree[ORPOConfig]):
-    """``NLL(prompt and chosen) - beta lsig(log-odds ratio)``, without a reference.
+    """Odds-ratio preference optimization: ``NLL(prompt and chosen) - beta * logsigmoid(log-odds ratio)``.
+
+    It needs no reference model. The NLL is averaged over the tokens of prompts and chosen answers of the optimizer
+    step.
 
     The NLL is a mean over the prompts' and chosen answers' tokens of the whole optimiser step.
 
@@ -48,11 +51,11 @@ class ORPO(ReferenceFree[ORPOConfig]):
     config_class = ORPOConfig
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Pairs whose prompts are trained, once each."""
+        """Convert examples to pairs whose prompts are trained once each."""
         return [replace(row, prompt_mask=[1] * len(row.prompt_ids)) for row in super().rows(examples)]
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """The odds-ratio term and the likelihood of prompts and chosen answers."""
+        """Compute the odds-ratio loss and the NLL of prompts and chosen answers."""
         logp, length = branch_sums(outputs, batch, 2)
         means = mean_logp(logp, length)
         odds = log_odds_ratio(means[:, 0], means[:, 1])

@@ -1,4 +1,4 @@
-"""What methods share that learn from answers which were compared or judged: answers as trees, and their reference."""
+"""Shared code of methods that train on compared or judged answers: configs, metrics and the reference's log-probs."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 logger = logging.getLogger(__name__)
 
 
-SORTED = 10  # Batches that one label may fill in a row.
-BALANCED = 1.33  # Good answers may weigh this much more than bad ones, in all (KTO, section 4.2).
+SORTED = 10  # Number of consecutive batches with one label above which a dataset counts as sorted by label.
+BALANCED = 1.33  # Maximum ratio of the total weights of good and bad answers (KTO, section 4.2).
 
 
-# Answers by sequence, and what is logged of them ----------------------------------------------------------------------
+# Answers and their metrics --------------------------------------------------------------------------------------------
 
 
 def answer_mask(batch: Batch, size: int, which: int) -> Tensor:
-    """``(B, T)`` trained tokens of one answer of each row: the ``which``-th of ``size``."""
+    """Return a mask ``(B, T)`` of the trained tokens of answer number ``which`` of ``size`` in each row."""
     wanted = torch.tensor([origin % size == which for origin in batch.origin], device=batch.sequence.device)
     return batch.loss_mask & (batch.sequence >= 0) & wanted[batch.sequence.clamp_min(0)]
 
 
 def logit_metrics(out: ModelOutputs, **masks: Tensor) -> dict[str, Metric]:
-    """``logits/<side>``: mean over a side's trained tokens, a mask ``(B, T)`` each, of the mean logit over the vocabulary."""
+    """Compute ``logits/<side>``: the mean logit over the vocabulary, averaged over the tokens in a mask ``(B, T)`` per
+    side.
+    """
     assert out.mean_logit is not None
     return {f"logits/{side}": mean(out.mean_logit, mask) for side, mask in masks.items()}
 
@@ -46,7 +48,10 @@ def logit_metrics(out: ModelOutputs, **masks: Tensor) -> dict[str, Metric]:
 def pair_metrics(
     out: ModelOutputs, batch: Batch, values: dict[str, Tensor], beta: float, pairs: Sequence[tuple[Tensor, ...]]
 ) -> dict[str, Metric]:
-    """What every method on pairs with a reference logs; rewards are ``beta`` times the log-ratio, whatever the loss."""
+    """Compute the metrics of methods on pairs with a reference.
+
+    Rewards are ``beta`` times the log-ratio, for every loss.
+    """
     rewards = [beta * values[f"{side}_ratio"] for side in ("chosen", "rejected")]
     chosen, rejected = (answer_mask(batch, 2, which) for which in (0, 1))
     policy, _, (length_c, length_r), _ = pairs
@@ -63,7 +68,9 @@ def pair_metrics(
 def _reward_metrics(
     out: ModelOutputs, batch: Batch, rewards: Sequence[Tensor], logps: Sequence[Tensor]
 ) -> dict[str, Metric]:
-    """Rewards and log-probs of chosen and rejected answers, ``(P,)`` each, and the entropy of all trained tokens."""
+    """Compute metrics of rewards and log-probs ``(P,)`` of chosen and rejected answers, and the entropy of trained
+    tokens.
+    """
     assert out.entropy is not None
     chosen, rejected = (reward.detach() for reward in rewards)
     return {
@@ -78,14 +85,20 @@ def _reward_metrics(
 
 
 def reference_free_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logps: Tensor) -> dict[str, Metric]:
-    """What methods without a reference log; ``rewards`` and ``logps`` are ``(P, branches)``, chosen and rejected first."""
+    """Compute the metrics of methods without a reference.
+
+    ``rewards`` and ``logps`` have the shape ``(P, branches)``, with chosen and rejected first.
+    """
     size = batch.num_sequences // len(rewards)
     metrics = _reward_metrics(out, batch, (rewards[:, 0], rewards[:, 1]), (logps[:, 0], logps[:, 1]))
     return metrics | logit_metrics(out, chosen=answer_mask(batch, size, 0), rejected=answer_mask(batch, size, 1))
 
 
 def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tensor, good: Tensor) -> dict[str, Metric]:
-    """Rewards and log-probs by label, sums and counts so that a batch of one label counts for what it has."""
+    """Compute rewards and log-probs by label.
+
+    Metrics are sums and counts, so a batch with one label is weighted by its number of answers.
+    """
     assert out.entropy is not None
     rewards, logp = rewards.detach(), logp.detach()
     metrics: dict[str, Metric] = {}
@@ -99,14 +112,14 @@ def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tenso
 
 
 def branch_sums(out: ModelOutputs, batch: Batch, branches: int) -> tuple[Tensor, Tensor]:
-    """Summed log-probs and lengths by row and branch, ``(P, branches)`` each."""
+    """Compute summed log-probs and lengths by row and branch, ``(P, branches)`` each."""
     assert out.logp is not None
     logp, length = sequence_sum(out.logp.float(), *batch.by_sequence), sequence_lengths(*batch.by_sequence)
     return batch.grouped(logp, branches), batch.grouped(length, branches)
 
 
 def likelihood_mask(batch: Batch, branches: int, branch: int) -> Tensor:
-    """``(B, T)`` tokens whose likelihood is raised: one branch of each row, and trained prompts."""
+    """Return a mask ``(B, T)`` of tokens in the NLL term: one branch of each row, and prompts that are trained."""
     return answer_mask(batch, branches, branch) | batch.loss_mask & (batch.sequence < 0)
 
 
@@ -120,7 +133,10 @@ def likelihood_terms(
     branches: int,
     branch: int,
 ) -> LossTerms:
-    """One term a row ``(P,)``, a mean over the step's rows, and ``weight`` times the NLL, a mean over its tokens."""
+    """Combine one loss per row ``(P,)`` with ``weight`` times the NLL.
+
+    The loss is averaged over the rows of the step, the NLL over its tokens.
+    """
     assert out.logp is not None
     loss = row_terms(batch, terms, branches=branches, metrics=metrics)
     if weight:
@@ -131,29 +147,29 @@ def likelihood_terms(
 
 
 def as_label(label: Any, index: int) -> bool:
-    """A label as a bool.
+    """Convert a label to a bool.
 
     Raises:
-        DataError: It is neither True nor False (nor 1 nor 0).
+        DataError: The label is not True, False, 1 or 0.
     """
     if isinstance(label, bool) or label in (0, 1):
         return bool(label)
     raise DataError(
-        f"row {index}, column 'label': {label!r} must be True or False (0 and 1 are read so). A text is true whatever it says: "
-        "convert the column."
+        f"row {index}, column 'label': {label!r} must be True or False (1 or 0 are accepted). Convert the column; a "
+        "nonempty string would always count as True."
     )
 
 
 def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -> None:
-    """Refuse labels that are no bool; warn of a training set that is sorted by label or out of balance.
+    """Validate labels, and warn about a training set that is sorted by label or imbalanced.
 
     Args:
-        labels: One a row.
-        args: Of the method.
-        training: Whether it is the training set.
+        labels: One label per row.
+        args: Config of the method.
+        training: Whether the rows are the training set.
 
     Raises:
-        DataError: A label that is neither True nor False.
+        DataError: A label is not a bool.
     """
     good = [as_label(label, index) for index, label in enumerate(labels)]
     if not training:
@@ -162,8 +178,8 @@ def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -
     ordered = args.train_sampling_strategy == "sequential"
     if ordered and len(set(good)) > 1 and longest > SORTED * args.per_device_train_batch_size:
         logger.warning(
-            "train_sampling_strategy='sequential', and %d rows in a row have the same label, more than %d batches of %d, "
-            "which hold nothing to compare. Leave it out, or shuffle the dataset.",
+            "train_sampling_strategy='sequential' with %d consecutive rows of the same label. This is more than %d "
+            "batches of %d rows, which contain nothing to compare. Remove it or shuffle the dataset.",
             longest, SORTED, args.per_device_train_batch_size,
         )  # fmt: skip
     _check_balance(sum(good), len(good) - sum(good), args.desirable_weight, args.undesirable_weight)
@@ -171,21 +187,21 @@ def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -
 
 def _check_balance(good: int, bad: int, good_weight: float, bad_weight: float) -> None:
     if good == 0 or bad == 0:
-        logger.warning("all %d labels are %s: there is nothing to compare with.", good + bad, good > 0)
-    if good == bad or 0 in (good_weight, bad_weight):  # One kind is left out on purpose.
+        logger.warning("all %d labels are %s, so there is nothing to compare.", good + bad, good > 0)
+    if good == bad or 0 in (good_weight, bad_weight):  # A weight of 0 excludes one kind on purpose.
         return
     ratio = max(good, 1) * good_weight / (max(bad, 1) * bad_weight)
     if 1.0 <= round(ratio, 2) <= BALANCED:
         return
     logger.warning(
-        "%d good and %d bad answers, weighted, count %.2f : 1; between 1 and %.2f is advised. Set desirable_weight in "
-        "[%.2f, %.2f], or undesirable_weight in [%.2f, %.2f], not both.",
+        "%d good and %d bad answers have a ratio of weights of %.2f : 1. A ratio between 1 and %.2f is recommended. "
+        "Set desirable_weight in [%.2f, %.2f] or undesirable_weight in [%.2f, %.2f], not both.",
         good, bad, ratio, BALANCED, good_weight / ratio, BALANCED * good_weight / ratio,
         bad_weight * ratio / BALANCED, bad_weight * ratio,
     )  # fmt: skip
 
 
-# What configs and trainers share ------------------------------------------------------------------------------------
+# Configs --------------------------------------------------------------------------------------------------------------
 
 CHECKED_ROWS = 1000
 
@@ -194,7 +210,7 @@ CHECKED_ROWS = 1000
 class AnswerConfig(PostTrainingConfig):
     """Arguments of all methods that train on given answers."""
 
-    desirable_weight = undesirable_weight = 1.0  # Of methods without these options: no fields.
+    desirable_weight = undesirable_weight = 1.0  # Constants, not fields: only some methods have these options.
 
     learning_rate: float = option(
         1e-6, "Peak learning rate. The default suits training of all weights; use about 1e-5 for LoRA."
@@ -244,25 +260,29 @@ class AnswerConfig(PostTrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_length is not None and self.max_length < 2:
-            raise ConfigError(f"max_length={self.max_length} leaves no room for a prompt and an answer; at least 2.")
+            raise ConfigError(
+                f"max_length={self.max_length} must be at least 2: one token of the prompt and one of the answer."
+            )
 
     def refuse_unread_by_loss(self, **read: bool) -> None:
-        """Raise for an option of some losses that is set and that those in ``loss_type`` do not read.
+        """Raise if an option is set that the chosen loss does not use.
 
         Raises:
-            ConfigError: Names the option and the losses.
+            ConfigError: An option is set but ``loss_type`` does not use it.
         """
         for name, is_read in read.items():
             value = vars(self)[name]
             if not is_read and value != type(self).__dataclass_fields__[name].default:
-                raise ConfigError(f"{name}={value} is not read by loss_type={vars(self)['loss_type']!r}. Leave it out.")
+                raise ConfigError(
+                    f"{name}={value} has no effect with loss_type={vars(self)['loss_type']!r}. Remove it."
+                )
 
 
 UNREAD = {
     "max_completion_length": "filter the data, or set max_length",
     "generate_during_eval": "use LogCompletionsCallback",
     "is_encoder_decoder": "train a causal language model",
-    "padding_value": "set tokenizer.pad_token; padding has no part in any loss",
+    "padding_value": "set tokenizer.pad_token; the loss does not use padding",
 }
 
 
@@ -282,15 +302,15 @@ class UnreadFields:
     )
 
     def refuse_unread(self) -> None:
-        """Raise for each that is set.
+        """Raise if an unsupported field is set.
 
         Raises:
-            ConfigError: Names the field and what to do instead.
+            ConfigError: A field is set; the message contains the alternative.
         """
         for name, instead in UNREAD.items():
             value = getattr(self, name)
             if value is not None and value is not False:
-                raise ConfigError(f"{name}={value!r} is not read by {type(self).__name__}. Fix: {instead}.")
+                raise ConfigError(f"{name}={value!r} is not supported by {type(self).__name__}. Fix: {instead}.")
 
 
 @config
@@ -325,7 +345,8 @@ class ComparedConfig(AnswerConfig):
         super().__post_init__()
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ConfigError(
-                "sync_ref_model=True moves the reference, whose log-probs precompute_ref_log_probs=True fixes."
+                "sync_ref_model=True changes the reference during training, so its log-probs cannot be computed "
+                "in advance. Set precompute_ref_log_probs=False."
             )
 
 
@@ -335,12 +356,12 @@ JUDGED = replace(PAIRS, answers=1, compares_reference=True, needs=frozenset({"lo
 
 
 class AnswerMethod(Method[Answers]):
-    """Answers to a shared prompt, which were compared or judged.
+    """Base class of methods on compared or judged answers to a prompt.
 
     Attributes:
-        judged: One answer a row, with a label that says whether it is good; pairs become a good and a bad answer.
-        likelihood_branch: The answer whose likelihood is raised too.
-        reference_columns: Columns of precomputed log-probs of the reference, one a branch.
+        judged: Each row has one answer with a label, good or bad. Pairs are converted to one good and one bad answer.
+        likelihood_branch: Index of the answer in the NLL term.
+        reference_columns: Columns of precomputed reference log-probs, one per branch.
     """
 
     branches: tuple[str, ...] = ("chosen", "rejected")
@@ -349,7 +370,7 @@ class AnswerMethod(Method[Answers]):
     reference_columns: ClassVar[tuple[str, ...]] = ()
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """See `answer_rows`; the label of a judged answer is a column."""
+        """Convert examples with `answer_rows`. The label of a judged answer becomes a column."""
         columns = {"ref_logps": self.reference_columns} if self.traits.compares_reference else {}
         rows = answer_rows(examples, self.branches, columns)
         if not self.judged:
@@ -358,14 +379,14 @@ class AnswerMethod(Method[Answers]):
         return [row.with_columns(label=[float(label)]) for row, label in zip(rows, labels, strict=True)]
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Tokens of the likelihood term over the step."""
+        """Count the tokens in the NLL term over the optimizer step."""
         if self.judged:
             return {}
         masks = (likelihood_mask(batch, len(self.branches), self.likelihood_branch) for batch in batches)
         return {"likelihood": float(sum(int(mask.sum()) for mask in masks))}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Margins of judged answers are the difference of two means, over whatever the window holds."""
+        """Add the margin of judged answers: the difference of the mean rewards of good and bad answers."""
         if not self.judged or not {"rewards/chosen", "rewards/rejected"} <= set(metrics):
             return metrics
         return metrics | {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
@@ -373,32 +394,32 @@ class AnswerMethod(Method[Answers]):
     # Against a reference -----------------------------------------------------------------------------------------
 
     def reference_key(self) -> dict[str, Any]:
-        """Settings beyond data, weights and precision that move the reference's log-probs."""
+        """Return the settings, in addition to data, weights and precision, that change the reference's log-probs."""
         cfg = self.cfg
         kept = {"max_length": cfg.max_length, "truncation_mode": cfg.truncation_mode}
         return kept | {"mask_inner_turns": cfg.mask_inner_turns}
 
     def reference_logp(self, batch: Batch) -> Tensor:
-        """The reference's summed log-probs, ``(S,)``."""
+        """Return the reference's summed log-probs, ``(S,)``."""
         if "ref_logps" in batch.columns:
             return batch.columns["ref_logps"]
         if batch.ref_logp is None:
             raise ConfigError(
-                "the rows have no precomputed reference log-probs, and the reference is gone (precompute_ref_log_probs=True). "
-                "Give this set at construction, as eval_dataset."
+                "these rows have no precomputed reference log-probs, and the reference model was released "
+                "(precompute_ref_log_probs=True). Pass this dataset as eval_dataset when you create the trainer."
             )
         return self.sums(batch.ref_logp, batch)
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
-        """Log-probs ``(B, T)`` summed over each answer as the loss wants them, ``(S,)``; policy and reference alike."""
+        """Sum log-probs ``(B, T)`` over each answer, ``(S,)``. Policy and reference use the same sum."""
         return sequence_sum(logp.float(), *batch.by_sequence)
 
     def starts_at_ln_2(self) -> bool:
-        """Whether the loss is exactly ln 2 as long as the policy is its own reference."""
+        """Return whether the loss is exactly ln 2 while policy and reference are equal."""
         return False
 
 
 class ReferenceFree(AnswerMethod[Answers]):
-    """Answers by the policy's own likelihood: there is no reference to compare with."""
+    """Base class of methods that compare answers by the policy's likelihood, without a reference model."""
 
     traits = replace(PAIRS, needs=frozenset({"logp", "entropy", "mean_logit"}))

@@ -1,4 +1,4 @@
-"""Outcome reward models: a scalar head that scores the chosen answer of a pair higher."""
+"""Outcome reward models: a scalar head that scores the chosen answer of a pair above the rejected one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RewardConfig(PostTrainingConfig):
 
 
 def reward_objective(out: ModelOutputs, batch: Batch, *, center: float | None) -> LossTerms:
-    """``-log sigmoid(r+ - r- - margin) + c (r+ + r-)^2``, averaged over the pairs of the whole optimiser step."""
+    """Compute ``-log sigmoid(r+ - r- - margin) + c (r+ + r-)^2``, averaged over the pairs of the optimizer step."""
     assert out.scores is not None
     chosen, rejected = batch.grouped(out.scores, 2).unbind(1)
     margin = batch.columns.get("margin")
@@ -82,7 +82,7 @@ def reward_objective(out: ModelOutputs, batch: Batch, *, center: float | None) -
 
 
 class RewardModel(Method[RewardConfig]):
-    """A scalar head that scores the chosen answer of a pair higher."""
+    """Bradley-Terry loss for a scalar head on pairs of answers."""
 
     config_class = RewardConfig
     traits = Traits(

@@ -1,4 +1,4 @@
-"""RLOO: plain policy gradients on whole completions, each measured against the others of its prompt."""
+"""RLOO: policy gradients on whole completions with a leave-one-out baseline."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: beyond it one sequence would decide the whole loss.
-CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10  # Share of clipped sequences, and steps in a row, after which little is learned.
+MAX_LOG_RATIO = 20.0  # exp(20) is 5e8. Without this limit one sequence could dominate the loss.
+# Fraction of clipped sequences, and number of consecutive steps, above which a warning is logged.
+CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10
 
 
 @config
@@ -90,14 +91,17 @@ class RLOOConfig(PictureConfig, OnlineConfig):
 
 
 def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerms:
-    """``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)`` with ``rho = exp(sum_t (logp - old_logp))``, one term a sequence.
+    """Compute ``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)`` per sequence, ``rho = exp(sum_t (logp - old_logp))``.
+
+    The ratio is that of the whole completion, not a mean over its tokens. Its logarithm is limited to 20. A completion
+    without loss tokens has ratio 1 and a constant term.
 
     The ratio is that of the whole completion, not a mean over its tokens; its logarithm stops at 20. A completion without
     loss tokens has ratio 1 and a constant term.
 
     Args:
         out: ``logp`` and ``entropy``, ``(B, T)``.
-        batch: With ``advantages (S,)`` and ``old_logp (B, T)``, and ``rollout_logp`` where another engine sampled.
+        batch: Batch with ``advantages (S,)`` and ``old_logp (B, T)``, and ``rollout_logp`` if another engine sampled.
         cfg: `RLOOConfig`.
 
     Reference: Back to basics, arXiv:2402.14740, equation 8, with PPO's clip, arXiv:1707.06347.
@@ -134,7 +138,7 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
 
 
 def charged_kl(rollouts: RolloutBatch, logps: LogProbs, *, skip_truncated: bool) -> list[Tensor]:
-    """k1 of each loss token of each completion of this rank: ``old_logp - ref_logp``."""
+    """Compute the k1 estimate ``old_logp - ref_logp`` for the loss tokens of each completion of this rank."""
     kept = [rollouts.loss_mask(i, skip_truncated) for i in range(len(rollouts.rollouts))]
     return [
         k1(torch.tensor(old), torch.tensor(ref))[torch.tensor(mask, dtype=torch.bool)]
@@ -143,7 +147,9 @@ def charged_kl(rollouts: RolloutBatch, logps: LogProbs, *, skip_truncated: bool)
 
 
 class RLOO(Method[RLOOConfig]):
-    """REINFORCE with the mean of a prompt's other completions as the baseline; the KL is part of the reward.
+    """REINFORCE with a leave-one-out baseline: the mean reward of the prompt's other completions.
+
+    The KL penalty is part of the reward.
 
     Reference: Back to basics, arXiv:2402.14740.
     """
@@ -152,11 +158,11 @@ class RLOO(Method[RLOOConfig]):
     traits = replace(SAMPLES, follows_truncation=True, splits_tokens=True, beta_is_kl=True, reads_images=True)
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return True: the KL of the reward is measured with them."""
+        """Return True, because the KL in the reward is computed from them."""
         return True
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """``clip(R) - beta KL`` against the mean of the others of the group; what is logged as reward is R itself."""
+        """Compute ``clip(R) - beta KL`` minus the mean of the group's other completions. The logged reward is R."""
         cfg, metrics = self.cfg, {}
         stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, scale_rewards="none")
         charged = stats.totals if cfg.reward_clip_range is None else stats.totals.clamp(*cfg.reward_clip_range)
@@ -180,8 +186,8 @@ class RLOO(Method[RLOOConfig]):
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `rloo_objective`."""
-        # While the policy has not moved the ratio is 1. Stored log-probs would add half precision's rounding of every token
-        # of a completion: ratios up to 2.9 were seen for 8 tokens in bfloat16, and the clip would act on them.
+        # The ratio is 1 while the weights are those that sampled. Stored log-probs would add the rounding of every
+        # token in half precision: ratios of up to 2.9 were seen for 8 tokens in bfloat16, and they would be clipped.
         if not self.cfg.outlives_weights:
             batch = replace(batch, old_logp=None)
         return rloo_objective(outputs, batch, self.cfg)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: maximise the likelihood of the trained tokens."""
+"""Supervised fine-tuning: maximize the likelihood of the trained tokens."""
 
 from __future__ import annotations
 
@@ -126,20 +126,23 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
         self.loss_type = self.loss_type or "nll"
         warn_keep_end(self.truncation_mode)
         if (self.packing or self.eval_packing) and self.max_length is None:
-            raise ConfigError("packing=True fills rows of max_length tokens, and max_length is None. Set it.")
+            raise ConfigError(
+                "packing=True needs max_length, the length of a packed row, but max_length is None. Set max_length."
+            )
         if self.loss_type == "dft" and self.label_smoothing_factor:
             raise ConfigError(
-                f"loss_type='dft' with label_smoothing_factor={self.label_smoothing_factor}: smoothing is defined for nll alone."
+                f"loss_type='dft' with label_smoothing_factor={self.label_smoothing_factor}: label smoothing is "
+                "only defined for loss_type='nll'."
             )
         given = set(self.dataset_kwargs or {})
         for name in sorted(given & OLD_DATASET_KWARGS):
             warnings.warn(
-                f"dataset_kwargs[{name!r}] of older releases is ignored: special tokens that a text has already are not added "
-                "again, and every document ends with the end token.", FutureWarning, stacklevel=5,
+                f"dataset_kwargs[{name!r}] is a key of older releases and is ignored. Special tokens that are already "
+                "in a text are not added again, and every document ends with the end token.", FutureWarning, stacklevel=5,
             )  # fmt: skip
         unknown = sorted(given - {"skip_prepare_dataset"} - OLD_DATASET_KWARGS)
         if unknown:
-            raise ConfigError(f"dataset_kwargs has unknown keys {unknown}; the only key is 'skip_prepare_dataset'.")
+            raise ConfigError(f"dataset_kwargs has unknown keys {unknown}. The only key is 'skip_prepare_dataset'.")
 
     def _rename_deprecated(self) -> None:
         if self.packing_strategy == "bfd-requeue":
@@ -147,7 +150,7 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
             self.packing_strategy = "bfd_split"
 
     def supervised_options(self, *, training: bool) -> SupervisedOptions:
-        """How a training or evaluation set becomes ids and labels."""
+        """Return the options that convert the training set or an evaluation set to token ids and labels."""
         packing = self.packing if training or self.eval_packing is None else self.eval_packing
         return SupervisedOptions(
             dataset_text_field=self.dataset_text_field,
@@ -161,7 +164,7 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
 
 
 class SFT(Method[SFTConfig]):
-    """The likelihood of the trained tokens of documents, conversations or completions."""
+    """Negative log-likelihood of the trained tokens of documents, conversations or completions."""
 
     config_class = SFTConfig
     traits = Traits(
@@ -179,15 +182,21 @@ class SFT(Method[SFTConfig]):
             self.traits = replace(self.traits, needs=self.traits.needs | {"logits"})
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Tokenised examples as rows without a shared prompt; packed examples come apart into their documents."""
+        """Convert tokenized examples to rows without a shared prompt. Packed examples are split into documents."""
         return document_rows(examples)
 
     def knows_gradient(self, batch: Batch) -> bool:
-        """Every token's term is its log-prob, but for DFT's weights."""
+        """Return True unless the loss is DFT or uses label smoothing.
+
+        The loss of a token is then its negative log-prob.
+        """
         return self.cfg.loss_type != "dft" and not self.cfg.label_smoothing_factor
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """Return the negative log-likelihood of the trained tokens, averaged over the tokens of the whole optimizer step.
+        """Return the negative log-likelihood of the trained tokens, averaged over the optimizer step.
+
+        With ``label_smoothing_factor`` e the loss is ``(1 - e) nll + e u``. u is the mean of ``-log p`` over the
+        vocabulary.
 
         With ``label_smoothing_factor`` e: ``(1 - e) nll + e u``, where u is the mean of ``-log p`` over the vocabulary.
         """

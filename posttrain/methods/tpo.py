@@ -1,4 +1,4 @@
-"""TPO: a preferred and a rejected answer compared, and a gold answer imitated, without a reference model."""
+"""TPO: a loss on a pair of answers plus the likelihood of a gold answer, without a reference model."""
 
 from __future__ import annotations
 
@@ -56,13 +56,16 @@ class TPOConfig(AnswerConfig):
         super().__post_init__()
         if self.label_smoothing and "label_smoothing" not in TPO_LOSSES[self.loss_type].scalars:
             raise ConfigError(
-                f"label_smoothing={self.label_smoothing} is not read by loss_type={self.loss_type!r}; sigmoid and tpo-l read it."
+                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type!r}. Only "
+                "'sigmoid' and 'tpo-l' use it."
             )
         self.refuse_unread_by_loss(tpo_l_gamma="gamma" in TPO_LOSSES[self.loss_type].scalars)
 
 
 class TPO(ReferenceFree[TPOConfig]):
-    """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated.
+    """Triple preference optimization: a loss on chosen and rejected answers plus the NLL of the gold answer.
+
+    The three answers to a prompt form one prefix tree. The gold answer is in the column ``reference``.
 
     Reference: Triple preference optimization, arXiv:2405.16681.
     """
@@ -74,11 +77,11 @@ class TPO(ReferenceFree[TPOConfig]):
 
     def __init__(self, cfg: TPOConfig) -> None:
         super().__init__(cfg)
-        if not cfg.tpo_alpha:  # Gold answers would be computed for nothing.
+        if not cfg.tpo_alpha:  # Without the NLL term, gold answers are not computed.
             self.branches, self.traits = self.branches[:2], replace(self.traits, answers=2)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """The preference term and the likelihood of the gold answers."""
+        """Compute the preference loss and the NLL of the gold answers."""
         cfg, size = self.cfg, len(self.branches)
         given = size == 3 or not cfg.tpo_alpha
         check_rules(cfg, [("tpo_alpha", given, "needs gold answers, and 0 left them out: set it in the config")])

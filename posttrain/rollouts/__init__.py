@@ -1,1 +1,1 @@
-"""Engines that sample completions."""
+"""Rollout engines: they sample completions from the policy."""

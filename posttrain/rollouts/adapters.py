@@ -1,4 +1,4 @@
-"""A LoRA adapter alone, for engines that hold the base model: two small matrices a layer in peft's files, nothing merged."""
+"""Transfer of a LoRA adapter without merging, for engines that hold the base model. Files are in peft's format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from posttrain.rollouts.shared_memory import write_tensors
 from posttrain.rollouts.shared_weights import Weights, checkpoint_weights, clean_name, plain_lora, renamed
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Fields of peft's ``LoraConfig`` with which an adapter is more, or elsewhere, than ``scale B A`` with one rank and one scale.
+# Fields of peft's ``LoraConfig`` and the value with which an adapter is a plain ``scale B A`` with one rank and one
+# scale.
 MORE = {
     "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False, "rank_pattern": {}, "alpha_pattern": {},
     "modules_to_save": None, "trainable_token_indices": None, "target_parameters": None, "layer_replication": None,
@@ -27,11 +28,11 @@ MORE = {
 
 
 def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None:
-    """Why a model's weights cannot be sent as a LoRA adapter alone; None where they can.
+    """Return why a model's weights cannot be sent as a LoRA adapter without merging, or None.
 
     Args:
-        model: The trainer's, wrapped or not.
-        layers: Last names of the layers that the engine puts adapters on; empty: all linear ones.
+        model: The trained model, wrapped or not.
+        layers: Last names of the layers for which the engine supports adapters. Empty: all linear layers.
     """
     bare: Any = unwrapped(model)
     configs = adapters_of(bare)
@@ -45,7 +46,7 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
         return f"its adapter is {kind}"
     for name, neutral in MORE.items():
         value = getattr(config, name, neutral)
-        if value != neutral and (value or neutral):  # An empty collection is as good as None.
+        if value != neutral and (value or neutral):  # An empty collection is the same as None.
             return f"its adapter has {name}={value!r}"
     if moves_base(config):
         return f"init_lora_weights={config.init_lora_weights!r} changed the base model"
@@ -55,7 +56,7 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
 
 
 def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
-    """An adapted layer that engines do not adapt, or a base weight that is trained too."""
+    """Return why a layer cannot be sent: an unsupported adapter, or a base weight that is trained too."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     base = bare.get_base_model()
@@ -64,30 +65,32 @@ def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
         if not isinstance(layer, BaseTunerLayer):
             continue
         if layer is head or not plain_lora(layer) or not isinstance(layer.get_base_layer(), nn.Linear):
-            return f"{name} is no linear layer with a plain adapter"
+            return f"{name} is not a linear layer with a plain adapter"
         weight = f"{clean_name(name)}.weight"
         if converted and list(checkpoint_weights(base, {weight: layer.get_base_layer().weight})) != [weight]:
             return f"{name} has another name in the model's checkpoint"
         if layers and name.rsplit(".", 1)[-1] not in layers:
-            return f"{name} has an adapter, and the engine puts some on {', '.join(layers)} alone"
+            return f"{name} has an adapter, but the engine supports adapters only on {', '.join(layers)}"
     trained = (n for n, p in bare.named_parameters() if p.requires_grad and ".lora_" not in n)
     odd = next(trained, None)
     return None if odd is None else f"{odd} of the base model is trained too"
 
 
 class AdapterWeights:
-    """The tensors of a model's LoRA adapter as they are at the moment, by peft's names.
+    """Iterable over the current tensors of a model's LoRA adapter, with peft's names.
+
+    Iteration is a collective for sharded parameters: all ranks must iterate, even if only one sends.
 
     Where parameters are sharded, reading is a collective: all ranks iterate, whoever sends.
 
     Args:
-        model: For which `adapter_obstacle` has nothing to say.
-        dtype: Tensors are cast to it; None leaves them.
-        most: Highest rank that the engine takes.
+        model: A model for which `adapter_obstacle` returns None.
+        dtype: Dtype to cast tensors to. None: keep their dtype.
+        most: Maximum rank that the engine supports.
 
     Attributes:
-        rank: Of the adapter.
-        nbytes: Of what was read last.
+        rank: Rank of the adapter.
+        nbytes: Number of bytes in the last iteration.
 
     Raises:
         ConfigError: The rank is above ``most``.
@@ -101,8 +104,9 @@ class AdapterWeights:
         self.rank = int(config.r)
         if self.rank > most:
             raise ConfigError(
-                f"the adapter has rank {self.rank}, and the rollout engine takes ranks up to {most}. Fix: start the server with "
-                f"--max-lora-rank {self.rank} (vLLM knows 8, 16, 32, 64 and so on), or set adapter_sync='merged'."
+                f"the adapter has rank {self.rank}, but the rollout engine supports ranks up to {most}. Fix: start "
+                f"the server with --max-lora-rank {self.rank} (vLLM supports 8, 16, 32, 64 and so on), or set "
+                "adapter_sync='merged'."
             )
         known = config.to_dict() | {"inference_mode": True}
         self.config = {
@@ -122,14 +126,14 @@ class AdapterWeights:
                 yield clean_name(name).removesuffix(ending) + ".weight", tensor
 
     def base(self, checkpoint_names: bool) -> Weights:
-        """The frozen weights below the adapter."""
+        """Return the frozen base weights, without the adapter."""
         return Weights(self.model, dtype=self.dtype, checkpoint_names=checkpoint_names, adapters=False)
 
     def write(self, folder: Path) -> None:
-        """The two files of a peft adapter, in a folder that is made.
+        """Write the two files of a peft adapter to a folder, which is created.
 
         Raises:
-            OSError: There is no room.
+            OSError: The disk is full.
         """
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(self, folder / TENSORS)
@@ -137,10 +141,10 @@ class AdapterWeights:
 
 
 def read_adapter(folder: Path) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
-    """The scale of an adapter, and by the name of each adapted weight its matrices A ``(r, in)`` and B ``(out, r)``.
+    """Read the scale of an adapter, and its matrices A ``(r, in)`` and B ``(out, r)`` by the name of the weight.
 
     Raises:
-        ModelError: The folder holds no LoRA adapter in peft's format.
+        ModelError: The folder does not contain a LoRA adapter in peft's format.
     """
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -152,7 +156,9 @@ def read_adapter(folder: Path) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]
             for half in "AB"
         ]  # fmt: skip
         if halves[0].keys() != halves[1].keys() or len(tensors) != 2 * len(halves[0]):
-            raise ModelError(f"{folder} holds tensors that are no pairs lora_A and lora_B: {sorted(tensors)[:3]}.")
+            raise ModelError(
+                f"{folder} contains tensors that are not pairs of lora_A and lora_B: {sorted(tensors)[:3]}."
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{folder} holds no LoRA adapter in peft's format: {error!r}.") from error
+        raise ModelError(f"{folder} does not contain a LoRA adapter in peft's format: {error!r}.") from error
     return scale, {f"{name}.weight": (a, halves[1][name]) for name, a in halves[0].items()}

@@ -1,4 +1,4 @@
-"""Rollout engines: what each is and can do, which one a name stands for, and a scripted one for tests."""
+"""The interface of rollout engines: `RolloutEngine`, its `Capabilities`, and `ScriptedEngine` for tests."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a rollout engine can do and what it needs; trainers read nothing else to tell engines apart.
+    """Properties of a rollout engine. Trainers use only these to treat engines differently.
+
+    The defaults are for an unknown engine: its log-probs get the importance-sampling correction.
 
     The defaults are those of an engine of which nothing is known: its log-probs are corrected for as a foreign engine's.
 
     Attributes:
-        in_process: It runs in the trainer's process.
-        shares_weights: It samples with exactly the weights that are trained, so its log-probs need no correction.
-        needs_weight_sync: It holds a copy of the weights, and each new version must be pushed with `load_weights`.
+        in_process: The engine runs in the trainer's process.
+        shares_weights: The engine samples with the trained weights themselves, so its log-probs need no correction.
+        needs_weight_sync: The engine has a copy of the weights. Each new version must be pushed with `load_weights`.
         main_process_only: The main process sends the requests of all processes, and pushes the weights.
-        has_logprobs: Its log-probs are real; `ScriptedEngine` returns placeholders.
-        logprobs_match_training: Its log-probs equal those of the training forward to 1e-4 nats (float32 throughout).
-        scores_sequences: `RolloutEngine.score` gives the log-probs of given sequences.
-        prefix_cache: `RolloutEngine.prefix_cache` keeps keys and values between calls.
-        sleeps: `RolloutEngine.sleep` gives device memory back until the next push or call.
-        checkpoint_names: It takes weights under the names of checkpoints instead of those of the model's parameters.
-        pictures: Prompts may hold pictures (`Request.pictures`).
-        unsupported: Fields of `Sampling` that it refuses unless they are at their defaults (guides, stop strings, ...).
-        per_request_sampling: A request may bring a `Sampling` that differs from that of the call.
-        context: Most tokens of prompt and completion; None: those of the model.
-        dtype: Of its copy of the weights; None: unknown, or it has no copy.
-        adapter_rank: Highest rank of a LoRA adapter that it takes alone (`posttrain.rollouts.adapters.AdapterWeights`); None: it
-            takes merged weights.
-        adapter_layers: Last names of the layers that it puts adapters on; empty: all linear ones.
+        has_logprobs: The engine returns real log-probs. `ScriptedEngine` returns placeholders.
+        logprobs_match_training: Log-probs equal those of the training forward pass up to 1e-4 nats (float32
+            throughout).
+        scores_sequences: `RolloutEngine.score` is supported: it returns the log-probs of given sequences.
+        prefix_cache: `RolloutEngine.prefix_cache` keeps the KV cache between calls.
+        sleeps: `RolloutEngine.sleep` releases device memory until the next push or call.
+        checkpoint_names: Weights are pushed under the names in checkpoints instead of the model's parameter names.
+        pictures: Prompts may contain images (`Request.pictures`).
+        unsupported: Fields of `Sampling` that are rejected unless they have their defaults.
+        per_request_sampling: A request may have a `Sampling` that differs from that of the call.
+        context: Maximum number of tokens of prompt and completion. None: the model's context length.
+        dtype: Dtype of the engine's copy of the weights. None: unknown, or there is no copy.
+        adapter_rank: Maximum rank of a LoRA adapter that can be pushed without merging
+            (`posttrain.rollouts.adapters.AdapterWeights`). None: weights are pushed merged.
+        adapter_layers: Last names of the layers for which adapters are supported. Empty: all linear layers.
     """
 
     in_process: bool = False
@@ -67,17 +70,18 @@ class Capabilities:
 
 
 class RolloutEngine(abc.ABC):
-    """Samples completions. Every engine passes the same contract tests (tests/rollouts/test_contract.py).
+    """Base class of engines that sample completions. Every engine passes tests/rollouts/test_contract.py.
 
-    A subclass defines `generate`, `load_weights` and `close`, and says in ``capabilities`` what else it can do. The methods
-    below them have a default for engines that have nothing to do there.
+    A subclass defines `generate`, `load_weights` and `close`, and sets ``capabilities``. The other methods are
+    optional.
 
     Attributes:
-        name: What messages and records call it.
-        capabilities: See `Capabilities`; a class attribute, or a property where it depends on the model or on servers.
-        version: Of the weights that were loaded last.
-        tokenizer: For stop strings and guides; a trainer sets it where it is None.
-        folder: Where the prompts of a failed call are written, by engines that do so; None writes nothing.
+        name: Name of the engine in messages and records.
+        capabilities: See `Capabilities`. It is a class attribute, or a property if it depends on the model or on
+            servers.
+        version: Version of the weights that were loaded last.
+        tokenizer: Tokenizer for stop strings and structured outputs. A trainer sets it if it is None.
+        folder: Folder for the prompts of a failed call, if the engine writes them. None: they are not written.
     """
 
     name: str = "custom"
@@ -88,35 +92,35 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """All completions of request 0, then of request 1, and so on."""
+        """Return all completions of the first request, then of the second request, and so on."""
 
     @abc.abstractmethod
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights; engines that share the trainer's weights only note the version."""
+        """Load new weights. Engines that share the trainer's weights only store the version."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free what the engine holds; it is not used again."""
+        """Release all resources. The engine cannot be used afterwards."""
 
     def prefix_cache(self) -> AbstractContextManager[None]:
-        """Inside, an engine that can keeps keys and values from one call to the next, for the turns of an episode."""
+        """Return a context in which the engine keeps its KV cache between calls, for the turns of an episode."""
         return nullcontext()
 
     def interrupt(self) -> None:  # noqa: B027
-        """From another thread: end the running call early; unfinished completions get the finish reason ``abort``."""
+        """End the running call from another thread. Unfinished completions get the finish reason ``abort``."""
 
     def sleep(self) -> None:  # noqa: B027
-        """Give device memory back until the next push or call."""
+        """Release device memory until the next push or call."""
 
     def needs_weights(self) -> bool:
-        """Whether the version that was pushed last must be pushed again (a server restarted, weights slept away)."""
+        """Return whether the last version must be pushed again, for example because a server restarted."""
         return False
 
     def mark_stale(self) -> None:  # noqa: B027
-        """Treat the weights of every copy as outdated, so that the next push reaches all of them."""
+        """Mark the weights of every copy as outdated, so that the next push reaches all of them."""
 
     def findings(self, model: nn.Module, args: Any) -> list[Finding]:
-        """Return what would go wrong in a run with this engine. The main process calls it before anything is generated.
+        """Return problems that a run with this engine would have. The main process calls it before generation.
 
         Args:
             model: Policy.
@@ -125,56 +129,54 @@ class RolloutEngine(abc.ABC):
         return []
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Log-probs of given tokens behind their prompts: by the name of each copy, one list a sequence."""
-        raise NotImplementedError(f"the engine {self.name!r} does not score given sequences.")
+        """Return the log-probs of given tokens after their prompts: by the name of each copy, one list per sequence."""
+        raise NotImplementedError(f"the engine {self.name!r} cannot score given sequences.")
 
 
 def require_engine(engine: object, argument: str = "rollout_engine") -> RolloutEngine:
-    """Return a user's engine object if it is a `RolloutEngine`.
+    """Validate that a user's engine is a `RolloutEngine`, and return it.
 
     Args:
         engine: The object.
-        argument: The name of the argument that it came by.
+        argument: Name of the argument, for the message.
 
     Raises:
-        ConfigError: It is something else, also where it has methods of the same names.
+        ConfigError: The object is not a `RolloutEngine`, even if it has the same methods.
     """
     if isinstance(engine, RolloutEngine):
         return engine
     methods = ("generate", "load_weights", "close")
     missing = [name for name in methods if not callable(getattr(engine, name, None))]
     raise ConfigError(
-        f"{argument} is a {type(engine).__name__}, which is no posttrain.RolloutEngine"
-        f"{f' and has no method {missing}' if missing else ''}: the trainer reads engine.capabilities to know whether log-probs "
-        "must be corrected and weights pushed. Fix: subclass posttrain.RolloutEngine (three methods: "
-        f"{', '.join(methods)})."
+        f"{argument} is a {type(engine).__name__}, which is not a "
+        f"posttrain.RolloutEngine{f' and has no method {missing}' if missing else ''}. The trainer reads "
+        "engine.capabilities to decide whether log-probs are corrected and weights are pushed. Fix: subclass "
+        f"posttrain.RolloutEngine (three methods: {', '.join(methods)})."
     )
 
 
 def refuse_virtual_tokens(model: nn.Module, engine: str) -> None:
-    """Refuse a model that learns prompts, for an engine that runs the layers below the adapter.
+    """Reject prompt learning for an engine that runs the model without the adapter's wrapper.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The model uses prompt learning.
     """
     if learns_prompts(model):
         kind = adapter_kind(unwrapped(model).active_peft_config)  # type: ignore[union-attr]
         raise ConfigError(
-            f"{engine} runs the layers below the adapter, and would sample without the virtual tokens of {kind}. Fix: "
+            f"{engine} runs the base model and would sample without the virtual tokens of {kind}. Fix: set "
             "rollout_engine='hf', which samples through the adapter"
         )
 
 
 def refuse_pictures(model: nn.Module, engine: str) -> None:
-    """Refuse a model whose rows have images, for an engine that samples from text alone.
+    """Reject a model with image inputs for an engine that supports text only.
 
     Raises:
-        ConfigError: `posttrain.models.vision.install_pictures` prepared it.
+        ConfigError: `posttrain.models.vision.install_pictures` prepared the model for images.
     """
     if picture_encoder(model) is not None:
-        raise ConfigError(
-            f"{engine} samples from text alone here, and the rows have images. Fix: rollout_engine='auto'"
-        )
+        raise ConfigError(f"{engine} supports text only, but the rows have images. Fix: set rollout_engine='auto'")
 
 
 def check_followed(
@@ -185,43 +187,47 @@ def check_followed(
     own: Collection[str] = (),
     fix: str = "Use rollout_engine='native'",
 ) -> None:
-    """Refuse sampling settings that an engine would leave out.
+    """Reject sampling settings that an engine would ignore.
 
     Args:
-        requests: Of the call.
-        sampling: Of the call.
-        engine: What messages call it.
-        unknown: Fields of `Sampling` it cannot follow unless they are at their defaults.
-        own: Fields in which a request may differ from the call.
-        fix: What else to do, for the message.
+        requests: Requests of the call.
+        sampling: Sampling settings of the call.
+        engine: Name of the engine for the message.
+        unknown: Fields of `Sampling` that the engine does not support unless they have their defaults.
+        own: Fields that may differ between a request and the call.
+        fix: Alternative for the message.
 
     Raises:
-        ConfigError: One of them is set, or a request differs in another field.
+        ConfigError: An unsupported field is set, or a request differs from the call in another field.
     """
     defaults = {field.name: field.default for field in fields(Sampling)}
-    defaults |= {"min_p": 0}  # None is off too.
+    defaults |= {"min_p": 0}  # None disables it too.
     for settings in (sampling, *(r.sampling for r in requests if r.sampling is not None)):
         for name in unknown:
             value = getattr(settings, name)
             if (value or defaults[name]) != defaults[name]:
                 raise ConfigError(
-                    f"{name}={value!r}: {engine} would leave it out. {fix}: {name} is {defaults[name]!r} by default."
+                    f"{name}={value!r} is not supported by {engine}. {fix}: the default of {name} is "
+                    f"{defaults[name]!r}."
                 )
         if replace(settings, **{name: getattr(sampling, name) for name in own}) != sampling:
-            raise ConfigError(f"{engine} samples all requests of a call alike, and one has settings of its own. {fix}.")
+            raise ConfigError(
+                f"{engine} uses the same settings for all requests of a call, but one request has its own settings. "
+                f"{fix}."
+            )
 
 
 class ScriptedEngine(RolloutEngine):
-    """Returns scripted completions, cut and finished as a real engine would.
+    """Engine that returns scripted completions, truncated and finished like those of a real engine.
 
     Args:
-        script: A list of token-id lists, used in turn and from the start again; or a function of ``(prompt_ids, index)``,
-            where ``index`` counts the completions of one request.
-        logp: What every token's log-prob is said to be.
+        script: A list of token-id lists, used in turn and repeated; or a function of ``(prompt_ids, index)``, where
+            ``index`` counts the completions of one request.
+        logp: Log-prob of every token.
 
     Attributes:
-        requests: Every request seen, in order.
-        version: Of the last weights loaded.
+        requests: All requests so far, in order.
+        version: Version of the weights that were loaded last.
 
     >>> engine = ScriptedEngine([[5, 2], [6, 7, 8]])
     >>> sampling = Sampling(max_new_tokens=2, stop_token_ids=(2,))
@@ -230,7 +236,7 @@ class ScriptedEngine(RolloutEngine):
     """
 
     name = "scripted"
-    # Its log-probs are placeholders: no run compares them with its own.
+    # Log-probs are placeholders, so they are not compared with the trainer's.
     capabilities = Capabilities(in_process=True, shares_weights=True, has_logprobs=False)
 
     def __init__(
@@ -248,7 +254,7 @@ class ScriptedEngine(RolloutEngine):
         return line
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Scripted completions, cut after the first stop token and at ``max_new_tokens``."""
+        """Return scripted completions, truncated after the first stop token and at ``max_new_tokens``."""
         rollouts = []
         for request in requests:
             self.requests.append(request)
@@ -261,11 +267,11 @@ class ScriptedEngine(RolloutEngine):
         return rollouts
 
     def load_weights(self, named_tensors: Iterable[Any], version: int) -> None:
-        """Only the version is kept."""
+        """Store the version only."""
         self.version = version
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing, because there are no resources."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""What one call to an engine produced, with what scoring adds to it; the slices it is trained in, even over ranks."""
+"""`RolloutBatch`: completions of one engine call with the results of scoring; their slices, and balancing over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from posttrain.types import Tokenizer
 
-# Prompt tokens shown to format rewards: an opening tag that a template prefills is among them.
+# Number of prompt tokens that format rewards receive. They include an opening tag that a template adds to the prompt.
 SUFFIX_TOKENS = 32
 
 
@@ -33,12 +33,12 @@ def decoded(
     """Decode completions.
 
     Args:
-        tokenizer: Its response template, if it has one, says how messages are read.
-        rollouts: One a completion.
+        tokenizer: Tokenizer. Its response template, if it has one, defines how messages are parsed.
+        rollouts: One rollout per completion.
         conversational: Whether prompts are messages.
 
     Returns:
-        The rollouts with their ``text``, and what reward functions see of each: the text, or a list with one message.
+        The rollouts with ``text`` set, and the completions for reward functions: texts, or lists with one message.
     """
     texts = tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
     with_text = [dataclasses.replace(rollout, text=text) for rollout, text in zip(rollouts, texts, strict=True)]
@@ -48,12 +48,12 @@ def decoded(
 
 
 def prompt_suffixes(tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> list[str]:
-    """The end of each prompt as text, for format rewards."""
+    """Decode the end of each prompt, for format rewards."""
     return tokenizer.batch_decode([rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in rollouts])
 
 
 def sampled_logps(rollouts: Iterable[Rollout], truncation: Truncation) -> list[list[float]] | None:
-    """Log-probs of the tokens as they were drawn, with what truncation left; None where an engine says those before it alone."""
+    """Return the tokens' log-probs under the truncated distribution. None: the engine does not return them."""
     logps = []
     for rollout in rollouts:
         if truncation and rollout.processed_logp is None and rollout.token_ids:
@@ -63,7 +63,7 @@ def sampled_logps(rollouts: Iterable[Rollout], truncation: Truncation) -> list[l
 
 
 def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]]) -> dict[str, Metric]:
-    """How far the log-probs of an engine are from ``trained``, those of the same completions by the trainer's forward."""
+    """Compute metrics of the difference between the engine's log-probs and ``trained``, those of the training forward."""
     pairs = [
         (torch.tensor(own[: len(r.logp)]), torch.tensor(r.logp))
         for r, own in zip(rollouts, trained, strict=True)
@@ -77,21 +77,22 @@ def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]])
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class RolloutBatch:
-    """What one call to the engine produced on this rank, one entry a completion, groups consecutive.
+    """Completions of one engine call on this rank. Completions of a group are consecutive.
 
     Attributes:
-        examples: The dataset row each completion answers.
+        examples: Dataset row of each completion.
         rollouts: Token ids, log-probs and finish reasons.
-        completions: What reward functions see: text, or a list of messages.
-        columns: Filled in after scoring, one number a completion (``advantages``).
-        token_columns: Lists of per-token numbers, one for each of `sequences` (``old_logp``, ``ref_logp``, ``rollout_logp``).
-        born: Optimiser step whose weights sampled it.
-        environments: The environment each completion came about in, if there was one.
-        extra: Further columns for the reward functions, one value a completion.
-        left_out: Completions that carry no loss, whatever their tokens.
-        failure_reward: Of episodes of a harness that failed (``extra["harness_error"]``); None: they have none.
+        completions: Input of reward functions: text, or a list of messages.
+        columns: Values added by scoring, one per completion (``advantages``).
+        token_columns: Lists of per-token values, one list for each of `sequences` (``old_logp``, ``ref_logp``,
+            ``rollout_logp``).
+        born: Optimizer step whose weights sampled the completions.
+        environments: Environment of each completion, if there is one.
+        extra: Additional columns for reward functions, one value per completion.
+        left_out: Indices of completions that are excluded from the loss.
+        failure_reward: Reward of harness episodes that failed (``extra["harness_error"]``). None: they have no reward.
         mode: ``train`` or ``eval``.
-        group_size: Completions of one prompt.
+        group_size: Number of completions per prompt.
     """
 
     examples: list[dict[str, Any]]
@@ -108,7 +109,7 @@ class RolloutBatch:
     group_size: int = 1
 
     def worth(self, found: Advantages) -> RolloutBatch:
-        """A copy with advantages and what else the objective reads, as columns."""
+        """Return a copy with advantages and the other columns of the objective."""
         columns, rollouts = dict(found.columns), self.rollouts
         if found.values.dim() == 1:
             columns["advantages"] = found.values[found.start : found.start + len(rollouts)].tolist()
@@ -124,35 +125,40 @@ class RolloutBatch:
         )
 
     def loss_mask(self, index: int, skip_truncated: bool) -> list[int]:
-        """1 on tokens the model wrote; all 0 on one left out, and on a truncated one when those are masked."""
+        """Return 1 for tokens that the model wrote. All are 0 if the completion is excluded, or is truncated and
+        masked.
+        """
         return self._mask(index, self.rollouts[index], skip_truncated)
 
     def _is_cut(self, index: int, rollout: Rollout, skip_truncated: bool) -> bool:
         return index in self.left_out or (skip_truncated and rollout.finish_reason != "stop")
 
     def _mask(self, index: int, rollout: Rollout, skip_truncated: bool) -> list[int]:
-        """Of a completion or of one of its branches."""
+        """Return the loss mask of a completion or of one of its branches."""
         if self._is_cut(index, rollout, skip_truncated):
             return [0] * len(rollout.token_ids)
         return rollout.tool_mask or [1] * len(rollout.token_ids)
 
     def _is_untrained(self, index: int, skip_truncated: bool) -> bool:
-        """Whether no token of a completion is trained, without making its mask."""
+        """Return whether no token of a completion is trained, without building its mask."""
         rollout = self.rollouts[index]
         silent = bool(rollout.tool_mask) and not any(rollout.tool_mask or ())
         return silent or self._is_cut(index, rollout, skip_truncated)
 
     def sequences(self) -> list[Rollout]:
-        """All completions, then all their branches: the order of ``token_columns``."""
+        """Return all completions, then all their branches. This is the order of ``token_columns``."""
         return [*self.rollouts, *(one for rollout in self.rollouts for one in rollout.branches)]
 
     def trained(self, index: int, skip_truncated: bool) -> list[list[int]]:
-        """Loss masks of a completion and of its branches."""
+        """Return the loss masks of a completion and of its branches."""
         rollout = self.rollouts[index]
         return [self._mask(index, one, skip_truncated) for one in (rollout, *rollout.branches)]
 
     def _shares(self, masks: Sequence[Sequence[int]]) -> list[float]:
-        """What each sequence of an episode counts as one, see `Batch.shares`; an episode without tokens counts nothing."""
+        """Return the weight of each branch, so that an episode counts as one sequence; see `Batch.shares`.
+
+        An episode without tokens has weight 0.
+        """
         counts = [sum(mask) for mask in masks]
         if not any(map(len, masks)):
             return [0.0]
@@ -160,7 +166,7 @@ class RolloutBatch:
         return [count / total if total else 1 / len(counts) for count in counts]
 
     def reward_columns(self) -> dict[str, list[Any]]:
-        """What reward functions get besides prompts and completions: dataset columns (those of the first row decide)."""
+        """Return the additional arguments of reward functions: the dataset columns of the first row, and ``extra``."""
         if not self.examples:
             return dict(self.extra)
         own = ("prompt", "completion", "completion_ids")
@@ -168,11 +174,11 @@ class RolloutBatch:
         return columns | self.extra
 
     def shown(self) -> dict[str, list[float]]:
-        """Columns as the completions table names them."""
+        """Return the columns under their names in the table of completions."""
         return {name.removesuffix("s"): column for name, column in self.columns.items()}
 
     def groups(self) -> list[list[int]]:
-        """Indices of completions that stand together and share a prompt."""
+        """Return the indices of consecutive completions that share a prompt."""
         groups: list[list[int]] = []
         for i, rollout in enumerate(self.rollouts):
             if groups and _prompt(self.rollouts[groups[-1][0]]) == _prompt(rollout):
@@ -182,17 +188,17 @@ class RolloutBatch:
         return groups
 
     def rows(self, indices: Sequence[int], *, skip_truncated: bool, trained_only: bool = False) -> list[Row]:
-        """The chosen completions as rows; neighbours with the same prompt share one.
+        """Convert completions to rows. Consecutive completions with the same prompt form one row.
 
         Args:
-            indices: Of completions.
-            skip_truncated: Whether truncated ones carry no loss.
-            trained_only: Whether a sequence without a trained token comes without its tokens: it counts as a sequence, and
-                nothing of it is computed.
+            indices: Indices of completions.
+            skip_truncated: Whether truncated completions are excluded from the loss.
+            trained_only: Whether to drop the tokens of a sequence without a trained token. It still counts as a
+                sequence, but it is not computed.
         """
         rows: list[Row] = []
         before: Any = None
-        # Else all sequences count one, and no column has to say so.
+        # Without branches every sequence has weight 1, and no column is needed.
         shared = any(
             rollout.branches or not rollout.token_ids or (trained_only and self._is_untrained(i, skip_truncated))
             for i, rollout in enumerate(self.rollouts)
@@ -216,10 +222,10 @@ class RolloutBatch:
         return [row if any(row.pictures) else dataclasses.replace(row, pictures=[]) for row in rows]
 
     def _placed(self, indices: Sequence[int]) -> Iterator[tuple[int, int, int, Rollout]]:
-        """The chosen completions, then their branches, so that equal prompts stay neighbours.
+        """Yield the selected completions, then their branches, so that equal prompts stay consecutive.
 
         Yields:
-            Index of the completion, number of the sequence in its episode, its place in `sequences`, and the sequence.
+            Index of the completion, number of the sequence in its episode, index in `sequences`, and the sequence.
         """
         for i in indices:
             yield i, 0, i, self.rollouts[i]
@@ -230,7 +236,7 @@ class RolloutBatch:
                 yield i, k + 1, starts[i] + k, branch
 
     def slices(self, count: int, *, seed: int, skip_truncated: bool) -> list[list[Row]]:
-        """Whole groups in random order, cut into ``count`` equal slices (a group may straddle two)."""
+        """Shuffle whole groups and split the completions into ``count`` equal slices. A group may be in two slices."""
         groups = self.groups()
         shuffled = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
         order = [i for g in shuffled for i in groups[g]]
@@ -239,37 +245,37 @@ class RolloutBatch:
         return [self.rows(cut, skip_truncated=skip_truncated, trained_only=True) for cut in cuts]
 
     def every_row(self) -> list[Row]:
-        """All completions as rows, cut ones with their tokens."""
+        """Convert all completions to rows, truncated completions with their tokens."""
         return self.rows(range(len(self.rollouts)), skip_truncated=False)
 
 
 def _prompt(rollout: Rollout) -> tuple[list[int], tuple[Any, ...]]:
-    """What completions of one group share."""
+    """Return the data that completions of one group share."""
     return list(rollout.prompt_ids), tuple(rollout.pictures)
 
 
 def row_state(row: Row) -> dict[str, Any]:
-    """A row as plain data, without tensors that JSON could not hold unless ``model_kwargs`` has some."""
+    """Convert a row to JSON-compatible data. Only tensors in ``model_kwargs`` are kept as they are."""
     state = {item.name: getattr(row, item.name) for item in fields(Row)}
     return state | {"pictures": [[image.to_dict() for image in segment] for segment in row.pictures]}
 
 
 def row_again(state: Mapping[str, Any]) -> Row:
-    """Undo `row_state`."""
+    """Restore a row from the result of `row_state`."""
     return Row(**{**state, "pictures": [[Placed.of(**image) for image in part] for part in state.get("pictures", ())]})
 
 
 class RolloutWindow:
-    """The slices of the rollout batch that is trained, and the place of the run among them.
+    """Slices of the rollout batch that is being trained, and the position of the run in them.
 
     Attributes:
-        slices: Rows of each micro-batch; None before the first generation.
-        step: Micro-batches that were trained of these slices.
-        generations: That were made since the run began; seeds follow from their number.
-        born: Optimiser step at which the rollout batch was sampled.
+        slices: Rows of each micro-batch. None: before the first generation.
+        step: Number of micro-batches of these slices that have been trained.
+        generations: Number of generations since the beginning of the run. Seeds depend on it.
+        born: Optimizer step at which the rollout batch was sampled.
 
     Args:
-        passes: How often each slice is trained.
+        passes: How many times each slice is trained.
     """
 
     def __init__(self, passes: int) -> None:
@@ -280,76 +286,76 @@ class RolloutWindow:
 
     @property
     def used_up(self) -> bool:
-        """Whether the next micro-batch wants a new generation."""
-        # Their number is not fixed at construction: an automatic batch size changes it.
+        """Whether the next micro-batch needs a new generation."""
+        # The number of slices is not fixed, because an automatic batch size changes it.
         return self.slices is None or self.step % (len(self.slices) * self.passes) == 0
 
     def fill(self, slices: Sequence[list[Row]], born: int) -> None:
-        """Put the slices of a new generation in the place of the old ones."""
+        """Replace the slices by those of a new generation."""
         self.slices, self.born, self.step = slices, born, 0
 
     def take(self) -> list[Row]:
-        """Rows of the next micro-batch."""
+        """Return the rows of the next micro-batch."""
         assert self.slices is not None
         rows = self.slices[self.step % len(self.slices)]
         self.step += 1
         return rows
 
     def mark(self) -> None:
-        """Remember the place at the beginning of an optimizer step."""
+        """Store the position at the beginning of an optimizer step."""
         self._marked = self.slices, self.step, self.generations, self.born
 
     def rewind(self) -> None:
-        """Go back to where `mark` was called: a generation that failed is made again from there."""
+        """Return to the position of the last `mark`, to repeat a generation that failed."""
         self.slices, self.step, self.generations, self.born = self._marked
 
     def state(self) -> dict[str, Any]:
-        """The place, with the scored rollouts that were not trained yet."""
+        """Return the position, and the scored rollouts that have not been trained."""
         slices = None if self.used_up else [[row_state(row) for row in rows] for rows in self.slices or ()]
         return {"step": self.step, "generations": self.generations, "born": self.born, "buffer": slices}
 
     def load(self, state: dict[str, Any], *, before: int, now: int) -> None:
-        """Undo `state`.
+        """Restore the result of `state`.
 
         Args:
-            state: Of one process.
-            before: How many processes wrote theirs.
-            now: How many go on.
+            state: State of one process.
+            before: Number of processes that wrote the checkpoint.
+            now: Number of processes of this run.
 
         Raises:
-            CheckpointError: Rollouts wait to be trained, and are dealt to another number of processes.
+            CheckpointError: There are untrained rollouts, and the number of processes has changed.
         """
         if state["buffer"] is not None and before != now:
             raise CheckpointError(
-                f"this checkpoint holds rollouts that {before} processes have trained in part, and this run is {now}. Fix: "
-                f"resume on {before}, or from a checkpoint whose rollouts are used up: one every steps_per_generation * "
-                "num_iterations / gradient_accumulation_steps steps."
+                f"this checkpoint contains rollouts that are partly trained by {before} processes, but this run has "
+                f"{now}. Fix: resume with {before} processes, or from a checkpoint without such rollouts. There is "
+                "one every steps_per_generation * num_iterations / gradient_accumulation_steps steps."
             )
         self.step, self.generations, self.born = state["step"], state["generations"], state["born"]
         saved = state["buffer"]
         self.slices = None if saved is None else [[row_again(row) for row in rows] for rows in saved]
 
 
-# The busiest rank must lose a tenth of its tokens, or rows stay where they are.
+# Rows are exchanged only if the largest number of tokens of a rank falls to this fraction or below.
 LOAD_WORTH_MOVING = 0.9
 
-Cost = tuple[int, list[int]]  # Tokens of a row's prompt, and of each of its completions.
+Cost = tuple[int, list[int]]  # Number of tokens of a row's prompt, and of each of its completions.
 Place = tuple[int, int, int]  # (rank, row of that rank's slice, completion of that row)
 
 
 def load(rows: Sequence[Cost]) -> int:
-    """Tokens of a rank: every prompt once, and all completions."""
+    """Return the number of tokens of a rank: each prompt once, and all completions."""
     return sum(prompt + sum(completions) for prompt, completions in rows)
 
 
 def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
-    """Where each completion goes, ``{(rank, row, completion): rank}``; None where moving does not pay.
+    """Assign each completion to a rank, ``{(rank, row, completion): rank}``. None: moving rows does not pay.
 
-    The longest completion first, each to the rank that then has the fewest tokens; one that does not hold its prompt yet
-    pays for the prompt too, so that groups stay together while that is cheaper.
+    Completions are assigned in descending order of length, each to the rank with the fewest tokens. A rank that does
+    not have the completion's prompt also pays for the prompt, so groups stay together while that is cheaper.
 
     Args:
-        costs: Of each row, by rank.
+        costs: Costs of each row, by rank.
 
     >>> deal([[(2, [10, 10])], [(2, [1, 1])]])
     {(0, 0, 0): 0, (0, 0, 1): 1, (1, 0, 0): 1, (1, 0, 1): 0}
@@ -359,9 +365,9 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
     world = range(len(costs))
     items = [(-size, r, k, i) for r in world for k, (_, sizes) in enumerate(costs[r]) for i, size in enumerate(sizes)]
     if len(items) < len(costs):
-        return None  # A rank without a completion would have nothing to run.
+        return None  # A rank without completions would have nothing to compute.
     loads = [0] * len(costs)
-    holds: set[tuple[int, int, int]] = set()  # (rank, and whose prompt it holds)
+    holds: set[tuple[int, int, int]] = set()  # (rank, and the row whose prompt it has)
     targets: dict[Place, int] = {}
     for size, home, row, completion in sorted(items):
         after = [loads[r] - size + (0 if (r, home, row) in holds else costs[home][row][0]) for r in world]
@@ -374,7 +380,7 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
 
 
 def part(row: Row, members: Sequence[int]) -> Row:
-    """A row with some of its completions."""
+    """Return a row with some of its completions."""
 
     def chosen(values: list[Any]) -> list[Any]:
         return [values[i] for i in members]
@@ -390,26 +396,30 @@ def part(row: Row, members: Sequence[int]) -> Row:
 
 
 def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[list[list[Row]], list[dict[str, Metric]]]:
-    """Even out the work of ranks: exchange completions within each slice where that pays.
+    """Balance the work of ranks by exchanging completions within each slice, if it pays.
 
-    Completions never leave their slice, so every optimiser step holds the same ones as before, and its denominators count
-    them over all ranks: the gradient does not change. A collective: every rank calls it with equally many slices.
+    Completions stay in their slice. Every optimizer step therefore has the same completions, and its denominators are
+    counted over all ranks, so the gradient does not change. This is a collective: all ranks must call it with the same
+    number of slices.
+
+    Slices with images are not exchanged.
 
     Args:
-        slices: Rows of each micro-batch of this rank.
+        slices: Rows of each micro-batch on this rank.
         accelerator: Of the run.
 
     Returns:
-        The slices after the exchange; and of each slice, tokens of the busiest rank against the mean, before and after.
+        The new slices. For each slice also the maximum number of tokens of a rank divided by the mean, before and
+        after.
     """
     mine: list[list[Cost]] = [[(len(r.prompt_ids), [len(ids) for ids in r.completions]) for r in s] for s in slices]
     costs = parallel.all_gather_objects([mine], accelerator)
     plans = [deal([of_rank[number] for of_rank in costs]) for number in range(len(slices))]
     if any(row.model_kwargs for rows in slices for row in rows):
-        plans = [None] * len(slices)  # Images are cut by sample elsewhere.
+        plans = [None] * len(slices)  # Images are assigned to samples, which would have to be split.
     rank = accelerator.process_index
     parcels: list[Any] = _parcels(slices, plans, rank, accelerator.num_processes)
-    if any(plan is not None for plan in plans):  # Known to every rank.
+    if any(plan is not None for plan in plans):  # All ranks have the same plans.
         parcels = parallel.exchange_objects(parcels, accelerator)
     result = [
         rows if plans[number] is None else _counted_alike([row for slot, row in parcels if slot == number])
@@ -419,7 +429,7 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
 
 
 def _counted_alike(rows: list[Row]) -> list[Row]:
-    """Rows of several ranks: where one says what its sequences count (`Batch.shares`), all do."""
+    """Add the column of sequence weights (`Batch.shares`) to all rows if one row has it."""
     if any("share" in row.sequence_columns for row in rows):
         for row in rows:
             row.sequence_columns.setdefault("share", [1.0] * len(row.completions))
@@ -429,7 +439,7 @@ def _counted_alike(rows: list[Row]) -> list[Row]:
 def _parcels(
     slices: list[list[Row]], plans: list[dict[Place, int] | None], rank: int, ranks: int
 ) -> list[list[tuple[int, Row]]]:
-    """Rows of this rank, cut up by where their completions go: for each rank ``(slice, part)``."""
+    """Split this rank's rows by destination: for each rank a list of ``(slice, part)``."""
     parcels: list[list[tuple[int, Row]]] = [[] for _ in range(ranks)]
     for rows, plan, number in zip(slices, plans, range(len(slices)), strict=True):
         if plan is None:
@@ -444,7 +454,7 @@ def _parcels(
 def _busiest(
     costs: list[list[list[Cost]]], slices: list[list[Row]], accelerator: Accelerator
 ) -> list[dict[str, Metric]]:
-    """Of each slice, tokens of the busiest rank against the mean, before and after."""
+    """Compute for each slice the maximum number of tokens of a rank divided by the mean, before and after."""
     sizes = [sum(len(r.prompt_ids) + sum(map(len, r.completions)) for r in rows) for rows in slices]
     after = parallel.all_gather_objects([sizes], accelerator)
     metrics = []
@@ -457,7 +467,7 @@ def _busiest(
 
 
 def shared_requests(prompts: Sequence[list[int]]) -> list[Request]:
-    """One request for each run of equal neighbours; prompts are equal where their pictures are too."""
+    """Create one request for each run of consecutive equal prompts. Equal prompts also have equal images."""
     return [
         Request(prompt, len(list(equal)), pictures=Prompt.pictures_of(prompt))
         for prompt, equal in itertools.groupby(prompts)

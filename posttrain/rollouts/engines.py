@@ -1,6 +1,8 @@
-"""`ENGINES`: engines by their names, which can sample a model exactly, and how each is made.
+"""`ENGINES`: rollout engines by name, the models that they support, and how they are created.
 
-A package registers a function that makes an engine under ``posttrain.engines`` (see `docs/extend.md`).
+Other packages can register a function that creates an engine under ``posttrain.engines`` (see `docs/extend.md`).
+
+`create_engine` creates an engine, and `complete` completes prompts.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def _native(model: nn.Module, pad_token_id: int, cache: str | None, products: Pr
     reason = _native_refusal(model)
     if reason is not None:
         raise ConfigError(
-            f"rollout_engine='native' does not say of {type(causal_lm(model)).__name__} what its own forward says: {reason}. "
-            "Fix: rollout_engine='hf', or 'auto', which chooses by this."
+            f"rollout_engine='native' does not compute {type(causal_lm(model)).__name__} exactly: {reason}. Fix: set "
+            "rollout_engine='hf', or 'auto', which selects an exact engine."
         )
     return NativeEngine(model, pad_token_id=pad_token_id, products=products)
 
@@ -76,15 +78,17 @@ def _vllm_refusal(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine that a config can name.
+    """A rollout engine that a config can select.
 
     Attributes:
-        make: Model, pad token id and transformers' ``cache_implementation`` to an engine that samples with the model's own
-            weights; None: it has a copy of them, which a trainer pushes (`posttrain.loop.weight_sync`).
-        refuses: None for a model that it samples exactly, else the reason why it does not.
-        vllm_mode: What ``use_vllm=True`` calls it.
-        exact: Its log-probs are those of the weights; False: of rounded ones, for methods that correct what an engine says.
-        in_workers: A rollout worker may use it, and the thin host where it has a ``make``.
+        make: Function of the model, the pad token id and transformers' ``cache_implementation`` that creates an engine
+            on the model's own weights. None: the engine has a copy of the weights, which a trainer pushes
+            (`posttrain.loop.weight_sync`).
+        refuses: Function that returns None for a model that the engine samples exactly, else a reason.
+        vllm_mode: Value of ``vllm_mode`` for ``use_vllm=True``.
+        exact: Whether log-probs are those of the weights. False: of rounded weights, which needs a method that corrects
+            for it.
+        in_workers: Whether rollout workers can use the engine. The rollout server can too if it has ``make``.
     """
 
     make: Callable[[nn.Module, int, str | None], RolloutEngine] | None = None
@@ -106,24 +110,26 @@ ENGINES = {
 IN_PROCESS = tuple(name for name, spec in ENGINES.items() if spec.make is not None)
 EXACT = tuple(name for name in IN_PROCESS if ENGINES[name].exact)
 IN_WORKERS = tuple(name for name, spec in ENGINES.items() if spec.in_workers)
-# In the order in which "auto" asks them.
+# The order in which "auto" tries engines.
 ON_GPU, ON_CPU = ("vllm", "paged", "native", "hf"), ("native", "hf")
 
-# What "auto" cannot choose without a trainer's config.
+# Engines that "auto" can select only with a trainer's config.
 UNCONFIGURED = {
-    "vllm": "it would sample from a copy of the weights that nobody pushes to",
-    "paged": "it does not follow every sampling setting, and those of the calls are not known yet",
+    "vllm": "it has a copy of the weights, and without a trainer no weights are pushed",
+    "paged": "it does not support all sampling settings, and the settings of later calls are unknown",
 }
 
 
 def choose_engine(model: nn.Module, refused: Mapping[str, str] | None = None) -> str:
-    """What ``rollout_engine="auto"`` stands for on this model and its device; logs the choice and the reasons in one line.
+    """Select the engine for ``rollout_engine="auto"`` on this model and device, and log the reasons in one line.
 
-    On a GPU: vLLM in the trainer's process, else transformers' continuous batching, else the native engine, whose decoding is
-    not captured in CUDA graphs. On a CPU: the native engine. Where that is not exact: transformers' ``generate``.
+    On a GPU: vLLM in the trainer's process, else transformers' continuous batching, else the native engine, which does
+    not use CUDA graphs. On a CPU: the native engine. If the selected engine is not exact: transformers' ``generate``.
+
+    An engine is skipped if it does not support the model exactly or if it is in ``refused``.
 
     Args:
-        model: A causal language model, the one to sample from.
+        model: Causal language model to sample from.
         refused: Engines that the caller cannot use, with the reasons.
 
     Returns:
@@ -145,20 +151,21 @@ def choose_engine(model: nn.Module, refused: Mapping[str, str] | None = None) ->
 def create_engine(
     name: str, model: nn.Module, *, pad_token_id: int, folder: str | None = None, cache: str | None = None
 ) -> RolloutEngine:
-    """Make an engine that samples with the weights of ``model`` itself.
+    """Create an engine that samples with the weights of ``model`` itself.
 
     Args:
-        name: One of `IN_PROCESS`; ``auto`` is ``native`` or ``hf`` here (see `choose_engine` for trainers on a GPU).
+        name: One of `IN_PROCESS`, or ``auto``, which is ``native`` or ``hf`` here (see `choose_engine` for trainers on
+            a GPU).
         model: A causal language model.
-        pad_token_id: Of the tokenizer.
-        folder: Where the prompts of a failed call are written, by engines that do so.
-        cache: transformers' ``cache_implementation``, which the engine ``hf`` alone has.
+        pad_token_id: Pad token of the tokenizer.
+        folder: Folder for the prompts of a failed call, if the engine writes them.
+        cache: transformers' ``cache_implementation``, for the engine ``hf`` only.
 
     Raises:
-        ConfigError: An unknown name; ``native`` on a model for which it is not exact.
+        ConfigError: The name is unknown, or ``native`` is not exact for this model.
     """
     check_choice("rollout_engine", name, ("auto", *IN_PROCESS))
-    remove_orphans()  # A run that was killed leaves its weights in shared memory; the next one that samples removes them.
+    remove_orphans()  # Remove the shared memory of runs that were killed.
     if name == "auto":
         name = choose_engine(model, UNCONFIGURED)
     make = ENGINES[name].make
@@ -167,7 +174,7 @@ def create_engine(
     engine.folder = None if folder is None else Path(folder)
     if cache is not None and name != "hf":
         logger.warning(
-            "cache_implementation=%r is ignored: rollout_engine=%r has a cache of its own; 'hf' reads it.", cache, name
+            "cache_implementation=%r is ignored: rollout_engine=%r has its own cache. Only 'hf' uses it.", cache, name
         )
     return engine
 
@@ -183,20 +190,20 @@ def complete(
     seed: int | None = 0,
     engine: str = "auto",
 ) -> list[str]:
-    """Complete prompts with a model as it is now, greedily unless a temperature is given.
+    """Complete prompts with a model. Decoding is greedy unless a temperature is set.
 
     Args:
-        model: A transformers causal language model (training mode and settings are left as they are).
+        model: A transformers causal language model. Its training mode and settings are not changed.
         tokenizer: Its tokenizer.
         prompts: Strings, or lists of messages.
-        max_new_tokens: Most tokens of a completion.
-        temperature: 0 is greedy.
-        n: Completions per prompt.
-        seed: Of the sampling.
+        max_new_tokens: Maximum number of tokens of a completion.
+        temperature: Sampling temperature. 0: greedy decoding.
+        n: Number of completions per prompt.
+        seed: Seed of the sampling.
         engine: ``native``, ``hf`` or ``auto``.
 
     Returns:
-        ``n`` texts a prompt, in order, without special tokens.
+        ``n`` texts per prompt, in order, without special tokens.
     """
     ids = tokenize_prompts([{"prompt": prompt} for prompt in prompts], tokenizer)
     sampling = Sampling(

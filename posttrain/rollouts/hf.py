@@ -1,4 +1,4 @@
-"""transformers ``generate`` behind the engine contract: slow, and right for every model."""
+"""`HFEngine`: transformers' ``generate`` as a rollout engine. It is slow and supports every model."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def without_own_settings(model: nn.Module) -> Iterator[None]:
-    """Inside, the checkpoint's generation config is blank: transformers fills from it whatever a call leaves at None, and bans,
-    biases and forced tokens would change what is sampled.
+    """Run with an empty generation config in the model.
+
+    transformers fills arguments that are None from the checkpoint's generation config, whose bans, biases and forced
+    tokens would change the sampled distribution.
     """
     inner: Any = causal_lm(model)
     own, inner.generation_config = inner.generation_config, GenerationConfig()
@@ -45,9 +47,10 @@ def without_own_settings(model: nn.Module) -> Iterator[None]:
 
 
 class _Shape(LogitsProcessor):
-    """Temperature, penalty, rules and cuts, as in every engine of this package; keeps log-probs before and after them.
+    """Applies temperature, penalty, rules and truncation like all engines of this package, and stores log-probs.
 
-    Step t's token is known at step t + 1. Padding before a prompt is no token of it: transformers' own penalty counts it.
+    Log-probs before and after these changes are stored. The token of step t is available in step t + 1. Padding before
+    a prompt is not part of its history; transformers' own repetition penalty would count it.
     """
 
     def __init__(self, sampling: Sampling, widths: Sequence[int]) -> None:
@@ -58,7 +61,7 @@ class _Shape(LogitsProcessor):
         self.found: list[list[Tensor]] = []
 
     def settle(self, input_ids: Tensor) -> None:
-        """Pick the log-probs of the tokens that were drawn last."""
+        """Store the log-probs of the tokens that were sampled last."""
         if self.pending:
             token = input_ids[:, -1:]
             self.found.append([logp.gather(1, token).squeeze(1) for logp in self.pending])
@@ -82,12 +85,12 @@ class _Shape(LogitsProcessor):
         return shaped
 
     def columns(self) -> list[list[list[float]]]:
-        """Log-probs of each row: raw, and those of the distribution it was drawn from where that is another."""
+        """Return the log-probs of each row: before all changes, and of the sampled distribution if it differs."""
         return [torch.stack(parts, 1).tolist() for parts in zip(*self.found, strict=True)]
 
 
 class _Strings(StoppingCriteria):
-    """Rows whose last token completed a stop string."""
+    """Stops rows whose last token completed a stop string."""
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer, width: int) -> None:
         self.sampling, self.tokenizer, self.width = sampling, tokenizer, width
@@ -98,7 +101,7 @@ class _Strings(StoppingCriteria):
 
 
 class _Interrupted(StoppingCriteria):
-    """All rows, once a call is interrupted."""
+    """Stops all rows after the call is interrupted."""
 
     def __init__(self, interrupted: threading.Event) -> None:
         self.interrupted = interrupted
@@ -108,7 +111,9 @@ class _Interrupted(StoppingCriteria):
 
 
 def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
-    """Every field that changes the distribution is set, so that the checkpoint's own settings do not leak in."""
+    """Return a generation config that sets every field that changes the distribution, so that no setting of the
+    checkpoint applies.
+    """
     drawn: dict[str, Any] = {}
     if sampling.temperature > 0:
         drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k}
@@ -122,13 +127,13 @@ def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
 
 
 class HFEngine(RolloutEngine):
-    """Left-pads all prompts of a call into one ``generate``, where padding changes nothing; see `_calls`.
+    """Samples with one left-padded call of ``generate`` for all prompts for which padding has no effect; see `_calls`.
 
     Args:
-        model: A causal language model, the trainer's own.
-        pad_token_id: Written to padding.
-        tokenizer: For stop strings.
-        cache_implementation: Of transformers' ``GenerationConfig``; None is its default.
+        model: The trained causal language model.
+        pad_token_id: Token id of padding.
+        tokenizer: Tokenizer for stop strings.
+        cache_implementation: Field of transformers' ``GenerationConfig``. None: its default.
     """
 
     name = "hf"
@@ -156,11 +161,13 @@ class HFEngine(RolloutEngine):
         self._warned = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """See `RolloutEngine.generate`; a request's own settings may differ in ``max_new_tokens``, and in the seed, which is not
-        read.
+        """Sample completions; see `RolloutEngine.generate`.
+
+        A request's sampling settings may differ from the call only in ``max_new_tokens`` and in the seed, which is
+        ignored.
 
         Raises:
-            ConfigError: A setting that this engine cannot follow.
+            ConfigError: A setting is not supported.
         """
         text = self.model.config.get_text_config()
         most = context_length(text)
@@ -169,11 +176,11 @@ class HFEngine(RolloutEngine):
         check_followed(requests, sampling, "rollout_engine='hf'", self.capabilities.unsupported, own)
         if sampling.stop_strings and self.tokenizer is None:
             raise ConfigError(
-                "Sampling.stop_strings are text. Fix: give the engine its tokenizer (HFEngine(tokenizer=...))."
+                "Sampling.stop_strings needs a tokenizer. Fix: pass it to the engine (HFEngine(tokenizer=...))."
             )
         self.interrupted.clear()
         rollouts: dict[int, list[Rollout]] = {}
-        # Some models compare the name of their attention as they generate.
+        # Some models check the name of their attention implementation during generation.
         plain = uninstalled(self.model)
         with (
             plain,
@@ -187,10 +194,11 @@ class HFEngine(RolloutEngine):
         return [rollout for i in range(len(requests)) for rollout in rollouts[i]]
 
     def _calls(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
-        """Requests that can be padded into one call and be sampled as each of them alone would be.
+        """Group requests that can share a padded call and are sampled as if each were alone.
 
-        Padding on the left would stand between virtual tokens and the prompt, and move their distance; Llama 4 counts it as
-        positions where it scales queries. Beyond the switch of longrope the longest row decides for all rows.
+        Left padding would be placed between virtual tokens and the prompt and change their distance. Llama 4 would
+        count padding in the positions that scale queries. Beyond the length at which longrope switches frequencies, the
+        longest row decides for all rows.
         """
         switch, _ = rope_limits(self.model)
         scaled = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", False)
@@ -204,12 +212,13 @@ class HFEngine(RolloutEngine):
             if switch is not None and alone and size <= switch and not self._warned:
                 self._warned = True
                 logger.warning(
-                    "completions may cross %d tokens, where rope_type='longrope' changes the rotary frequencies: a token before "
-                    "that is drawn with those of short sequences, and trained with those of long ones. Such requests are sampled "
-                    "one by one. Keep prompt and completion within %d tokens to avoid this.", switch, switch,
+                    "completions may exceed %d tokens, where rope_type='longrope' changes the rotary frequencies: "
+                    "earlier tokens are sampled with the frequencies for short sequences, but trained with those for "
+                    "long ones. Such requests are sampled one by one. Keep prompt and completion within %d tokens to "
+                    "avoid this.", switch, switch,
                 )  # fmt: skip
-            # Where pictures stand beside the text, rows of a call have equally many: padding would be attended to.
-            # And what padding does to a family that is not known was not compared.
+            # With cross-attention to images, rows of a call need the same number of images, because padding would be
+            # attended to. Padding is not used for families for which its effect was not tested.
             key = (
                 i if alone or (unknown and request.pictures) else -1,
                 size if unpadded else -1,
@@ -220,13 +229,13 @@ class HFEngine(RolloutEngine):
         return list(calls.values())
 
     def _call(self, requests: list[tuple[int, Request]], sampling: Sampling) -> dict[int, list[Rollout]]:
-        """One padded ``generate``; completions by the number of their request."""
+        """Run one padded ``generate`` and return the completions by the number of their request."""
         prompts = [list(request.prompt_ids) for _, request in requests for _ in range(request.n)]
         width, device = max(map(len, prompts)), _device(self.model)
         ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         shape = _Shape(sampling, [len(prompt) for prompt in prompts])
-        # All that changes the distribution is done by `_Shape`.
+        # `_Shape` does everything that changes the distribution.
         rest: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
         plain = replace(sampling, temperature=float(sampling.temperature > 0), **rest)
         placed = [list(request.pictures) for _, request in requests for _ in range(request.n)]
@@ -273,19 +282,19 @@ class HFEngine(RolloutEngine):
         return Rollout(prompt, tokens[:size], logp, reason, self.version, processed_logp=drawn)
 
     def interrupt(self) -> None:
-        """See `RolloutEngine.interrupt`: the running call ends with its current step."""
+        """End the running call after its current step; see `RolloutEngine.interrupt`."""
         self.interrupted.set()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """The model is the trainer's own: only the version changes."""
+        """Store the version. The engine uses the trainer's model."""
         self.version = version
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing, because there are no resources."""
 
 
 def _most(request: Request, sampling: Sampling) -> int:
-    """Most tokens of a request's completions."""
+    """Return the maximum number of tokens of a request's completions."""
     return (request.sampling or sampling).max_new_tokens
 
 
@@ -295,7 +304,7 @@ def _device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Sampling from ``seed`` without disturbing the global generator."""
+    """Sample with ``seed`` without changing the global random state."""
     if seed is None:
         yield
         return

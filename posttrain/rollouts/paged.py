@@ -1,4 +1,4 @@
-"""transformers' continuous batching over paged memory behind the engine contract, on the trainer's own weights."""
+"""`PagedEngine`: transformers' continuous batching with a paged KV cache as a rollout engine."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from posttrain.rollouts.native.engine import own_precision
 from posttrain.rollouts.native.requests import check_requests, check_rope
 from posttrain.types import Request, Rollout, Sampling
 
-MEMORY_SHARE = 0.5  # Of the free memory of a GPU, at most, for keys and values; the rest is for training.
-PAGE, GPU_PAGE = 32, 256  # Tokens of a page; kernels for GPUs are made for transformers' own default.
-BATCH_TOKENS = 8192  # Of one forward pass, at most: transformers' own default, for which it makes masks and logits.
-HALF = (torch.float16, torch.bfloat16)  # What flash attention takes.
-# Fields of `Sampling` that it would drop with a line in the log: it knows temperature, top_k and top_p.
+MEMORY_SHARE = 0.5  # Maximum fraction of a GPU's free memory for the KV cache. The rest is for training.
+PAGE, GPU_PAGE = 32, 256  # Number of tokens per page. GPU kernels are made for transformers' default.
+# Maximum number of tokens per forward pass, transformers' default. Masks and logits are allocated for it.
+BATCH_TOKENS = 8192
+HALF = (torch.float16, torch.bfloat16)  # Dtypes that flash attention supports.
+# Fields of `Sampling` that transformers would ignore. It supports temperature, top_k and top_p.
 UNKNOWN = (
     "min_p", "repetition_penalty", "min_new_tokens", "stop_strings", "logit_bias", "no_repeat_ngram", "guide", "top_logps",
 )  # fmt: skip
 
 
 def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
-    """The settings, if transformers' continuous batching knows all of them.
+    """Validate and return settings of transformers' continuous batching.
 
     Raises:
-        ConfigError: An unknown name.
+        ConfigError: A name is unknown.
     """
     from transformers import ContinuousBatchingConfig
 
@@ -48,14 +49,14 @@ def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
     for name in settings or {}:
         if name not in known:
             raise ConfigError(
-                f"transformers_continuous_batching_config has {name!r}, which ContinuousBatchingConfig does not "
-                f"know{did_you_mean(name, known)}."
+                f"transformers_continuous_batching_config has {name!r}, which is not a field of "
+                f"ContinuousBatchingConfig{did_you_mean(name, known)}."
             )
     return dict(settings or {})
 
 
 def paged_refusal(model: nn.Module) -> str | None:
-    """None where transformers' continuous batching can sample from this model, else the reason why not."""
+    """Return why transformers' continuous batching cannot sample from this model, or None."""
     try:
         refuse_virtual_tokens(model, "rollout_engine='paged'")
         refuse_pictures(model, "rollout_engine='paged'")
@@ -65,22 +66,22 @@ def paged_refusal(model: nn.Module) -> str | None:
 
 
 class PagedEngine(RolloutEngine):
-    """Continuous batching of transformers: requests join and leave a running batch, keys and values lie in pages.
+    """Continuous batching of transformers: requests join and leave a running batch, and the KV cache is paged.
 
-    The weights stay as they are: they are neither copied nor cast, and float32 ones are sampled from in float32, also where
-    training runs under autocast (flash attention, which takes half precision alone, is then left out; weights loaded in
-    bfloat16 are sampled from in bfloat16). A thread that dies or a request that fails is an error
-    that names the requests, and nothing is returned; settings it could not follow are refused.
+    Weights are neither copied nor cast. float32 weights are sampled from in float32, even if training runs under
+    autocast; flash attention is then not used, because it supports only half precision. Weights loaded in bfloat16 are
+    sampled from in bfloat16. If the generation thread dies or a request fails, an error with the requests is raised and
+    no completion is returned. Unsupported settings are rejected.
 
     Args:
-        model: A causal language model, the trainer's own.
-        pad_token_id: Of the tokenizer.
-        settings: Of transformers' ``ContinuousBatchingConfig``. ``num_blocks`` and ``max_batch_tokens`` are as many as the
-            requests can need unless given, within ``max_memory_percent`` of a GPU (0.5 unless given); CUDA graphs are off
-            unless given.
+        model: The trained causal language model.
+        pad_token_id: Pad token of the tokenizer.
+        settings: Fields of transformers' ``ContinuousBatchingConfig``. By default ``num_blocks`` and
+            ``max_batch_tokens`` are the maximum that the requests need, within ``max_memory_percent`` (default 0.5) of
+            a GPU, and CUDA graphs are disabled.
 
     Raises:
-        ConfigError: A setting that it does not have, or a model with virtual tokens.
+        ConfigError: A setting is unknown, or the model has virtual tokens.
     """
 
     name = "paged"
@@ -90,19 +91,21 @@ class PagedEngine(RolloutEngine):
         self.model: Any = model
         self.pad_token_id = pad_token_id
         self.settings = check_paged(settings)
-        # Half precision may be sampled with flash attention, and another attention's log-probs are those of another engine.
+        # In half precision flash attention may be used, whose log-probs differ from the policy's.
         exact = causal_lm(model).dtype not in HALF
         self.capabilities = Capabilities(
             in_process=True, shares_weights=exact, unsupported=UNKNOWN, per_request_sampling=False
         )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """See `RolloutEngine.generate`; a request's own settings may differ in ``max_new_tokens``, and in the seed, which is
-        not read.
+        """Sample completions; see `RolloutEngine.generate`.
+
+        A request's sampling settings may differ from the call only in ``max_new_tokens`` and in the seed, which is
+        ignored.
 
         Raises:
-            ConfigError: A setting that continuous batching cannot follow.
-            RolloutError: Requests failed, or the thread that generates ended before they did.
+            ConfigError: A setting is not supported.
+            RolloutError: Requests failed, or the generation thread ended early.
         """
         inner: Any = causal_lm(self.model)
         text = inner.config.get_text_config()
@@ -114,7 +117,8 @@ class PagedEngine(RolloutEngine):
             for request in requests
             for _ in range(request.n)
         ]
-        # Drawn from the run's own numbers: transformers would draw it from what is put back below, the same in every call.
+        # Draw the seed from the global random state. transformers would draw it from the state that is restored below,
+        # which is the same in every call.
         seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**31, ()))
         devices = [inner.device] if inner.device.type == "cuda" else []
         with (
@@ -129,20 +133,20 @@ class PagedEngine(RolloutEngine):
             except MemoryError:
                 if not devices or "num_blocks" in self.settings:
                     raise
-                # All requests at once do not fit: as many pages as do, and the others wait for their turn.
+                # Not all requests fit at the same time, so use all available pages and queue the other requests.
                 results = self._run(inner, work, sampling, pages | {"num_blocks": None})
         failed = {number: result.error for number, result in results.items() if result.error is not None}
         if failed or len(results) < len(work):
             lost = sorted({*failed, *(set(range(len(work))) - results.keys())})
             raise RolloutError(
-                f"transformers' continuous batching lost completions {lost[:8]} of {len(work)}"
-                f"{'' if not failed else f': {next(iter(failed.values()))}'}. Nothing of this call is used; its log says more. "
-                "rollout_engine='native' samples without it."
+                f"transformers' continuous batching lost the completions {lost[:8]} of "
+                f"{len(work)}{'' if not failed else f': {next(iter(failed.values()))}'}. No completion of this call "
+                "is used; see transformers' log. Set rollout_engine='native' to sample without it."
             )
         return [self._rollout(prompt, results[number], sampling) for number, (prompt, _) in enumerate(work)]
 
     def _pages(self, inner: nn.Module, work: list[tuple[list[int], int]]) -> dict[str, Any]:
-        """The user's settings over ours."""
+        """Return the engine's settings, overridden by the user's."""
         ours: dict[str, Any] = {"return_logprobs": True, "use_cuda_graph": False, "drop_unsupported_processors": False}
         if inner.dtype not in HALF:
             ours["auto_switch_to_flash"] = False
@@ -156,11 +160,11 @@ class PagedEngine(RolloutEngine):
         return ours | self.settings
 
     def _run(self, inner: nn.Module, work: list, sampling: Sampling, settings: dict[str, Any]) -> dict[int, Any]:
-        """What came of each completion, by its number; those that are missing were lost."""
+        """Return the result of each completion by its number. Missing numbers were lost."""
         from transformers import ContinuousBatchingConfig
 
         results: dict[int, Any] = {}
-        stops = list(sampling.stop_token_ids) or -1  # -1 is none; None would be those of the checkpoint.
+        stops = list(sampling.stop_token_ids) or -1  # -1 means no stop token. None would use those of the checkpoint.
         longest = max(new for _, new in work)
         with inner.continuous_batching_context_manager(
             generation_config=pinned_config(
@@ -169,7 +173,8 @@ class PagedEngine(RolloutEngine):
             continuous_batching_config=ContinuousBatchingConfig(**settings),
             block=True,
         ) as manager:
-            # All before the first step where this version can wait, so that a seed draws the same whatever the clock does.
+            # Add all requests before the first step if this version can pause, so that sampling with a seed does not
+            # depend on timing.
             with manager.pause() if hasattr(manager, "pause") else nullcontext():
                 for number, (prompt, new) in enumerate(work):
                     manager.add_request(prompt, request_id=str(number), max_new_tokens=new, eos_token_id=stops)
@@ -185,15 +190,15 @@ class PagedEngine(RolloutEngine):
         tokens, said = list(result.generated_tokens), list(result.logprobs)
         ended = bool(tokens) and tokens[-1] in sampling.stop_token_ids
         cut = sampling.temperature > 0 and bool(sampling.truncation)
-        # It says log-probs of what it drew from: after a cut those are not what a trainer computes.
+        # It returns log-probs of the truncated distribution, which differ from the trainer's.
         return Rollout(
             prompt, tokens, [] if cut else said, "stop" if ended else "length", self.version,
             processed_logp=said if cut else None,
         )  # fmt: skip
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """The model is the trainer's own: only the version changes."""
+        """Store the version. The engine uses the trainer's model."""
         self.version = version
 
     def close(self) -> None:
-        """Nothing to free: pages are given back after each call."""
+        """Do nothing, because pages are freed after each call."""

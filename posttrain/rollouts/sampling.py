@@ -1,4 +1,4 @@
-"""Sampling settings: fields of ``generation_kwargs``, structured outputs, and `Sampling` of a config."""
+"""Conversion of sampling settings: ``generation_kwargs``, structured outputs, and a config's `Sampling`."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ GUIDES = ("regex", "json", "grammar", "choice")
 
 
 def reshapes(sampling: Sampling) -> bool:
-    """Whether tokens are drawn from another distribution than temperature and truncation make."""
+    """Return whether penalties, structured outputs or rules change the distribution beyond temperature and truncation."""
     return sampling.repetition_penalty != 1.0 or sampling.guide is not None or has_rules(sampling)
 
 
 def structured_guide(options: object) -> tuple[str, str]:
-    r"""``{"regex": "[ab]+"}`` and the like, as `posttrain.types.Sampling.guide`.
+    r"""Convert structured outputs such as ``{"regex": "[ab]+"}`` to `posttrain.types.Sampling.guide`.
 
     Args:
         options: A dict with one of ``regex``, ``json`` (a schema), ``grammar`` and ``choice`` (a list of texts).
 
     Raises:
-        ConfigError: Anything else.
+        ConfigError: The dict has another form.
 
     >>> structured_guide({"choice": ["yes", "no"]}), structured_guide({"json": {"type": "object"}})
     (('choices', 'yes\nno'), ('json', '{"type": "object"}'))
     """
     if not isinstance(options, dict) or len(options) != 1 or next(iter(options)) not in GUIDES:
-        raise ConfigError(f"structured_outputs={options!r} must hold one of {', '.join(GUIDES)}.")
+        raise ConfigError(f"structured_outputs={options!r} must have exactly one of {', '.join(GUIDES)}.")
     kind, value = next(iter(options.items()))
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
             raise ConfigError(f"structured_outputs: choice={value!r} must be a list of strings.")
         if broken := [v for v in value if "\n" in v]:
             raise ConfigError(
-                f"structured_outputs: choice {broken[0]!r} has a line break. Write it as a regex or a grammar."
+                f"structured_outputs: choice {broken[0]!r} contains a line break. Use a regex or a grammar instead."
             )
         return ("choices", "\n".join(value))
     if not (isinstance(value, str) and value) and not (kind == "json" and isinstance(value, dict | bool)):
@@ -53,7 +53,7 @@ def structured_guide(options: object) -> tuple[str, str]:
     return (kind, value if isinstance(value, str) else json.dumps(value))
 
 
-# Of transformers' ``GenerationConfig``, and ``logit_bias`` of vLLM's ``SamplingParams``.
+# Fields of transformers' ``GenerationConfig``, and ``logit_bias`` of vLLM's ``SamplingParams``.
 GENERATION_NAMES = (
     "eos_token_id",
     "min_new_tokens",
@@ -65,13 +65,13 @@ GENERATION_NAMES = (
 
 
 def generation_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``generation_kwargs`` of transformers as fields of `posttrain.types.Sampling`; other keys stay as they are.
+    """Convert transformers' ``generation_kwargs`` to fields of `posttrain.types.Sampling`. Other keys are not changed.
 
     Args:
-        options: ``generation_kwargs``; None means not set. ``eos_token_id`` takes the place of the tokenizer's.
+        options: ``generation_kwargs``. None means not set. ``eos_token_id`` replaces the tokenizer's.
 
     Raises:
-        ConfigError: A value of another type; names the key and the value.
+        ConfigError: A value has the wrong type. The message contains key and value.
 
     >>> generation_fields({"eos_token_id": 2, "suppress_tokens": [7], "logit_bias": {"5": -1}, "seed": 3})
     {'seed': 3, 'stop_token_ids': (2,), 'logit_bias': ((5, -1.0), (7, -1000000000.0))}
@@ -120,12 +120,12 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def configured_sampling(args: PostTrainingConfig, *, stop_token_ids: tuple[int, ...], seed: int) -> Sampling:
-    """Sampling as the config of an online trainer says.
+    """Return the sampling settings of an online trainer's config.
 
     Args:
-        args: With ``temperature``, ``top_p`` and so on; ``generation_kwargs`` override them.
-        stop_token_ids: That end a completion.
-        seed: Of the call.
+        args: Config with ``temperature``, ``top_p`` and so on. ``generation_kwargs`` override them.
+        stop_token_ids: Tokens that end a completion.
+        seed: Seed of the call.
     """
     regex = args.vllm_structured_outputs_regex
     settings: dict[str, Any] = {
@@ -144,13 +144,14 @@ def configured_sampling(args: PostTrainingConfig, *, stop_token_ids: tuple[int, 
     return Sampling(**(settings | overrides))
 
 
-# Seeds stay within the signed integers of every engine.
+# Seeds fit into the signed integers of every engine.
 SEEDS = 2**62
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:
-    """The seed of request ``index`` in a call with ``seed``: the same whichever server answers it.
+    """Return the seed of request ``index`` in a call with ``seed``. It does not depend on which server answers.
 
-    Multiplier and increment are Knuth's of MMIX, so that seeds of neighbours lie far apart (engines count on from them).
+    Multiplier and increment are from Knuth's MMIX generator, so that seeds of consecutive requests are far apart.
+    Engines increment them for further completions.
     """
     return None if seed is None else (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % SEEDS

@@ -1,4 +1,6 @@
-"""Tensors in files of shared memory: written once, read by other processes, checked by a hash, removed with their owner."""
+"""Tensors in shared-memory files: written once, read by other processes, verified by a hash, and removed with their
+owner.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ SHARED_FOLDER = Path("/dev/shm")
 
 
 def checksum(data: Any) -> str:
-    """The 128-bit xxh3 of bytes, as hexadecimal digits.
+    """Compute the 128-bit xxh3 hash of bytes as hexadecimal digits.
 
     >>> checksum(b"")
     '99aa06d3014798d86001c324468d497f'
@@ -34,13 +36,14 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> str:
     """Write a safetensors file, and return the `checksum` of its bytes.
 
     Raises:
-        OSError: It cannot be written: no room is left in shared memory (a container's is often 64 MB), say.
+        OSError: The file cannot be written, for example because shared memory is full (64 MB in many containers).
     """
     whole, seen = {}, set[int]()
     for name, tensor in tensors:
         tensor = tensor.detach().cpu().contiguous()
         memory = tensor.untyped_storage().data_ptr()
-        whole[name] = tensor.clone() if memory in seen else tensor  # Layers of layer_replication share their weights.
+        # Layers that peft's layer_replication repeats share their weights.
+        whole[name] = tensor.clone() if memory in seen else tensor
         seen.add(memory)
     try:
         save_file(whole, path)
@@ -58,12 +61,12 @@ def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file. They share the file's memory, so copy a tensor to keep it.
 
     Raises:
-        ModelError: Other bytes than were announced by their checksum, or no safetensors file.
+        ModelError: The checksum differs from the announced one, or the file is not a safetensors file.
     """
     got = _file_checksum(path)
     if got != announced:
         raise ModelError(
-            f"the weights' checksum is {got}, and {announced} was announced: their bytes changed on the way."
+            f"the weights have the checksum {got}, but {announced} was announced: their bytes changed in transit."
         )
     try:
         return load_file(path)
@@ -72,37 +75,39 @@ def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
 
 
 def shared_path(path: str) -> Path:
-    """Return the file of a bucket or an adapter: ``posttrain-*/*.safetensors`` below `shared_root`, or in a folder below.
+    """Validate the path of a bucket or an adapter: ``posttrain-*/*.safetensors`` below `shared_root`, or one folder
+    deeper.
 
     Raises:
-        ConfigError: Any other path, a link, no file, or a file or folder of another account.
+        ConfigError: The path is different, is a link or not a file, or another account owns the file or the folder.
     """
     file, root = Path(path), shared_root()
     known = any(file.match(f"{root}/posttrain-*/{below}*.safetensors") for below in ("", "*/"))
     if not known or file.resolve() != file or not file.is_file():
         raise ConfigError(
-            f"path={path!r} is no regular file {root}/posttrain-*/*.safetensors, the only files that are read."
+            f"path={path!r} is not a regular file {root}/posttrain-*/*.safetensors. Only such files are read."
         )
-    # Root may replace any file anyway, and no other account enters a folder that is closed to it.
+    # Root can replace any file anyway, and other accounts cannot enter a folder that is closed to them.
     folder = root / file.relative_to(root).parts[0]
     owners = {file.stat().st_uid, folder.stat().st_uid} - {os.geteuid(), 0}
     if owners or folder.stat().st_mode & 0o022:
         raise ConfigError(
-            f"path={path!r}: another account could replace the weights. {folder} has the mode {folder.stat().st_mode & 0o777:o} "
-            f"and the owner {folder.stat().st_uid}, the file has the owner {file.stat().st_uid}, and the server runs as user "
-            f"{os.geteuid()}. Fix: run the server and the trainer as one user."
+            f"path={path!r}: another account could replace the weights. {folder} has the mode "
+            f"{folder.stat().st_mode & 0o777:o} and the owner {folder.stat().st_uid}, the file has the owner "
+            f"{file.stat().st_uid}, and the server runs as user {os.geteuid()}. Fix: run the server and the trainer "
+            "as the same user."
         )
     return file
 
 
 def shared_root() -> Path:
-    """Return where weights for processes of this machine are written: shared memory, else the folder for temporary files."""
+    """Return the folder for weights that processes of this machine share: shared memory, else the temporary folder."""
     return SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else Path(tempfile.gettempdir()).resolve()
 
 
 def hold(folder: Path) -> int | None:
-    """Lock a folder for as long as this process lives; None where another holds it, or has removed it."""
-    import fcntl  # Where there is none, nothing that asks for shared memory runs.
+    """Lock a folder until this process ends. Return None if another process has locked or removed it."""
+    import fcntl  # Systems without fcntl do not use shared memory.
 
     try:
         lock = os.open(folder, os.O_RDONLY)
@@ -118,9 +123,9 @@ def hold(folder: Path) -> int | None:
 
 
 def remove_orphans(root: Path | None = None) -> None:
-    """Remove folders of weights that no process holds (see `hold`): theirs was killed.
+    """Remove folders of weights whose process has ended (see `hold`).
 
-    The lock of the system tells it, since numbers of processes are used again, and mean others in another container.
+    A lock of the operating system is used, because process ids are reused and differ between containers.
     """
     for path in (shared_root() if root is None else root).glob("posttrain-[0-9]*-*/"):
         lock = hold(path)
@@ -130,15 +135,15 @@ def remove_orphans(root: Path | None = None) -> None:
 
 
 class SharedFolder:
-    """A folder in shared memory that this process holds; it goes with the last reference to this object.
+    """A folder in shared memory that this process holds. It is removed with the last reference to this object.
 
-    Where the process is killed, another one removes it (`remove_orphans`).
+    If the process is killed, another process removes the folder (`remove_orphans`).
     """
 
     def __init__(self) -> None:
         remove_orphans()
         lock = None
-        while lock is None:  # Another process may take it for an orphan before it is held.
+        while lock is None:  # Another process may remove it as an orphan before it is locked.
             self.path = Path(tempfile.mkdtemp(prefix=f"posttrain-{os.getpid()}-", dir=shared_root()))
             lock = hold(self.path)
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
@@ -150,5 +155,5 @@ class SharedFolder:
 
 def _remove(path: Path, lock: int, owner: int) -> None:
     os.close(lock)
-    if os.getpid() == owner:  # Not a fork of it.
+    if os.getpid() == owner:  # A fork of the process must not remove it.
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Weights for engines in other processes of this machine: one file a version in shared memory, hashed, never rewritten."""
+"""Merged weights of a model, and their transfer to processes on this machine through shared memory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from posttrain.models.parallel import flattens_parameters, gathered, is_partitio
 from posttrain.models.reference import use_adapter
 from posttrain.rollouts.shared_memory import SharedFolder, file_tensors, write_tensors
 
-# What parallelism, compilation and checkpointing put into names.
+# Prefixes that wrappers for parallelism, compilation and checkpointing add to names.
 WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 Getter = Callable[[], Tensor]
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what wrappers added.
+    """Return a parameter's name without the prefixes of wrappers.
 
     >>> clean_name("module.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
@@ -59,8 +59,9 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
     kinds = set(map(adapter_kind, adapters_of(bare).values()))
     if learns_prompts(model) or kinds & ADDS_LAYERS.keys():
         raise ModelError(
-            f"the virtual tokens or layers of {', '.join(sorted(kinds))} cannot be added to weights, so another engine or "
-            "process would sample from the base model without them. Fix: rollout_engine='hf', in the trainer's process; or LoRA."
+            f"the virtual tokens or layers of {', '.join(sorted(kinds))} cannot be merged into weights, so another "
+            "engine or process would sample from the base model without them. Fix: set rollout_engine='hf', which "
+            "runs in the trainer's process, or use LoRA."
         )
     base = causal_lm(bare)
     leaves = [(clean_name(name), getter, parts) for name, getter, parts in _walk(base, "")]
@@ -69,10 +70,10 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
     for name, source in sources.items():
         if parts_of.get(name) != parts_of.get(source, parts_of.get(name)):
             raise ModelError(
-                f"{name} and {source} are tied in the base model, and the adapter changes only one of them, or each in its own "
-                "way. A checkpoint and a rollout engine have one tensor for both, so they would compute another policy. Fix: "
-                "set ensure_weight_tying=True in the peft config, leave embeddings and output layer out of the adapter, or "
-                "load a base model that was saved with tie_word_embeddings=False."
+                f"{name} and {source} are tied in the base model, but the adapter changes only one of them, or each "
+                "differently. A checkpoint and a rollout engine have one tensor for both, so they would compute "
+                "another policy. Fix: set ensure_weight_tying=True in the peft config, exclude embeddings and output "
+                "layer from the adapter, or load a base model that was saved with tie_word_embeddings=False."
             )
     for name, getter, _ in leaves:
         if name not in sources:
@@ -80,7 +81,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield name, getter and the identities of the tensors that determine the value; an adapted layer is one leaf."""
+    """Yield name, getter and the identities of the tensors that determine the value. An adapted layer is one leaf."""
     special = _adapted(module, prefix)
     if special is not None:
         yield from special
@@ -96,7 +97,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozens
 
 
 def _identities(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Return the addresses of the tensors' memory: tied adapters are transposed views of one memory."""
+    """Return the addresses of the tensors' memory, because tied adapters are transposed views of one memory."""
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return frozenset(tensor.data_ptr() or id(tensor) for tensor in local)
 
@@ -111,7 +112,7 @@ def _itself(tensor: Tensor) -> Getter:
 
 
 def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]] | None:
-    """Return the weights of a layer that peft replaced; None for every other module."""
+    """Return the weights of a layer that peft replaced, or None for other modules."""
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     if isinstance(module, TrainableTokensWrapper):
@@ -124,7 +125,7 @@ def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[
 
 
 def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield the weights below an adapted layer; each that an active adapter changes is merged when it is read."""
+    """Yield the weights of an adapted layer. Weights that an active adapter changes are merged when they are read."""
     base = layer.get_base_layer()
     for name, parameter in base.named_parameters(recurse=False):
         tuner = _tuner_of(layer, name)
@@ -136,7 +137,9 @@ def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int
 
 
 def _tuner_of(layer: Any, name: str) -> Any:
-    """Return the tuner layer that changes a weight of the base layer; wrappers of expert tensors change one each."""
+    """Return the tuner layer that changes a weight of the base layer. Wrappers of expert tensors change one weight
+    each.
+    """
     while isinstance(layer, ParamWrapper):
         if layer.parameter_name == name:
             return layer
@@ -159,15 +162,16 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
                 return whole_tensor(tuner.get_merged_weights(tuner.active_adapters).detach())
             if isinstance(tuner, ParamWrapper) or (plain_lora(tuner) and name == "weight"):
                 return whole_tensor(_plus_delta(tuner, base, name))
-            twin = copy.deepcopy(layer)  # peft merges in place: into a copy that is thrown away.
+            twin = copy.deepcopy(layer)  # peft merges in place, so merge into a temporary copy.
             try:
                 twin.merge()
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 reason = str(error).rstrip(".")
                 raise ModelError(
-                    f"a {type(tuner).__module__}.{type(tuner).__name__} adapter cannot be merged into the base layer's {name}, "
-                    f"which a rollout engine with a copy of the weights needs: {reason}. Fix: rollout_engine='hf', in the "
-                    "trainer's process; or LoRA without a bias of its own (lora_bias=False)."
+                    f"a {type(tuner).__module__}.{type(tuner).__name__} adapter cannot be merged into the base "
+                    f"layer's {name}, which a rollout engine with a copy of the weights needs: {reason}. Fix: set "
+                    "rollout_engine='hf', which runs in the trainer's process, or use LoRA without its own bias "
+                    "(lora_bias=False)."
                 ) from error
             return whole_tensor(getattr(twin.get_base_layer(), name).detach())
 
@@ -175,18 +179,18 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Refuse adapters that cannot be merged into the base weights, by merging one layer of each kind.
+    """Reject adapters that cannot be merged into the base weights, by merging one layer of each kind.
 
     Args:
-        model: A transformers or peft model, before its parameters are sharded.
+        model: A transformers or peft model whose parameters are not sharded yet.
 
     Raises:
-        ModelError: As `merged_weights`, or peft cannot merge a layer.
+        ModelError: Same as `merged_weights`, or peft cannot merge a layer.
     """
     if not adapters_of(model):
         return
     for _ in merged_weights(model):
-        break  # The refusals that need no merge come before the first weight.
+        break  # Errors that need no merge are raised before the first weight.
     kinds = set()
     for layer in causal_lm(model).modules():
         if not isinstance(layer, BaseTunerLayer):
@@ -207,7 +211,7 @@ def plain_lora(layer: nn.Module) -> bool:
         or isinstance(layer, ParamWrapper)
     ):
         return False
-    # DoRA and its kin are more than a product of two matrices; some packed layers do not list theirs.
+    # DoRA and similar variants are more than a product of two matrices. Some packed layers do not list them.
     more = (
         layer.use_dora.get(n) or n in layer.lora_variant or layer.lora_bias.get(n) or n in layer.lora_embedding_A
         for n in layer.active_adapters
@@ -228,7 +232,7 @@ def _plus_delta(layer: Any, base: Any, name: str) -> Tensor:
 
 
 def _delta(layer: Any, name: str) -> Tensor:
-    """Return ``scale B A``; peft would round it to the adapter's dtype, which a sum in float32 does not need."""
+    """Return ``scale B A`` in float32. peft would round it to the adapter's dtype."""
     a, b = layer.lora_A[name], layer.lora_B[name]
     if type(a) is not nn.Linear or type(b) is not nn.Linear or isinstance(layer, ParamWrapper):
         return layer.get_delta_weight(name)
@@ -236,21 +240,21 @@ def _delta(layer: Any, name: str) -> Tensor:
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
-# Versions: one may be read while the next is written.
+# Number of versions that are kept: one may be read while the next is written.
 VERSIONS_KEPT = 2
 
 
 class SharedWeights:
-    """The trainer's end: writes a version, then the file ``latest.json`` that names it with its hash.
+    """Sender of weights: it writes a version, then the file ``latest.json`` with the version and its hash.
 
-    Satisfies the protocol of weight transfers (``init_weight_transfer``, ``pause``, ``send_weights``, ``resume``,
-    ``destroy``): nothing is paused, since workers load a version when they choose to.
+    It implements `WeightTransferProtocol`. Nothing is paused, because workers load a version when they need it.
 
     Args:
-        folder: None makes one in shared memory, or where there is none in the folder for temporary files.
+        folder: Folder of the weights. None: create one in shared memory, else in the temporary folder.
 
     Attributes:
-        probe: Token sequences that workers score with the next version, for a comparison with the trainer; None: nothing.
+        probe: Token sequences that workers score with the next version, for a comparison with the trainer. None: no
+            comparison.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -260,20 +264,20 @@ class SharedWeights:
         self._own: SharedFolder | None = None
 
     def init_weight_transfer(self) -> None:
-        """Make the folder."""
+        """Create the folder."""
         if not self.folder.name:
             self._own = SharedFolder()
             self.folder = self._own.path
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def pause(self) -> None:
-        """Workers go on with what they have."""
+        """Do nothing. Workers continue with the weights that they have."""
 
     def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the next version and make it the latest; reads every tensor, as sharded ones need it.
+        """Write the next version and make it the latest. Every tensor is read, which sharded tensors need.
 
         Raises:
-            WeightSyncError: The file is not what was written (shared memory is full, say).
+            WeightSyncError: The file could not be written correctly, for example because shared memory is full.
         """
         version = self.version + 1
         whole = [(name, tensor.detach().cpu()) for name, tensor in tensors]
@@ -285,8 +289,8 @@ class SharedWeights:
             size = sum(tensor.nbytes for _, tensor in whole)
             path.unlink(missing_ok=True)
             raise WeightSyncError(
-                f"version {version} ({size / 1e6:.0f} MB) could not be written to {self.folder} ({free / 1e6:.0f} MB free): "
-                f"{error}. Make room there.",
+                f"version {version} ({size / 1e6:.0f} MB) could not be written to {self.folder} ({free / 1e6:.0f} MB "
+                f"free): {error}. Free space there.",
                 phase="bucket", version=version,
             ) from error  # fmt: skip
         draft = self.folder / "latest.draft"
@@ -297,10 +301,10 @@ class SharedWeights:
         (self.folder / f"weights-{version - VERSIONS_KEPT}.safetensors").unlink(missing_ok=True)
 
     def resume(self) -> None:
-        """Nothing was paused."""
+        """Do nothing, because nothing was paused."""
 
     def destroy(self) -> None:
-        """Remove the files; and the folder, where it is our own."""
+        """Remove the files, and the folder if this object created it."""
         if self._own is not None:
             self._own.close()
         elif self.folder.name:
@@ -308,7 +312,7 @@ class SharedWeights:
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove shared weights; and their folder, unless it was given by the user."""
+    """Remove shared weights, and their folder unless the user passed it."""
     if folder.name.startswith("posttrain-"):
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -320,12 +324,12 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
     """Return the newest weights of at least ``version``, their version, and the probe sequences to score (or None).
 
     Args:
-        folder: Of a `SharedWeights`.
-        version: Least version that will do.
-        timeout: Seconds to wait for it.
+        folder: Folder of a `SharedWeights`.
+        version: Minimum version.
+        timeout: Maximum number of seconds to wait.
 
     Raises:
-        WeightSyncError: It did not come, or its content is not what was written.
+        WeightSyncError: The version was not written in time, or its content is corrupt.
     """
     limit, newest = time.monotonic() + timeout, None
     while True:
@@ -334,13 +338,14 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
             newest = latest["version"]
             if newest >= version:
                 return file_tensors(Path(folder, latest["file"]), latest["xxh3"]), newest, latest["probe"]
-        except FileNotFoundError:  # None was written yet, or a newer one has replaced it meanwhile.
+        except FileNotFoundError:  # No version was written yet, or a newer one has replaced it.
             pass
         except ModelError as error:
             raise WeightSyncError(f"{folder}: {error}", phase="end", version=newest) from error
         if time.monotonic() > limit:
             raise WeightSyncError(
-                f"weights of version {version} did not appear in {folder} within {timeout:g} s (there: {newest}).",
+                f"weights of version {version} did not appear in {folder} within {timeout:g} s (latest version: "
+                    f"{newest}).",
                 phase="end", version=version,
             )  # fmt: skip
         time.sleep(0.05)
@@ -348,25 +353,25 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
 
 @torch.no_grad()
 def copy_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Give a model these weights, every one of them and no other.
+    """Copy weights into a model. The names must be exactly those of the model.
 
     Raises:
-        ModelError: Names or shapes differ: it is another architecture.
+        ModelError: Names or shapes differ, so the architecture differs.
     """
     own = {name: read() for name, read in merged_weights(model)}
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     shapes = [n for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape]
     if missing or unknown or shapes:
         raise ModelError(
-            f"the weights do not belong to the worker's model: {len(missing)} missing ({missing[:3]}), {len(unknown)} unknown "
-            f"({unknown[:3]}), {len(shapes)} of another shape ({shapes[:3]})."
+            f"the weights do not fit the worker's model: {len(missing)} missing ({missing[:3]}), {len(unknown)} "
+            f"unknown ({unknown[:3]}), {len(shapes)} of another shape ({shapes[:3]})."
         )
     for name, tensor in own.items():
         tensor.copy_(weights[name])
 
 
 def as_dtype(name: Any) -> torch.dtype | None:
-    """A dtype by its name, with or without ``torch.``; None where an engine did not say, or keeps whatever comes.
+    """Return a dtype from its name, with or without ``torch.``. None: the name is not a dtype.
 
     >>> as_dtype("torch.bfloat16"), as_dtype("auto")
     (torch.bfloat16, None)
@@ -376,22 +381,23 @@ def as_dtype(name: Any) -> torch.dtype | None:
 
 
 class Weights:
-    """A model's weights, computed as they are read; every reading gives those of the moment.
+    """Iterable over the current weights of a model, computed as they are read.
 
-    Where parameters are sharded, reading is a collective: all ranks iterate, whoever sends.
+    Iteration is a collective for sharded parameters: all ranks must iterate, even if only one sends.
 
     Args:
         model: The trainer's model, wrapped or not, with or without adapters.
-        dtype: Floating tensors are cast to it; None leaves them.
-        checkpoint_names: Names and layout as ``save_pretrained`` writes them, where the model's own differ (experts).
-        adapters: Merged into the weights; False: those of the base model.
+        dtype: Dtype to cast floating-point tensors to. None: keep their dtype.
+        checkpoint_names: Whether to use the names and layout of ``save_pretrained`` if they differ from the model's
+            (experts).
+        adapters: Whether to merge active adapters. False: return the weights of the base model.
 
     Attributes:
-        names: Of what is sent, without reading anything.
-        nbytes: Of what was read last.
+        names: Names of all weights, known without reading them.
+        nbytes: Number of bytes in the last iteration.
 
     Raises:
-        ModelError: Adapters on flattened shards.
+        ModelError: The model has adapters and its parameters are flattened (FSDP1).
     """
 
     def __init__(
@@ -406,8 +412,9 @@ class Weights:
         bare: Any = unwrapped(model)
         if flattens_parameters(model) and adapters_of(bare):
             raise ModelError(
-                "adapters on a model under FSDP1 cannot be sent to a rollout engine: its parameters are flattened, and merging "
-                "would add to shards. Use FSDP2 (fsdp_version: 2) or DeepSpeed ZeRO."
+                "adapters on a model under FSDP1 cannot be sent to a rollout engine, because its parameters are "
+                "flattened and the adapter cannot be merged into shards. Use FSDP2 (fsdp_version: 2) or DeepSpeed "
+                "ZeRO."
             )
         self.checkpoint_names = checkpoint_names and renamed(bare)
         self.names = [name for name, _ in merged_weights(model)]
@@ -431,10 +438,10 @@ class Weights:
 
 
 def save_merged(model: nn.Module, folder: str | Path) -> None:
-    """Save a transformers checkpoint of the base model with the active adapters merged; the model is left as it is.
+    """Save a transformers checkpoint of the base model with the active adapters merged. The model is not changed.
 
-    Unlike peft's ``merge_and_unload``, it refuses an adapter that changes one of two tied matrices: such a merge computes
-    something else than the adapted model.
+    Unlike peft's ``merge_and_unload``, it rejects an adapter that changes only one of two tied matrices, because the
+    merged model would differ from the adapted model.
 
     Args:
         model: A peft model, or any transformers model.
@@ -446,12 +453,13 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
     base = causal_lm(model)
     if getattr(base, "_hf_peft_config_loaded", False):
         raise ModelError(
-            "transformers saves the adapter alone of a model with add_adapter. Fix: use peft.get_peft_model or "
+            "transformers saves only the adapter of a model with add_adapter. Fix: use peft.get_peft_model or "
             "peft.PeftModel.from_pretrained instead."
         )
     seen: set[int] = set()
     weights = {}
-    for name, tensor in Weights(model):  # Layers that layer_replication repeats share tensors, which no file may.
+    # Layers that layer_replication repeats share tensors, which a safetensors file does not allow.
+    for name, tensor in Weights(model):
         weights[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     base.save_pretrained(folder, state_dict=weights)
@@ -465,7 +473,7 @@ def checkpoint_weights(model: nn.Module, weights: dict[str, Tensor]) -> dict[str
 
 
 def renamed(model: nn.Module) -> bool:
-    """Whether transformers loads this architecture under other names, or in another layout, than its checkpoint's."""
+    """Return whether transformers loads this architecture with other names, or in another layout, than its checkpoint."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     base = causal_lm(model)

@@ -1,1 +1,1 @@
-"""Trainers as users meet them: TRL's signatures written out, each around a method."""
+"""Trainers with TRL's signatures, one per method of `posttrain.methods`."""

@@ -1,4 +1,4 @@
-"""Types of what constructors of trainers take."""
+"""Type aliases for the arguments of trainers."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ OptimizerClass: TypeAlias = tuple[type[Optimizer], dict[str, Any]]
 Metrics: TypeAlias = Callable[[EvalPrediction], dict[str, float]]
 Adapter: TypeAlias = "PeftConfig"
 Quantization: TypeAlias = "QuantizationConfigMixin"
-# One reward or several: functions, reward models, or folders and hub ids of them.
+# One or several rewards: functions, reward models, or folders or Hub ids of reward models.
 Rewards: TypeAlias = Callable | nn.Module | str | list[Any] | Mapping[str, Any]

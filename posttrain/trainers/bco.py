@@ -1,4 +1,4 @@
-"""`BCOTrainer`, by TRL's signature: prompt densities, and rewards of a whole step before its first loss."""
+"""`BCOTrainer`, with TRL's signature."""
 
 from __future__ import annotations
 
@@ -37,12 +37,17 @@ if TYPE_CHECKING:
 
 
 class BCOTrainer(PreferenceTrainer):
-    """``-lsig(r - delta)`` for a good answer and ``-lsig(-(r - delta))`` for a bad one, with ``r = beta`` times the log-ratio.
+    """Train a binary classifier of good and bad answers.
 
-    delta is the running mean of all rewards so far, those of the current optimiser step included; it is saved with every
-    checkpoint, and evaluation reads it without moving it. A step of one forward pass moves delta with that pass's own
-    rewards. With several passes (accumulation, or rows that do not fit one) the first loss needs the rewards of the last
-    pass, so an extra pass without gradients computes them all: accumulating changes neither delta nor the gradient.
+    The loss is ``-logsigmoid(r - delta)`` for a good and ``-logsigmoid(-(r - delta))`` for a bad answer. ``r`` is
+    ``beta`` times the log-ratio to the reference.
+
+    delta is the running mean of all rewards so far, including those of the current optimizer step. It is saved with
+    every checkpoint. Evaluation uses it without updating it. A step with one forward pass updates delta from the
+    rewards of that pass. With several passes (accumulation, or rows that do not fit into one pass) an extra pass
+    without gradients computes the rewards of the step first, so accumulation changes neither delta nor the gradient.
+
+    The optional ``embedding_func`` weights bad answers by the density of their prompts.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
@@ -74,7 +79,7 @@ class BCOTrainer(PreferenceTrainer):
         peft_config: Adapter | None = None,
     ) -> None:
         if (embedding_func is None) != (embedding_tokenizer is None):
-            raise ConfigError("embedding_func and embedding_tokenizer belong together: give both, or none.")
+            raise ConfigError("embedding_func and embedding_tokenizer must be set together: pass both or neither.")
         self.embedding = None if embedding_func is None else (embedding_func, embedding_tokenizer)
         self.density: PromptDensity | None = None
         super().__init__(
@@ -97,12 +102,15 @@ class BCOTrainer(PreferenceTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenise; with an embedding, each bad answer's weight is computed once, from how likely its prompt is a good one's."""
+        """Tokenize a dataset. With an embedding function, add the weight of each bad answer.
+
+        The weight is computed once from the probability that the prompt belongs to a good answer.
+        """
         prepared = super().prepare(dataset, name, training=training)
         if self.embedding is None:
             return prepared
         if not isinstance(prepared, datasets.Dataset):
-            raise ConfigError(f"embedding_func needs a {name} dataset with a length, and it is a stream.")
+            raise ConfigError(f"embedding_func needs a {name} dataset with a length, but it is a stream.")
         texts = self.processing_class.batch_decode(prepared["prompt_ids"][:], skip_special_tokens=True)
         embeddings = embed_prompts(texts, *self.embedding)
         if training:

@@ -1,4 +1,4 @@
-"""`DistillationTrainer`: a student learns a teacher's next-token distributions, on its own tokens or on others'."""
+"""`DistillationTrainer`: train a student on a teacher's next-token distributions."""
 
 from __future__ import annotations
 
@@ -93,21 +93,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORST = 5  # Tokens of a pass that are named in the table of completions.
+WORST = 5  # Number of tokens per pass in the column worst_tokens of the table of completions.
 
 
 def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
-    """Stands where online trainers have reward functions; it is never called."""
-    raise AssertionError("distillation without rewards scores nothing")
+    """Raise an error. This is the placeholder for reward functions in runs without rewards."""
+    raise AssertionError("the reward placeholder of distillation was called")
 
 
 def no_rewards(generation: RolloutBatch) -> RewardTable:
-    """A table without a function."""
+    """Return a reward table without functions."""
     return RewardTable(torch.empty(len(generation.rollouts), 0), [], torch.empty(0))
 
 
 class DistillationTrainer(OnlineTrainer):
-    """Distillation with four axes: whose tokens (``lmbda``, ``seq_kd``), which divergence, which teacher, what else.
+    """Distill a teacher into a student. The config selects the completions, the divergence and the teacher.
 
     Args:
         model: The student: hub id, folder, model or peft model.
@@ -168,14 +168,15 @@ class DistillationTrainer(OnlineTrainer):
             raise ConfigError(
                 "formatting_func has no place here. Fix: dataset.map to the columns prompt and completion."
             )
-        # What the teacher needs to know of completions that are trained or evaluated, by their number, as JSON.
+        # Additional data of completions that the teacher needs, by mode and number of the completion. The values are
+        # JSON.
         self.kept: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
         self.score_files: dict[str, ScoreFile] = {}
         self.columns: int | None = None
-        # Tokens on which the two differ most, by the completion's number; rows of the completions' table, likewise.
+        # Tokens with the largest divergence, as (number of the completion, text).
         self._worst: list[tuple[float, str]] = []
         self._row_of: dict[float, dict[str, Any]] = {}
-        self.teacher_vision: Any = None  # How the teacher reads images, where it does not read the student's ids.
+        self.teacher_vision: Any = None  # The teacher's image inputs, if it does not use the student's token ids.
 
         rewards = reward_funcs or _unrewarded
         super().__init__(
@@ -202,8 +203,8 @@ class DistillationTrainer(OnlineTrainer):
             environment_factory=environment_factory,
         )
         self.record.listeners.append(self._listed)
-        # By name; of a single teacher the name is empty.
         self.progress.watchers["step"].append(self._watch_tokens)
+        # Teachers by name. The name of a single teacher is "".
         self.teachers: dict[str, ModelTeacher] = {}
         self.servers: dict[str, ServerTeacher] = {}
         self.teacher_model: nn.Module | None = None
@@ -211,49 +212,51 @@ class DistillationTrainer(OnlineTrainer):
         self._check_teacher_names()
         self._check_own_divergence()
         if self.keeps_completions:
-            self.args.balance_ranks = False  # What is known of a completion stays on its rank.
+            self.args.balance_ranks = False  # The additional data of a completion is stored only on its rank.
 
     @property
     def axes(self) -> Axes:
-        """The loss as a row of the table of methods."""
+        """Properties of the loss."""
         return self.method.axes
 
     @property
     def may_read_images(self) -> bool:
-        """Prompts may have images where the student places them."""
+        """Whether prompts may contain images. True if the student supports them."""
         return self.vision.images
 
     # Teachers ----------------------------------------------------------------------------------------------------
 
     @property
     def teacher(self) -> ModelTeacher:
-        """The teacher in this process, where there is one and no more."""
+        """The only teacher in this process. It is an error if there are none or several."""
         (one,) = self.teachers.values()
         return one
 
     @property
     def teacher_names(self) -> list[str]:
-        """Names of the teachers, in the order of their numbers; a single one has none."""
+        """Names of the teachers, in the order of their numbers. The name of a single teacher is ""."""
         return list(self.servers or self.teachers)
 
     @property
     def chosen_by_row(self) -> bool:
-        """Whether the column ``teacher_id`` says who is asked about a row."""
+        """Whether the column ``teacher_id`` selects the teacher of each row."""
         return len(self.teacher_names) > 1 and self.args.teacher_weights is None
 
     def _make_teachers(self, teachers: object, tokenizer: Tokenizer, server: Any) -> None:
         args = self.args
         if self.vision.images and (self.score_files or server or args.teacher_model_server_url):
             raise ConfigError(
-                "the rows have images, and a file or a server scores text alone. Fix: a teacher model in this process."
+                "the rows have images, but files of scores and teacher servers support text only. Fix: use a "
+                "teacher model in this process."
             )
         named = args.teacher_model_name_or_path
         if isinstance(teachers, str | Mapping) and named not in (None, teachers):
             raise ConfigError(
-                f"teacher_model={teachers!r} and teacher_model_name_or_path={named!r}. Fix: set one of them."
+                f"teacher_model={teachers!r} and teacher_model_name_or_path={named!r} are both set. Fix: set one "
+                "of them."
             )
         if self.axes.support == "none" and (teachers is not None or server is not None):
-            raise ConfigError(f"{self._name} has no teacher, and one is given. Fix: leave it out.")
+            raise ConfigError(f"{self._name} does not use a teacher, but one was passed. Fix: remove it.")
         if self.axes.support == "none" or self.score_files:
             return
         if args.teacher_model_server_url or server is not None:
@@ -268,11 +271,12 @@ class DistillationTrainer(OnlineTrainer):
             self._own_teacher(args.teacher_model_kind)
         else:
             raise ConfigError(
-                f"teacher_model with teacher_model_kind={args.teacher_model_kind!r}: there would be two teachers. Leave one out."
+                f"teacher_model with teacher_model_kind={args.teacher_model_kind!r}: these are two teachers. "
+                "Remove one."
             )
 
     def _ask_servers(self, servers: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-        """Teachers behind servers: each is tried, and its tokenizer compared with the student's."""
+        """Connect to teacher servers, test each one, and compare its tokenizer with the student's."""
         args, named = self.args, by_name(self.args.teacher_model_name_or_path)
         probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
         trust = {"trust_remote_code": args.trust_remote_code, "revision": args.teacher_model_revision}
@@ -287,19 +291,20 @@ class DistillationTrainer(OnlineTrainer):
                 self._compared(inner_tokenizer(own), None, None)
 
     def _check_teacher_names(self) -> None:
-        """Several teachers: each is meant by the weights or by a row, and no row means another one."""
+        """Validate the names of several teachers in ``teacher_weights`` or in the column ``teacher_id``."""
         args, names = self.args, self.teacher_names
         weights = args.teacher_weights
         if weights is not None and set(weights) != set(names):
             raise ConfigError(
-                f"teacher_weights are of {sorted(weights)}, and the teachers are {sorted(filter(None, names))}. Fix: several "
-                "teachers by name (a dict as teacher_model, or in the config), and a weight for each."
+                f"teacher_weights has the names {sorted(weights)}, but the teachers are "
+                f"{sorted(filter(None, names))}. Fix: pass several teachers by name (a dict as teacher_model, or in "
+                "the config) and a weight for each."
             )
         if len(names) < 2:
             return
         if self.method.privileged or not self.shares_tokens or args.seq_kd:
             why = "samples from one" if args.seq_kd else "compares with one"
-            raise ConfigError(f"{self._name} {why} teacher, and {names} are several. Fix: give one of them.")
+            raise ConfigError(f"{self._name} {why} teacher, but there are several: {names}. Fix: pass one of them.")
         if weights is None:
             eval_sets = (
                 self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval_dataset": self.eval_dataset}
@@ -311,23 +316,23 @@ class DistillationTrainer(OnlineTrainer):
                         self.teacher_number(value, f"{name} row {row}: ")
 
     def teacher_number(self, value: object, where: str = "") -> float:
-        """The number of a row's teacher; 0 where there is one alone, whatever the row says.
+        """Return the number of a row's teacher. With a single teacher it is always 0.
 
         Raises:
-            DataError: It names none of several; ``where`` names the row.
+            DataError: The name is unknown. ``where`` is the row for the message.
         """
         names = self.teacher_names
         if len(names) < 2:
             return 0.0
         if value not in names:
             raise DataError(
-                f"{where}teacher_id={value!r} is none of the teachers {names}. Fix: a column teacher_id with one of these names "
-                "in each row, or teacher_weights."
+                f"{where}teacher_id={value!r} is not one of the teachers {names}. Fix: add a column teacher_id with "
+                "one of these names in each row, or set teacher_weights."
             )
         return float(names.index(str(value)))
 
     def _own_teacher(self, kind: str) -> None:
-        """The student's weights, now or then."""
+        """Use the student as its own teacher: its current, initial or averaged weights."""
         own = None if kind == "live" else Reference(self.model, fresh_adapter=self.fresh_adapter and kind == "base")
         if own is not None and own.copy is not None:
             self.teacher_model = own.copy.to(self.args.device)
@@ -352,7 +357,7 @@ class DistillationTrainer(OnlineTrainer):
         if loaded:
             names = ("teacher_model_init_kwargs", "teacher_model_revision")
             warn_of_unused({name: vars(args)[name] for name in names})
-        # Of a teacher that is not there `load_teacher` tells.
+        # `load_teacher` reports a missing teacher.
         if tokenizer is None and (loaded or teacher_id(teacher, args)):
             trust = {
                 "trust_remote_code": args.trust_remote_code,
@@ -376,16 +381,19 @@ class DistillationTrainer(OnlineTrainer):
         self.teachers[name] = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
 
     def show_pictures(self, teacher: nn.Module, processor: ProcessorMixin) -> None:
-        """Let the teacher see the student's pictures through its own tower; prepared once where both prepare them alike.
+        """Prepare the teacher to process the student's images with its own vision tower.
+
+        Images are preprocessed once if student and teacher preprocess them equally.
 
         Raises:
-            ConfigError: It reads text alone, or is of another family, which has other ids and pixels.
+            ConfigError: The teacher is a text model, or its family uses other placeholder ids or pixel values.
         """
         kinds = [causal_lm(model).config.model_type for model in (self.model, teacher)]
         if not has_tower(teacher) or (self.shares_tokens and kinds[0] != kinds[1]):
             raise ConfigError(
-                f"the rows have images, and the teacher is {kinds[1]!r}, which does not read the ids and pixels of the student, "
-                f"{kinds[0]!r}. Fix: a teacher of the student's family, or GOLD with use_uld_loss=True and one that reads images."
+                f"the rows have images, but the teacher is {kinds[1]!r} and cannot process the placeholder ids and "
+                f"pixels of the student, {kinds[0]!r}. Fix: use a teacher of the student's family, or GOLD with "
+                "use_uld_loss=True and a teacher that supports images."
             )
         if not self.shares_tokens:
             size = int(self.args.image_cache_gb * 2**30)
@@ -397,11 +405,11 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether the teacher reads the student's ids."""
+        """Whether the teacher uses the student's token ids."""
         return True
 
     def _tell_of_itself(self, teacher: str) -> None:
-        """Tell of a student that has nothing to learn from its teacher."""
+        """Report a teacher that is the student, so there is nothing to learn."""
         args = self.args
         revisions = {(args.model_init_kwargs or {}).get("revision") or "main", args.teacher_model_revision or "main"}
         trained = adapters_of(self.model) and not self.fresh_adapter
@@ -409,29 +417,30 @@ class DistillationTrainer(OnlineTrainer):
         if not same or trained or self.can_dry_run:
             return
         finding = Finding(
-            "PT-K006", "warning", f"the teacher is the model that is trained, {teacher!r}.", "teacher_model_name_or_path",
-            "a loss that compares a model with itself is zero, and nothing is learned.",
-            "name a better model, or let the student see more as its own teacher (SDFT, SDPO).",
+            "PT-K006", "warning", f"the teacher is the same model as the student, {teacher!r}.", "teacher_model_name_or_path",
+            "a divergence of a model from itself is 0, so nothing is learned.",
+            "use a better model, or add privileged context to the teacher's prompt (SDFT, SDPO).",
         )  # fmt: skip
         with self.checks.preflight.record_check("config", ("PT-K006",)):
             self.checks.report([finding])
 
     def check_vocabularies(self, teacher: nn.Module, tokenizer: Tokenizer) -> None:
-        """Refuse a teacher whose ids mean other tokens; cut both models' logits to the ids that have one."""
+        """Reject a teacher with another vocabulary, and limit both models' logits to ids that have a token."""
         widths = (logit_width(self.model), logit_width(teacher))
         if self.args.tokenizer_check == "off":
             self.columns = min(widths)
             return
         if widths[1] < len(tokenizer) and self.args.tokenizer_check == "error":
             raise ConfigError(
-                f"the teacher has {widths[1]} logits, and its tokenizer {len(tokenizer)} tokens: it cannot say how likely the "
-                "others are. Fix: teacher_processing_class, if its own tokenizer is another, or tokenizer_check='warn'."
+                f"the teacher has {widths[1]} logits, but its tokenizer has {len(tokenizer)} tokens, so the teacher "
+                "has no probability for some tokens. Fix: pass teacher_processing_class if this is not its "
+                "tokenizer, or set tokenizer_check='warn'."
             )
         match = self._compared(tokenizer, widths[1], generation_config_of(causal_lm(teacher)))
         self.columns = match.columns if match.verdict != "identical" else None
 
     def _compared(self, tokenizer: Tokenizer, width: int | None, generation_config: Any) -> TokenizerMatch:
-        """The student's tokenizer beside the teacher's of ``width`` logits, whose ids must mean the same."""
+        """Compare the student's tokenizer with the teacher's. The same id must be the same token."""
         own = generation_config_of(causal_lm(self.model))
         stops = (terminal_token_ids(self.processing_class, own), terminal_token_ids(tokenizer, generation_config))
         widths = (logit_width(self.model), width)
@@ -441,38 +450,40 @@ class DistillationTrainer(OnlineTrainer):
         return match
 
     def _choose_layout(self, model: nn.Module) -> Layout:
-        """As the parent's, one row a pass: beside a teacher, activations of a second row have no room."""
+        """Choose the layout like the parent, but with one row per pass, because the teacher needs memory too."""
         return replace(super()._choose_layout(model), pass_tokens=0)
 
     # Data --------------------------------------------------------------------------------------------------------
 
     def make_prompt_source(self) -> PromptSource:
-        """Columns beside the prompt are answers and what the teacher is shown: they stay."""
+        """Create the prompt source and keep all columns: answers and privileged context are needed."""
         source = super().make_prompt_source()
         source.drops_columns = False
         return source
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Prompts as every online trainer's; answers of the dataset as ids, where they are trained or evaluated."""
+        """Prepare the datasets: prompts like other online trainers, and token ids of answers if they are used."""
         train = self.prepare(train, "train_dataset", training=True)
         return super().prepare_datasets(train, None if evaluation is None else self.prepare_evaluation(evaluation))
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """A raw set with its answers as ids, where they are trained or evaluated; a prepared one comes back as it is."""
+        """Tokenize the answers of a dataset if they are used. A prepared dataset is returned unchanged."""
         args, dataset = self.args, with_prompt_column(dataset)
-        # A stream that was mapped declares no columns.
+        # A mapped stream has no list of columns.
         columns = get_dataset_column_names(dataset) if hasattr(dataset, "column_names") else []
         if "prompt_ids" in columns:
             return dataset
-        if "completion_ids" in columns:  # Of another run: without the prompt's ids they are not of a prepared set.
+        # The column is from another run; a prepared dataset also has the ids of prompts.
+        if "completion_ids" in columns:
             dataset = dataset.remove_columns(["completion_ids"])
         answered = args.eval_mode != "student" and "completion" in columns
         if training:
             answered = args.lmbda < 1 and not args.seq_kd
         if answered and "completion" not in columns:
             raise DataError(
-                f"{name} has no completion column, and lmbda={args.lmbda} trains on the dataset's completions. Fix: a completion "
-                "column, seq_kd=True (the teacher samples them), or lmbda=1 (the student does)."
+                f"{name} has no completion column, but lmbda={args.lmbda} trains on the dataset's completions. Fix: "
+                "add a completion column, or set seq_kd=True (the teacher samples completions) or lmbda=1 (the "
+                "student samples them)."
             )
         dataset = with_template_arguments(dataset, args.chat_template_kwargs if answered else None)
         if answered and self.vision.reader is not None:
@@ -490,15 +501,15 @@ class DistillationTrainer(OnlineTrainer):
         path = self.args.teacher_scores if training else self.args.eval_teacher_scores
         if path is None or not answered:
             raise ConfigError(
-                f"teacher_scores without scores of the dataset {name!r}. Fix: score its answers too "
-                "(posttrain teacher-scores) and set eval_teacher_scores, or leave eval_dataset out."
+                f"teacher_scores is set, but there are no scores for the dataset {name!r}. Fix: score it (posttrain "
+                "teacher-scores) and set eval_teacher_scores, or remove eval_dataset."
             )
         file = self.score_files["train" if training else "eval"] = ScoreFile(path)
         file.check(dataset, self.processing_class, self.args.axes())
-        self.columns = len(self.processing_class)  # The teacher's scores are over these.
+        self.columns = len(self.processing_class)  # The ids of the teacher's scores.
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Rows of the dataset's own answers; without them completions come later."""
+        """Convert dataset answers to rows. Without answers, completions are sampled later."""
         if not examples or "completion_ids" not in examples[0]:
             raise NotImplementedError
         ids = [(list(example["prompt_ids"]), list(example["completion_ids"])) for example in examples]
@@ -507,25 +518,25 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def samples_completions(self) -> bool:
-        """Not where the dataset's answers alone are trained."""
+        """Whether completions are sampled. False: only the dataset's answers are trained."""
         return self.args.lmbda > 0 or self.args.seq_kd
 
     @property
     def prompt_limit(self) -> int | None:
-        """Prompts to sample from are cut as those of dataset rows are."""
+        """Maximum number of tokens of a prompt to sample from, the same as for dataset rows."""
         args = self.args
         room = None if args.max_length is None else max(args.max_length - args.max_completion_length, 1)
         return min((most for most in (args.max_prompt_length, room) if most is not None), default=None)
 
     @property
     def can_dry_run(self) -> bool:
-        """Whether there are reward functions, which alone are tried on rows."""
+        """Whether there are reward functions that can be tested on rows."""
         return self.method.takes_rewards and self.rewards.functions[0] is not _unrewarded
 
     # Whose tokens ------------------------------------------------------------------------------------------------
 
     def samples(self, examples: Sequence[dict[str, Any]], settings: SampleSettings) -> list[bool]:
-        """Which examples the student completes; the same draw on every rank, one for each prompt."""
+        """Select the examples that the student completes. All ranks use the same random numbers, one per prompt."""
         if settings.mode == "eval":
             return ["completion_ids" not in example for example in examples]
         size = settings.group_size
@@ -534,7 +545,10 @@ class DistillationTrainer(OnlineTrainer):
         return drawn.repeat_interleave(size)[: len(examples)].tolist()
 
     def make_online(self) -> Online:
-        """As every online trainer's. Answers of the dataset need no engine: a rank without examples then does nothing."""
+        """Create the sampling state like other online trainers.
+
+        A rank without examples does not need a spare prompt if the dataset has answers.
+        """
 
         def spare(mode: str) -> list[dict[str, Any]]:
             row = self.spare_example
@@ -543,7 +557,7 @@ class DistillationTrainer(OnlineTrainer):
         return replace(super().make_online(), spare=spare)
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Completions by whoever the draw names: the student, or the teacher or the dataset."""
+        """Return completions of the student, the teacher or the dataset, as selected by `samples`."""
         self._sampled = sampled = self.samples(examples, settings)
         if all(sampled):
             return self.student_samples(examples, settings)
@@ -559,26 +573,28 @@ class DistillationTrainer(OnlineTrainer):
         return RolloutBatch(examples, *decoded(self.processing_class, rollouts, conversational=chat))
 
     def student_samples(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Samples of the student."""
+        """Sample completions from the student."""
         return super().sample(examples, settings)
 
     @functools.cached_property
     def _teacher_engine(self) -> Any:
         if self.teacher_model is None:
-            raise ConfigError("seq_kd=True needs a teacher model of its own to sample from. Fix: teacher_model.")
+            raise ConfigError(
+                "seq_kd=True needs a teacher model in this process to sample from. Fix: pass teacher_model."
+            )
         return self.engine_on(self.teacher_model)
 
     def _teacher_rollouts(self, examples: list[dict[str, Any]], settings: SampleSettings) -> list[Rollout]:
         prompts = self.prompt_source.token_ids(examples)
         requests = [Request(prompt, pictures=Prompt.pictures_of(prompt)) for prompt in prompts]
         rollouts = self._teacher_engine.generate(requests, settings.sampling)
-        # Log-probs would be the teacher's, and not a student's.
+        # Drop the log-probs, which are the teacher's and not the student's.
         return [replace(r, logp=[], pictures=request.pictures) for r, request in zip(rollouts, requests, strict=True)]
 
     # One generation ----------------------------------------------------------------------------------------------
 
     def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
-        """Rewards, where the method has them."""
+        """Compute rewards if the method uses them."""
         return super().score(rollouts, mode) if self.can_dry_run else no_rewards(rollouts)
 
     @property
@@ -587,7 +603,7 @@ class DistillationTrainer(OnlineTrainer):
         return self.can_dry_run
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
-        """As every online trainer's; and what the teacher needs to know of each completion is kept."""
+        """Compute advantages like other online trainers, and store the additional data that the teacher needs."""
         found = super().advantages(rollouts, rewards, logps)
         if len(self._sampled) == len(rollouts.rollouts):
             found = replace(found, columns={"on_policy": [float(by_student) for by_student in self._sampled]})
@@ -595,16 +611,19 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def keeps_completions(self) -> bool:
-        """Whether the teacher needs more of a completion than its tokens."""
+        """Whether the teacher needs additional data of a completion."""
         return self.method.privileged or bool(self.servers or self.score_files)
 
     def keep(self, rollouts: RolloutBatch, found: Advantages) -> Advantages:
-        """Number the completions, on each rank others, above 0 in training and below in evaluation; keep the `facts` of each.
+        """Assign a unique number to each completion and store its `facts` under that number.
+
+        Numbers are positive in training and negative in evaluation, and differ between ranks. If rows select their
+        teacher, the number of the teacher is added.
 
         Where rows name their teacher each has its number too.
 
         Returns:
-            ``found`` with these columns.
+            ``found`` with the new columns.
         """
         if self.chosen_by_row:
             chosen = [self.teacher_number(example.get("teacher_id")) for example in rollouts.examples]
@@ -617,8 +636,10 @@ class DistillationTrainer(OnlineTrainer):
         return replace(found, columns={**found.columns, "key": [float(key) for key in keys]})
 
     def _listed(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
-        """Completions of all ranks, in the main process, before they are written: with a column for the worst tokens."""
-        numbered = {row.pop("key"): row for row in rows if "key" in row}  # Of rollouts from workers there is none.
+        """Add the column ``worst_tokens`` to the table of completions. Runs in the main process before the table is
+        written.
+        """
+        numbered = {row.pop("key"): row for row in rows if "key" in row}  # Rollouts of workers have no key.
         for row in rows:
             row["worst_tokens"] = ""
             if "teacher" in row:
@@ -636,10 +657,10 @@ class DistillationTrainer(OnlineTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """What the teacher needs to know of each completion, as JSON: a row of scores, a server's scores, its own prompt.
+        """Return the additional data of each completion as JSON: a row of scores, a server's scores, or a prompt.
 
         Returns:
-            One a completion; and ``found``, with what the loss must know of them.
+            One entry per completion, and ``found`` with columns that the loss needs.
         """
         if not self.servers:
             return [int(example["score_row"]) for example in rollouts.examples], found
@@ -653,14 +674,14 @@ class DistillationTrainer(OnlineTrainer):
     def teacher_prompt(
         self, example: dict[str, Any], template: str, shown: Mapping[str, str], most: int | None
     ) -> list[int]:
-        """Ids of ``template`` of the example's prompt and what only the teacher sees, by name, with room for a completion."""
+        """Tokenize ``template``, filled with the prompt and the privileged texts, with space for a completion."""
         room = None if self.context is None else self.context - self.args.max_completion_length
         most = min((limit for limit in (most, room) if limit is not None), default=None)
         kwargs = self.args.chat_template_kwargs or {}
         return privileged_prompt(example, template, shown, self.processing_class, most=most, kwargs=kwargs)
 
     def make_reference(self) -> Reference | None:
-        """``beta`` is the divergence's, and no KL penalty, but where there is a GRPO term."""
+        """Create a reference only if there is a GRPO term. Otherwise ``beta`` is the parameter of the divergence."""
         return super().make_reference() if self.method.takes_rewards else None
 
     # The loss ----------------------------------------------------------------------------------------------------
@@ -675,22 +696,24 @@ class DistillationTrainer(OnlineTrainer):
         reduction: str = "batchmean",
         num_items_in_batch: Tensor | float | None = None,
     ) -> Tensor:
-        """Compute the divergence from logits, with TRL's name and arguments. An override replaces the divergence of the loss.
+        """Compute the divergence from logits, with TRL's name and arguments.
 
-        The loss calls an override with the logits and labels of the trained tokens, and expects their mean. Without an override
-        the loss is computed in chunks and does not call this method.
+        An override in a subclass replaces the divergence of the loss. It is called with the logits and labels of the
+        trained tokens and must return their mean. Without an override the loss is computed in chunks and does not call
+        this method.
 
         Args:
             student_logits: ``(B, T, V)``.
-            teacher_logits: Likewise.
-            labels: ``(B, T)``; positions with -100 are excluded. None: none are.
+            teacher_logits: ``(B, T, V)``.
+            labels: ``(B, T)``. Positions with -100 are excluded. None: no position is excluded.
             beta: See `posttrain.losses.distillation.divergence`.
-            temperature: Divides both logits.
-            reduction: ``batchmean`` (over positions with labels, else over B), ``sum``, ``mean`` (over all elements) or ``none``.
-            num_items_in_batch: Divides the sum, whatever ``reduction`` is; None: see ``reduction``.
+            temperature: Divisor of both logits.
+            reduction: ``batchmean`` (over positions with labels, else over B), ``sum``, ``mean`` (over all elements) or
+                ``none``.
+            num_items_in_batch: Divisor of the sum, which overrides ``reduction``. None: use ``reduction``.
 
         Returns:
-            A scalar; with ``none`` one number per position and id.
+            A scalar, or one value per position and id with ``none``.
         """
         log_q, log_p = ((logits / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits))
         if labels is not None:
@@ -707,20 +730,20 @@ class DistillationTrainer(OnlineTrainer):
         return jsd.sum() if reduction == "sum" else jsd.mean() if reduction == "mean" else jsd
 
     def _check_own_divergence(self) -> None:
-        """Refuse an override of `generalized_jsd_loss` where logits of both models do not meet."""
+        """Reject an override of `generalized_jsd_loss` if the loss does not compare full logits of both models."""
         owner, axes = user_override(type(self), "generalized_jsd_loss"), self.axes
         self._own_divergence = None if owner is None else self.generalized_jsd_loss
         exact = (axes.support, axes.estimator, axes.prefix) == ("full", "exact", None)
         if owner is not None and not (exact and self.shares_tokens):
             raise ConfigError(
-                f"{owner.__name__} overrides generalized_jsd_loss, which is called with the logits of both models over one "
-                f"vocabulary. This loss (support {axes.support!r}, estimator {axes.estimator!r}) does not compare them. Fix: use "
-                "a teacher model in this process with loss_top_k=0 and without use_uld_loss, or override "
-                "objective(outputs, batch)."
+                f"{owner.__name__} overrides generalized_jsd_loss, which needs the logits of both models over one "
+                f"vocabulary. This loss (support {axes.support!r}, estimator {axes.estimator!r}) does not compute "
+                "them. Fix: use a teacher model in this process with loss_top_k=0 and without use_uld_loss, or "
+                "override objective(outputs, batch)."
             )
 
     def comparison(self, batch: Batch) -> Any:
-        """What the student's head compares itself with; None where there is no teacher."""
+        """Return the comparison with the teacher for the student's output layer. None: there is no teacher."""
         if self.axes.support == "none":
             return None
         options: dict[str, Any] = {"columns": self.columns, "policy_temperature": self.method.temperature}
@@ -735,7 +758,7 @@ class DistillationTrainer(OnlineTrainer):
         return Comparison(self.axes, shares_of_batch(batch, self.args.teacher_weights, names, say), **options)
 
     def teacher_of(self, batch: Batch, name: str = "", members: Sequence[int] | None = None) -> Any:
-        """One teacher's side of a batch, or of some of its sequences."""
+        """Return the outputs of one teacher for a batch, or for some of its sequences."""
         if self.score_files:
             return scores_of_batch(batch, self._fact, members)
         if self.servers:
@@ -744,24 +767,27 @@ class DistillationTrainer(OnlineTrainer):
 
     @staticmethod
     def _watch_tokens(run: Run, batches: list[Batch], counts: Denominators) -> bool:
-        """Refuse a step without an answer token; warn of one whose answers are all excluded."""
+        """Reject a step without answer tokens, and warn if all completions of the step are excluded."""
         if counts.tokens == counts.sequences == 0:
             raise DataError(
-                "an optimiser step has no answer token: there is nothing to learn. Fix: longer completions."
+                "an optimizer step has no answer token, so there is nothing to learn. Fix: use longer completions."
             )
         if counts.tokens == 0:
             logger.warning(
-                "all completions of step %d were left out (cut, short, or no longer than what is skipped): it trains nothing.",
+                "all completions of step %d are excluded (truncated, too short, or not longer than the skipped "
+                "tokens), so the step trains nothing.",
                 run.progress.state.global_step + 1,
             )
         return True
 
     def never_written(self, vision: Vision, width: int) -> Tensor | None:
-        """Ids below ``width`` that stand for images or mark them, which no engine draws either; None for text."""
+        """Return the ids below ``width`` of image placeholders and markers, which are never sampled. None: there are no
+        images.
+        """
         return None if vision.reader is None else torch.tensor(vision.reader.never(width), device=self.args.device)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """See `distillation_objective`; in training the tokens on which the two differ most are remembered."""
+        """Compute the loss with `distillation_objective`. In training, store the tokens with the largest divergence."""
         loss = super().objective(outputs, batch)
         if self.model.training and "gap" in outputs.compared and "key" in batch.columns:
             values = outputs.compared["divergence" if self.axes.estimator == "exact" else "gap"].detach().abs()
@@ -772,7 +798,7 @@ class DistillationTrainer(OnlineTrainer):
         return loss
 
     def policy_terms(self, outputs: ModelOutputs, batch: Batch, extra: Tensor | None = None) -> LossTerms:
-        """GRPO's loss; ``extra (B, T)`` is added to the advantage of each token."""
+        """Compute GRPO's loss. ``extra (B, T)`` is added to the advantage of each token."""
         assert outputs.logp is not None and batch.advantages is not None
         shared = spread(batch.advantages, batch.sequence)
         return grpo_objective(
@@ -782,10 +808,10 @@ class DistillationTrainer(OnlineTrainer):
     # Checkpoints -------------------------------------------------------------------------------------------------
 
     def state_to_save(self) -> dict[str, Any]:
-        """As the parent's, with what the teacher must know of completions that wait."""
+        """Return the parent's state and the additional data of completions that are not trained yet."""
         return super().state_to_save() | {"kept": {} if self.window.used_up else self.kept["train"]}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
-        """Undo `state_to_save`."""
+        """Restore the state that `state_to_save` returned."""
         super().load_saved_state(state)
         self.kept["train"] = {int(key): fact for key, fact in state.get("kept", {}).items()}

@@ -1,4 +1,4 @@
-"""`DPOTrainer`, by TRL's signature."""
+"""`DPOTrainer`, with TRL's signature."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class DPOTrainer(PreferenceTrainer):
-    """Trains on preference pairs; a pair's prompt is computed once, by the policy and by the reference.
+    """Train on preference pairs with DPO and related losses. The prompt of a pair is computed once per model.
 
-    Without ``ref_model`` the reference is a frozen copy of the **given** weights, or the same model with a new adapter off.
+    Without ``ref_model`` the reference has the model's initial weights: a frozen copy, or the model with its new
+    adapter disabled.
+
+    Reference log-probs are cached after the first epoch.
 
     >>> DPOTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=pairs).train()  # doctest: +SKIP
 
@@ -83,6 +86,7 @@ class DPOTrainer(PreferenceTrainer):
         )
         if self.method.traits.single_pass and self.args.per_device_train_batch_size < 4:
             logger.warning(
-                "loss_type=%s sorts the pairs of a device's batch, and per_device_train_batch_size=%d leaves little to sort.",
+                "loss_type=%s sorts the pairs of a device's batch, but per_device_train_batch_size=%d leaves few "
+                    "pairs to sort.",
                 self.args.loss_type, self.args.per_device_train_batch_size,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`GKDTrainer`, by TRL's signature."""
+"""`GKDTrainer`, with TRL's signature."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from posttrain.trainers.distillation import DistillationTrainer
 
 
 class GKDTrainer(DistillationTrainer):
-    """Generalised knowledge distillation: the dataset's answers mixed with the student's own (or the teacher's).
+    """Generalized knowledge distillation on the dataset's answers, mixed with samples of the student (or of the
+    teacher).
 
     Reference: GKD, arXiv:2306.13649.
     """

@@ -1,4 +1,4 @@
-"""`GRPOTrainer`, by TRL's signature."""
+"""`GRPOTrainer`, with TRL's signature."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def _active_dropout(model: nn.Module) -> str:
-    """Return the first noise of training, as ``name=rate`` (an adapter's own included). Empty without noise."""
+    """Return a description of the first source of noise in training, including an adapter's. "": there is no noise."""
     for name, module in model.named_modules():
         if hasattr(module, "pvera_lambda_d"):
             return f"the noise of the PVeRA adapter in {name}"
@@ -46,7 +46,9 @@ def _active_dropout(model: nn.Module) -> str:
 
 
 class GRPOTrainer(OnlineTrainer):
-    """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
+    """Group-relative policy optimization: the baseline of a completion is the mean reward of its group.
+
+    There is no value model.
 
     Args:
         model: Hub id, folder, model or peft model.
@@ -128,15 +130,15 @@ class GRPOTrainer(OnlineTrainer):
             self.add_callback(CompletionsHubCallback(args.log_completions_hub_repo))
         if dropout := _active_dropout(self.model):
             logger.warning(
-                "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
-                "disable_dropout=True, or train another adapter than PVeRA.", dropout,
+                "%s is active: the policy's log-probs contain its noise, but the log-probs that they are compared "
+                "with do not. Set disable_dropout=True, or train another adapter than PVeRA.", dropout,
             )  # fmt: skip
 
     # The entropy bonus -------------------------------------------------------------------------------------------
 
     @property
     def entropy_coef(self) -> float:
-        """The coefficient of the entropy term, steered or not."""
+        """The coefficient of the entropy bonus, fixed or adaptive."""
         return self.run.progress.own.coefficient
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -162,5 +164,7 @@ class GRPOTrainer(OnlineTrainer):
     @_buffered_inputs.setter
     def _buffered_inputs(self, value: object) -> None:
         if value is not None:
-            raise ConfigError("_buffered_inputs holds rows of token forests; set it to None to generate again.")
+            raise ConfigError(
+                "_buffered_inputs contains rows of packed prefix trees. Set it to None to generate again."
+            )
         self.window.slices = None

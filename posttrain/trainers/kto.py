@@ -1,4 +1,4 @@
-"""`KTOTrainer`, by TRL's signature: mismatched answers beside the judged ones, and their baseline over ranks."""
+"""`KTOTrainer`, with TRL's signature."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ if TYPE_CHECKING:
 
 
 class KTOTrainer(PreferenceTrainer):
-    """Trains on prompts with one answer and a label each; pairs are taken apart.
+    """Train on prompts with one answer and a label each. Pairs are converted to two such rows.
 
-    The baseline z0 is the mean log-ratio of answers to other prompts of the same batch, over the whole optimiser step and
-    all ranks, at least 0 and without a gradient. A column ``KL_completion_ids`` names each row's other answer instead;
-    ``precompute_ref_log_probs`` writes it, with the reference's log-probs of both answers.
+    The baseline z0 is the mean log-ratio of mismatched prompts and answers from the same batch. It is averaged over the
+    optimizer step and all ranks, is at least 0 and has no gradient. The column ``KL_completion_ids`` can set the
+    mismatched answer of each row. ``precompute_ref_log_probs`` adds this column, and the reference's log-probs of both
+    answers.
 
     Reference: KTO, arXiv:2402.01306.
     """
@@ -97,7 +98,7 @@ class KTOTrainer(PreferenceTrainer):
         )
 
     def collator(self) -> Any:
-        """Judged rows and, for the baseline, the same prompts with their partners' answers."""
+        """Return a function that collates labeled rows and mismatched rows for the baseline."""
         judge = super().collator()
 
         def collate_both(examples: list[dict[str, Any]]) -> tuple[list[Batch], list[Batch]]:
@@ -109,7 +110,7 @@ class KTOTrainer(PreferenceTrainer):
         return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
 
     def _mismatched_rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Prompts with answers to others, cut to ``max_length``: those that the rows name, or the neighbours'."""
+        """Build rows of prompts with answers to other prompts, from ``KL_completion_ids`` or from the batch."""
         if self.args.loss_type != "kto":
             return []
         if all("KL_completion_ids" in example for example in examples):
@@ -120,17 +121,17 @@ class KTOTrainer(PreferenceTrainer):
         return self._mismatch(examples, others)
 
     def _mismatch(self, examples: list[dict[str, Any]], others: list[list[int] | None]) -> list[Row]:
-        """Each prompt, with its pictures, and another row's answer; a row without one is left out."""
+        """Build rows of prompts with images and another row's answer. A row without such an answer is excluded."""
         both = [(example, ids) for example, ids in zip(examples, others, strict=True) if ids]
         rows = [mismatched(example, ids, self.args.max_length) for example, ids in both]
         return self.vision.placed(rows, [example for example, _ in both])
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
-        """The judged batches alone."""
+        """Collate the labeled rows only."""
         return self.data_collator(examples)[0]
 
     def _precompute(self, dataset: AnyDataset, reference: Reference | None, name: str) -> Any:
-        """The reference's log-probs of the answers and, for the baseline, of another row's answer, fixed once."""
+        """Compute the reference's log-probs of the answers and of fixed mismatched answers."""
         done = super()._precompute(dataset, reference, name)
         if self.args.loss_type != "kto":
             return done
@@ -140,7 +141,8 @@ class KTOTrainer(PreferenceTrainer):
             done = done.add_column("KL_completion_ids", [None if p is None else answers[p] for p in chosen])
 
         def mismatched(examples: list[dict[str, Any]]) -> list[Batch]:
-            # A row without a partner needs a number in the column, of its own answer; the baseline leaves it out.
+            # A row without a mismatched answer needs a value in the column. Use its own answer; the baseline excludes
+            # it.
             ids = [example["KL_completion_ids"] or example["completion_ids"] for example in examples]
             return self._collate(self._mismatch(examples, ids))
 

@@ -1,4 +1,4 @@
-"""`OnlineDPOTrainer`, by TRL's signature: judges and rewards of pairs, the reference, what is logged."""
+"""`OnlineDPOTrainer`, with TRL's signature."""
 
 from __future__ import annotations
 
@@ -46,10 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 class OnlineDPOTrainer(OnlineTrainer):
-    """Samples two completions a prompt and raises the better one over the other, relative to a reference.
+    """Sample two completions per prompt, and train the better one over the other with the DPO loss.
 
-    The first completion is chosen where its reward is above the other's, or a judge prefers it; equal ones are ties and
-    train nothing.
+    The completion with the higher reward, or the one that the judge prefers, is the chosen one. Ties train nothing.
 
     Args:
         model: Hub id, folder, model or peft model.
@@ -111,7 +110,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     ) -> None:
         self.judge, self._given_reference = judge, ref_model
         if args is None:
-            raise ConfigError(f"args is missing: give a {self.config_class.__name__}.")
+            raise ConfigError(f"args is missing. Pass a {self.config_class.__name__}.")
         args = as_config(self.config_class, args)
         self._check_given(model, reward_funcs, args, data_collator, processing_class)
         functions: list[Any] = [JudgeReward(judge, halves=True)] if judge is not None else []
@@ -145,11 +144,11 @@ class OnlineDPOTrainer(OnlineTrainer):
     ) -> None:
         if (reward_funcs is None) == (self.judge is None):
             which = "neither is" if self.judge is None else "both are"
-            raise ConfigError(f"give reward_funcs or judge: {which} given.")
+            raise ConfigError(f"pass either reward_funcs or judge: {which} set.")
         if tokenizer is None and not isinstance(model, str):
-            raise ConfigError("processing_class is missing: give the model's tokenizer.")
+            raise ConfigError("processing_class is missing. Pass the model's tokenizer.")
         if data_collator is not None:
-            raise ConfigError("data_collator must be None: prompts have nothing to collate before they are completed.")
+            raise ConfigError("data_collator must be None, because prompts are not collated before they are completed.")
         if self._given_reference is not None:
             check_reference(self._given_reference, model)
         of_rewards = {
@@ -159,31 +158,32 @@ class OnlineDPOTrainer(OnlineTrainer):
         for name, value in of_rewards.items():
             if self.judge is not None and value is not None:
                 raise ConfigError(
-                    f"{name} changes rewards, and a judge gives verdicts and probabilities. Leave one of them out."
+                    f"{name} changes rewards, but a judge returns preferences and probabilities. Remove one of them."
                 )
 
     def _reward_functions(
         self, reward_funcs: object, tokenizers: Any, args: PostTrainingConfig, tokenizer: Tokenizer
     ) -> list[Any]:
-        """Reward models as functions of whole texts; everything else as it is."""
+        """Wrap reward models as functions of text. Other reward functions are returned unchanged."""
         functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         own = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
         if len(own) != len(functions):
             raise ConfigError(
-                f"reward_processing_classes has {len(own)} entries for {len(functions)} reward functions."
+                f"reward_processing_classes has {len(own)} entries, but there are {len(functions)} reward "
+                "functions. Pass one entry per function."
             )
         init = {"trust_remote_code": args.trust_remote_code, "model_init_kwargs": args.model_init_kwargs}
         wrapped = []
         for function, theirs in zip(functions, own, strict=True):
             nameless = not get_config_model_id(config_of(function))
             if isinstance(function, nn.Module) and theirs is None and nameless:
-                theirs = tokenizer  # Made in memory: it can only be for the policy's own tokens.
+                theirs = tokenizer  # A model that was built in memory has no tokenizer, so it must use the policy's.
             is_model = isinstance(function, str | nn.Module)
             wrapped.append(WholeTextReward(function, theirs, **init) if is_model else function)
         return wrapped
 
     def make_reference(self) -> Reference:
-        """Always: the loss is measured against it."""
+        """Create the reference, which the loss always needs."""
         if self._given_reference is None:
             tell_own_checkpoint(self.model)
         elif self.vision.images:
@@ -193,13 +193,13 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     @property
     def beta(self) -> float:
-        """``args.beta`` in the present epoch."""
+        """``args.beta`` in the current epoch."""
         return self.args.beta_at(self.state.epoch)
 
     # Sampling ----------------------------------------------------------------------------------------------------
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """As every online trainer; what reward functions see may keep its end-of-sequence token."""
+        """Sample completions. With ``keep_eos_for_rewards``, reward functions receive the end token."""
         batch = super().sample(examples, settings)
         if not self.args.keep_eos_for_rewards:
             return batch
@@ -210,13 +210,13 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     @property
     def prompt_limit(self) -> int:
-        """What ``max_length`` leaves of a prompt: the loss reads the same cut prompts."""
+        """Maximum number of tokens of a prompt. Sampling and loss use the same truncated prompts."""
         return self.args.max_length - self.args.max_new_tokens
 
     # Scores and preferences --------------------------------------------------------------------------------------
 
     def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
-        """As every online trainer, pairs in the layout that functions expect; a judge has nothing to say of one completion."""
+        """Score pairs with reward functions or the judge. In evaluation a judge has no pair to compare."""
         self.rewards.pairs = mode == "train"  # type: ignore[attr-defined]
         if mode == "train" or self.judge is None:
             return super().score(rollouts, mode)
@@ -225,18 +225,18 @@ class OnlineDPOTrainer(OnlineTrainer):
         return RewardTable(torch.empty(sum(counts), 0), [], torch.empty(0), start=start)
 
     def make_online(self) -> Online:
-        """As every online trainer's, with the log-probs of the reference alone."""
+        """Create the sampling state with the reference's log-probs only."""
         return replace(super().make_online(), logps=self._measured_logps)
 
     def _measured_logps(self, run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-        """The reference's log-probs of every completion."""
+        """Compute the reference's log-probs of every completion."""
         every = rollouts.every_row()
         assert self.reference is not None
         with self.run.inference() as policy, self.reference.active(policy) as reference:
             columns = {"ref_logp": logps(self.run, reference, every)}
         if not self.engine.capabilities.has_logprobs:
             return columns
-        # The loss has no use for the sampler's temperature, so one completion a rollout batch has a pass of its own.
+        # The loss does not use the sampling temperature, so one completion of the batch is computed in an extra pass.
         with self.run.inference() as policy:
             own = logps(self.run, policy, rollouts.rows(range(1), skip_truncated=False), self.args.temperature)
         self.run.log(sampler_gap(rollouts.rollouts[:1], own), rollouts.mode)
@@ -249,14 +249,14 @@ class OnlineDPOTrainer(OnlineTrainer):
         if mode == "train" and metrics.get("ties", 0.0) > TIES_MOST and not self._ties_told:
             self._ties_told = True
             logger.warning(
-                "%.0f%% of the pairs are ties, equal completions or equal rewards, and train nothing. Raise temperature, or use "
-                "a reward (or judge) that tells completions apart.",
+                "%.0f%% of the pairs are ties (identical completions or equal rewards) and train nothing. Raise "
+                "temperature, or use a reward or judge that distinguishes completions.",
                 100 * metrics["ties"],
             )
         return metrics
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """As every trainer, without a loss: one completion a prompt has nothing to be compared with."""
+        """Evaluate without a loss, because one completion per prompt has nothing to be compared with."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         output.metrics.pop(f"{metric_key_prefix}_loss", None)
         return output

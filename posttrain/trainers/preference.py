@@ -1,4 +1,4 @@
-"""What trainers on compared or judged answers share: how sets are prepared, and the frozen reference."""
+"""Base class of trainers on compared or judged answers: data preparation and the reference model."""
 
 from __future__ import annotations
 
@@ -48,29 +48,32 @@ SUMS = {"sums", "reference_logp"}  # Of a method, the same.
 
 
 def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_config: Any = None) -> None:
-    """Refuse arguments of a constructor that cannot work, before anything is loaded."""
+    """Validate constructor arguments before anything is loaded."""
     if quantization_config and not isinstance(model, str):
-        # The reference would be loaded from the model's name, with a quantization that the policy does not have.
+        # The reference would be loaded from the model's name with a quantization that the policy does not have.
         raise ConfigError(
-            f"quantization_config is given with a {type(model).__name__} that is loaded already. Quantise it on "
-            "loading, or give the model as a string."
+            f"quantization_config cannot be applied to a {type(model).__name__} that is already loaded. Quantize it "
+            "when you load it, or pass the model as a string."
         )
     if isinstance(ref_model, str):
         raise ArgumentTypeError(
-            f"ref_model={ref_model!r} must be a loaded model. Load it with create_model_from_path({ref_model!r}), or leave "
-            "it out to take the weights of the model itself."
+            f"ref_model={ref_model!r} must be a loaded model. Load it with create_model_from_path({ref_model!r}), or "
+            "remove it to use the initial weights of the model."
         )
     if ref_model is not None:
         check_reference(ref_model, model)
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise ArgumentTypeError(
-            f"processing_class must be a tokenizer, not {type(tokenizer).__name__}. Load it with "
-            "AutoTokenizer.from_pretrained, or leave it out to take the model's own."
+            f"processing_class must be a tokenizer, not {type(tokenizer).__name__}. Load one with "
+            "AutoTokenizer.from_pretrained, or remove it to use the model's tokenizer."
         )
 
 
 class PreferenceTrainer(PostTrainer):
-    """Answers to a shared prompt are one tree, computed once by the policy and once by the reference; see `AnswerMethod`."""
+    """Base class of trainers on answers that share a prompt.
+
+    The answers form a prefix tree, which the policy and the reference compute once each. See `AnswerMethod`.
+    """
 
     METHOD: ClassVar[type[AnswerMethod[Any]]]
     method: AnswerMethod[Any]
@@ -96,7 +99,7 @@ class PreferenceTrainer(PostTrainer):
             self._share_reference(callback)
 
     def add_callback(self, callback: Any) -> None:
-        """As `transformers.Trainer.add_callback`; callbacks that move the reference are given it."""
+        """Add a callback like `transformers.Trainer.add_callback`, and pass the reference to callbacks that update it."""
         super().add_callback(callback)
         self._share_reference(self.callback_handler.callbacks[-1])
 
@@ -108,8 +111,8 @@ class PreferenceTrainer(PostTrainer):
         default = type(self.args).__dataclass_fields__["learning_rate"].default
         if self.fresh_adapter and self.args.learning_rate == default:
             logger.warning(
-                "learning_rate=%s is the default for all weights, and an adapter alone is trained: it learns little at that "
-                "rate. About %s is usual.", default, 10 * default,
+                "learning_rate=%s is the default for training all weights, but only an adapter is trained, which "
+                "learns little at this rate. About %s is usual.", default, 10 * default,
             )  # fmt: skip
 
     def _make_reference(self, ref_model: nn.Module | None) -> None:
@@ -117,7 +120,7 @@ class PreferenceTrainer(PostTrainer):
         if ref_model is None:
             tell_own_checkpoint(self.model)
         if args.precompute_ref_log_probs and ref_model is None and not self.fresh_adapter:
-            # The policy as it is now is the reference: no copy is needed.
+            # The policy's initial weights are the reference, so no copy is needed.
             self.train_dataset = self._precompute(self.train_dataset, None, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, None)
             return
@@ -130,7 +133,8 @@ class PreferenceTrainer(PostTrainer):
         if args.precompute_ref_log_probs:
             self.train_dataset = self._precompute(self.train_dataset, self.reference, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, self.reference)
-            if self.reference.copy is not None:  # Without a copy it costs nothing, and other sets may be evaluated.
+            # A reference without a copy costs no memory and can be kept for other evaluation sets.
+            if self.reference.copy is not None:
                 self.reference = None
         elif args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
@@ -158,12 +162,12 @@ class PreferenceTrainer(PostTrainer):
 
     @functools.cached_property
     def pairs(self) -> PairWatch:
-        """Whether chosen answers are really better."""
+        """Checks of whether chosen answers are better than rejected answers."""
         options = {"compared": self.method.traits.compares_reference, "given": not self._own_reference}
         return PairWatch(self.args, self.checks, self.processing_class, self.method.branches, **options)
 
     def check_data(self) -> None:
-        """As every trainer's; then a reward model's opinion of pairs, where one is named."""
+        """Check the data, and compare pairs with a reward model if one is set."""
         super().check_data()
         self.pairs.agreement(self._raw, self.accelerator)
 
@@ -181,34 +185,37 @@ class PreferenceTrainer(PostTrainer):
     # Rows --------------------------------------------------------------------------------------------------------
 
     def answer_options(self) -> AnswerOptions:
-        """How rows become ids."""
+        """Return the options that convert rows to token ids."""
         args = self.args
-        most = vars(args).get("max_prompt_length")  # Of older releases.
+        most = vars(args).get("max_prompt_length")  # An option of older releases.
         return AnswerOptions(self.method.branches, args.max_length, args.truncation_mode, args.mask_inner_turns, most)
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenise one set, as `prepare_answers` does; check labels, and what came of the first rows of the training set."""
+        """Tokenize a dataset like `prepare_answers`, and validate its labels."""
         if self.method.judged:
             dataset = extract_and_unpair(dataset, self.args.dataset_num_proc)
         known = self.method.reference_columns
         if training and known and self.args.sync_ref_model and set(known) <= set(dataset.column_names or ()):
             raise ConfigError(
-                f"sync_ref_model=True moves the reference, whose log-probs the columns {list(known)} of the {name} rows fix. "
-                "Fix: take them out, or set it to False."
+                f"sync_ref_model=True changes the reference, but the columns {list(known)} of the {name} rows contain "
+                "fixed log-probs of it. Fix: remove the columns, or set sync_ref_model=False."
             )
         keep = (*known, *self.method.keep, NUMBER)
         about: dict[str, Any] = {"name": name, "num_proc": self.args.dataset_num_proc, "keep": keep}
         if self.vision.reader is not None:
             if self.answer_options().max_prompt_length:
                 raise ConfigError(
-                    "max_prompt_length would cut images out of prompts. Fix: leave it out, or shorten the prompts."
+                    "max_prompt_length would remove images from prompts. Fix: remove the option, or shorten the "
+                    "prompts."
                 )
             prepared, self.reports[name] = self.vision.prepare_rows(dataset, branches=self.method.branches, **about)
         else:
             prepared_set = prepare_answers(dataset, self.processing_class, self.answer_options(), **about)
             prepared, self.reports[name] = prepared_set
         if self.method.judged and "label" not in (prepared.column_names or ["label"]):
-            raise DataError(f"the {name} rows have no 'label'. Give True for good answers and False for bad ones.")
+            raise DataError(
+                f"the {name} rows have no column 'label'. Add it with True for good and False for bad answers."
+            )
         if not isinstance(prepared, datasets.Dataset):
             return prepared
         if self.method.judged:
@@ -224,7 +231,7 @@ class PreferenceTrainer(PostTrainer):
         return prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """See `AnswerMethod.rows`; a user's collator sees the examples first."""
+        """Convert examples to rows with `AnswerMethod.rows`, after a user's data collator."""
         if self.user_collator is not None:
             examples = unbatched_answers(self.user_collator(examples), examples, self.method.branches)
         return super().rows(examples)
@@ -233,9 +240,9 @@ class PreferenceTrainer(PostTrainer):
 
     @property
     def ref_model(self) -> nn.Module | None:
-        """The frozen model that is the reference; None where it is the policy with its adapter off, or is not kept.
+        """The frozen reference model. None: the reference is the policy without its adapter, or was released.
 
-        Setting it makes another frozen model the reference.
+        Setting it replaces the reference.
         """
         return None if self.reference is None else self.reference.copy
 
@@ -275,13 +282,13 @@ class PreferenceTrainer(PostTrainer):
         return super().state_to_save() | ({"reference": sums.state()} if sums.sums else {})
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
-        """Undo `state_to_save`."""
+        """Restore the state that `state_to_save` returned."""
         super().load_saved_state(state)
         if "reference" in state:
             self.reference_sums["train"].load_state(state["reference"])
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
-        """Examples as the batches whose log-probs the loss reads."""
+        """Collate examples into the batches whose log-probs the loss reads."""
         return self.data_collator(examples)
 
     def with_reference(self, batch: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""`CPOTrainer`, `ORPOTrainer` and `TPOTrainer`: preference without a reference, by TRL's signatures."""
+"""`CPOTrainer`, `ORPOTrainer` and `TPOTrainer`, with TRL's signatures: preference methods without a reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from posttrain.trainers.preference import PreferenceTrainer
 
 
 class CPOTrainer(PreferenceTrainer):
-    """Trains on pairs by the policy's own likelihood. See `CPO`."""
+    """Train on pairs with the policy's own likelihood as the reward (CPO, SimPO, AlphaPO). See `CPO`."""
 
     METHOD = CPO
     args: CPOConfig
@@ -69,7 +69,7 @@ class CPOTrainer(PreferenceTrainer):
 
 
 class ORPOTrainer(PreferenceTrainer):
-    """``NLL(prompt and chosen) - beta lsig(log-odds ratio)``, without a reference. See `ORPO`."""
+    """Train on chosen answers with an odds-ratio penalty on rejected answers. See `ORPO`."""
 
     METHOD = ORPO
     _paper: ClassVar[dict[str, str]] = {
@@ -118,7 +118,7 @@ class ORPOTrainer(PreferenceTrainer):
 
 
 class TPOTrainer(PreferenceTrainer):
-    """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated. See `TPO`."""
+    """Train on triples: a loss on chosen and rejected answers plus the NLL of the gold answer ``reference``. See `TPO`."""
 
     METHOD = TPO
     args: TPOConfig

@@ -1,4 +1,4 @@
-"""`RewardTrainer`: outcome reward models, by TRL's signature."""
+"""`RewardTrainer`, with TRL's signature: outcome reward models."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class RewardTrainer(PostTrainer):
-    """Trains a sequence classifier with one output on preference pairs; a pair's prompt is computed once.
+    """Train a sequence classifier with one output on preference pairs. The prompt of a pair is computed once.
 
-    The score is read at the true last token of each answer, found by position: a pad token that equals eos changes nothing.
+    The score is read at the last token of each answer. This token is found by position, so the pad token may equal the
+    eos token.
 
     >>> trainer = RewardTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=pairs)  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
@@ -73,7 +74,7 @@ class RewardTrainer(PostTrainer):
     ) -> None:
         labels = label_count(model)
         if labels not in (1, None):
-            raise ModelError(f"a reward model needs num_labels=1, and {type(model).__name__} has num_labels={labels}.")
+            raise ModelError(f"a reward model needs num_labels=1, but {type(model).__name__} has num_labels={labels}.")
         super().__init__(
             model,
             args,
@@ -94,31 +95,32 @@ class RewardTrainer(PostTrainer):
         tokenizer = self.processing_class
         if tokenizer.pad_token_id == tokenizer.eos_token_id:
             logger.warning(
-                "the pad token equals the eos token %r. Training reads scores by position and is not affected, but "
-                "transformers' own forward looks for the last token that is not pad and would miss the eos: score with "
-                "posttrain's reward functions, or set tokenizer.pad_token to another token.",
+                "the pad token equals the eos token %r. Training reads scores by position and is not affected. "
+                "transformers' own forward reads the score at the last token that is not the pad token and would "
+                "miss the eos token. Score with posttrain's reward functions, or set tokenizer.pad_token to another "
+                "token.",
                 tokenizer.eos_token,
             )
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
-        """A sequence classifier with one output; its head is new unless the checkpoint has one."""
+        """Load a sequence classifier with one output. The head is initialized if the checkpoint has none."""
         return load_classifier(model_id, num_labels=1, **kwargs)
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenise one set of pairs, as `prepare_reward_dataset` does."""
+        """Tokenize a dataset of pairs like `prepare_reward_dataset`."""
         args = self.args
         return prepare_reward_dataset(
             dataset, self.processing_class, max_length=args.max_length, name=name, num_proc=args.dataset_num_proc
         )
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """See `pair_rows`; a user's collator sees the examples first."""
+        """Convert examples to rows with `pair_rows`, after a user's data collator."""
         if self.user_collator is not None:
             examples = unbatched_answers(self.user_collator(examples), examples, ("chosen", "rejected"))
         return super().rows(examples)
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """``[chosen, rejected]`` scores of each pair in the order of the dataset, with label 0."""
+        """Return the scores ``[chosen, rejected]`` of each pair in the order of the dataset, with label 0."""
         scores_of: dict[int, np.ndarray] = {}
         for batch in batches:
             scores = forward(model, batch, self.method.traits.needs).scores

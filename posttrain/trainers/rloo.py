@@ -1,4 +1,4 @@
-"""`RLOOTrainer`, by TRL's signature."""
+"""`RLOOTrainer`, with TRL's signature."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class RLOOTrainer(OnlineTrainer):
-    """REINFORCE with the mean of a prompt's other completions as the baseline; the KL is part of the reward.
+    """REINFORCE with a leave-one-out baseline: the mean reward of the prompt's other completions.
+
+    The KL penalty is part of the reward.
 
     Args:
         model: Hub id, folder, model or peft model.
@@ -112,8 +114,9 @@ class RLOOTrainer(OnlineTrainer):
         self._clipped_steps, self._last_logged = 0, 0
         if self.args.vllm_importance_sampling_correction and not self.run.online.samples_policy:
             logger.warning(
-                "completions come from another engine than the trainer's: their weight is the ratio of both probabilities "
-                "(vllm_importance_sampling_mode=%r). vllm_importance_sampling_correction=False turns that off.",
+                "completions are from an engine that is not exactly the policy, so they are weighted by the ratio of "
+                "both probabilities (vllm_importance_sampling_mode=%r). Set "
+                "vllm_importance_sampling_correction=False to disable the weight.",
                 self.args.vllm_importance_sampling_mode,
             )
         if self.args.sync_ref_model and self.reference is not None:
@@ -126,7 +129,10 @@ class RLOOTrainer(OnlineTrainer):
         return metrics
 
     def _watch_clipping(self, share: float) -> None:
-        """A ratio of whole sequences leaves the clip's band after tiny updates: then most of a generation trains nothing."""
+        """Warn if most sequences are clipped.
+
+        The ratio of a whole sequence leaves the clip range after small updates, and clipped sequences train nothing.
+        """
         if not self.args.outlives_weights:
             return
         steps, self._last_logged = self.state.global_step - self._last_logged, self.state.global_step
@@ -134,8 +140,9 @@ class RLOOTrainer(OnlineTrainer):
         self._clipped_steps = before + steps if share > CLIPPED_MOST else 0
         if before < CLIPPED_STEPS <= self._clipped_steps:
             logger.warning(
-                "%.0f%% of the sequences were clipped over the last %d steps, so they train nothing. RLOO's ratio is that of "
-                "whole completions and grows with their length. Let steps_per_generation * num_iterations divide "
-                "gradient_accumulation_steps, lower learning_rate, or use GRPO with importance_sampling_level='sequence'.",
+                "%.0f%% of the sequences were clipped over the last %d steps, so they train nothing. RLOO's ratio is "
+                "that of whole completions and grows with their length. Let steps_per_generation * num_iterations "
+                "divide gradient_accumulation_steps, lower learning_rate, or use GRPO with "
+                "importance_sampling_level='sequence'.",
                 100 * share, self._clipped_steps,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`SFTTrainer`: supervised fine-tuning, by TRL's signature."""
+"""`SFTTrainer`, with TRL's signature: supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SFTTrainer(PostTrainer):
-    """Supervised fine-tuning on text, conversations, prompt-completion pairs or tokenised rows.
+    """Supervised fine-tuning on text, conversations, prompt-completion pairs or tokenized rows.
 
     >>> trainer = SFTTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=dataset)  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
@@ -64,14 +64,14 @@ class SFTTrainer(PostTrainer):
         self.formatting_func = formatting_func
         self.reports: dict[str, PreparationReport] = {}
         args = as_config(self.config_class, args)
-        asked = args or SFTConfig  # The class has the defaults.
+        asked = args or SFTConfig  # The class has the default values.
         if asked.loss_type == "dft" and compute_loss_func is not None:
-            raise ConfigError("loss_type='dft' and compute_loss_func both say what the loss is. Leave one out.")
+            raise ConfigError("loss_type='dft' and compute_loss_func both set the loss. Remove one of them.")
         joins = {"padding_free": asked.padding_free, "packing": asked.packing, "eval_packing": asked.eval_packing}
         joined = [name for name, on in joins.items() if on]
         if data_collator is not None and joined:
             raise ConfigError(
-                f"{joined[0]}=True joins documents in a way that a data_collator cannot know. Leave one out."
+                f"{joined[0]}=True joins documents into rows, which a data_collator cannot do. Remove one of them."
             )
         super().__init__(
             model,
@@ -92,17 +92,17 @@ class SFTTrainer(PostTrainer):
         )
         if self.args.packing and learns_prompts(self.model):
             raise ConfigError(
-                "packing=True with prompt learning: every document needs virtual tokens of its own, so there is nothing to gain. "
-                "Set packing=False."
+                "packing=True with prompt learning: every document needs its own virtual tokens, so packing saves "
+                "nothing. Set packing=False."
             )
 
     @property
     def prompts_are_given(self) -> bool:
-        """Whether rows have their prompt in a column of its own."""
+        """Whether rows have separate columns for prompt and completion."""
         return {"prompt", "completion"} <= set(self._raw.column_names or ())
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenise one set, as `prepare_sft_dataset` does."""
+        """Tokenize a dataset like `prepare_sft_dataset`."""
         args = self.args
         if self.vision.reader is not None:
             self._refuse_with_images()
@@ -134,7 +134,7 @@ class SFTTrainer(PostTrainer):
         return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
 
     def _refuse_with_images(self) -> None:
-        """Options that rows of images do not have."""
+        """Reject options that rows with images do not support."""
         args = self.args
         options = {
             "formatting_func": self.formatting_func,
@@ -144,15 +144,15 @@ class SFTTrainer(PostTrainer):
         named = [name for name, value in options.items() if value]
         if named:
             raise ConfigError(
-                f"rows with images are trained without {named}: they are read and placed here. Fix: leave it out, and give "
-                "'messages', or 'prompt' and 'completion'."
+                f"{named} is not supported for rows with images, which the trainer prepares itself. Fix: remove it, "
+                "and use the columns 'messages', or 'prompt' and 'completion'."
             )
         if (args.packing or args.eval_packing) and args.packing_strategy != "bfd":
             raise ConfigError(
-                f"packing_strategy={args.packing_strategy!r} cuts rows anywhere, also inside an image. Fix: 'bfd', which places "
-                "whole rows side by side."
+                f"packing_strategy={args.packing_strategy!r} splits rows at any token, also inside an image. Fix: use "
+                "'bfd', which keeps rows whole."
             )
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """See `SFT.rows`; a user's collator sees the examples first."""
+        """Convert examples to rows with `SFT.rows`, after a user's data collator."""
         return self.method.rows(examples if self.user_collator is None else unbatched(self.user_collator(examples)))

@@ -267,13 +267,13 @@ def test_completions_that_are_left_out_need_no_scores(beta, k, ended, tmp_path, 
 
 def test_servers_that_cannot_give_what_the_loss_needs_are_refused_at_the_start(tmp_path, tiny_tokenizer):
     model, url = build_model(len(tiny_tokenizer), seed=1), {"teacher_model_server_url": "http://teacher"}
-    with pytest.raises(ConfigError, match="at most 20"):
+    with pytest.raises(ConfigError, match="up to 20"):
         served(tmp_path, tiny_tokenizer, beta=0.0, loss_top_k=50, **url)
     # -1 is vLLM's word for no limit, with which `posttrain vllm-serve` starts it.
     boundless = FakeServer(model, top_k=-1)
     boundless.facts["vocab_size"] = len(tiny_tokenizer)
     served(tmp_path, tiny_tokenizer, beta=0.0, loss_top_k=50, server=boundless, **url)
-    with pytest.raises(ConfigError, match=f"at most {len(tiny_tokenizer)}"):
+    with pytest.raises(ConfigError, match=f"up to {len(tiny_tokenizer)}"):
         served(tmp_path, tiny_tokenizer, beta=0.0, loss_top_k=len(tiny_tokenizer) + 1, server=boundless, **url)
     with pytest.raises(ConfigError, match="temperature"):
         served(tmp_path, tiny_tokenizer, temperature=2.0, **url)
@@ -391,7 +391,7 @@ def test_a_teachers_ids_are_compared_however_it_is_given(other_teacher, tmp_path
     score_dataset(loaded, answers(), tiny_tokenizer, tmp_path / "scores.arrow", tokenizer_check="off")
     assert "tokenizer is not known" not in caplog.text
     make(tmp_path / "f", tiny_tokenizer)
-    assert "the teacher's tokenizer is not known" in caplog.text
+    assert "the teacher's tokenizer was not found" in caplog.text
 
 
 def test_gold_finds_the_tokenizer_of_a_teacher_object(other_teacher, tmp_path, tiny_tokenizer):

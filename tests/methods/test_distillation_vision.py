@@ -237,7 +237,7 @@ def test_teachers_that_do_not_see_what_the_student_sees_are_refused(tmp_path):
         make(tmp_path, "llava", teacher=text, teacher_processing_class=build("qwen2_vl")[1], **uld)
     with pytest.raises(DataError, match="reads text alone"):
         make(tmp_path, "llava", teacher=build("qwen2_vl")[0], teacher_processing_class=processor.tokenizer, **uld)
-    with pytest.raises(ConfigError, match="scores text alone"):
+    with pytest.raises(ConfigError, match="support text only"):
         make(tmp_path, "llava", settings={"teacher_model_server_url": "http://localhost:1", "beta": 0.0})
     with pytest.raises(DataError, match="truncation could split an image"):
         make(tmp_path, "llava", data=prompts(), settings={"max_prompt_length": 8}).train()

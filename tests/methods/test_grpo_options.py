@@ -65,10 +65,10 @@ def logs(trainer):
             {"vllm_importance_sampling_clip_min": 3.0, "vllm_importance_sampling_clip_max": 2.0},
             "clip_min=3.0 must be below .*clip_max=2.0",
         ),
-        ({"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.1}, "beta=0.1 cannot be used"),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.1}, "does not support beta=0.1"),
         (
             {"loss_type": "luspo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
-            "top_entropy_quantile=0.5 cannot be used",
+            "does not support top_entropy_quantile=0.5",
         ),
         (
             {
@@ -76,7 +76,7 @@ def logs(trainer):
                 "importance_sampling_level": "sequence",
                 "vllm_importance_sampling_mode": "token_mask",
             },
-            "'token_mask' cannot be used",
+            "does not support vllm_importance_sampling_mode='token_mask'",
         ),
         ({"loss_type": "cispo", "epsilon_high": 0.28}, "CISPO caps the ratio itself"),
         ({"epsilon_high": -0.1}, "epsilon_high=-0.1"),
@@ -86,7 +86,7 @@ def logs(trainer):
         ({"min_group_std": -1.0}, "min_group_std=-1.0"),
         ({"entropy_coef_min": 0.5, "entropy_coef_max": 0.1}, "entropy_coef_min=0.5 must not be above .*=0.1"),
         ({"log_completions_hub_repo": "me/rows"}, "log_completions=False"),
-        ({"sync_ref_model": True}, "beta=0.0: there is no reference"),
+        ({"sync_ref_model": True}, "beta=0.0: no reference"),
         ({"num_generations_eval": -2}, "num_generations_eval=-2"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
         ({"min_p": 1.5}, "min_p=1.5"),
@@ -101,21 +101,21 @@ def test_what_cannot_be_meant_is_refused(tmp_path, settings, match):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, "weighs sequences by length"),
-        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "forms its own sequence weight"),
+        ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, "weights sequences by their length"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "has its own sequence weight"),
         ({"delta": 1.1}, "delta=1.1 is below 1 + epsilon_high = 1.2"),
-        ({"loss_type": "sapo", "delta": 2.0}, "delta=2.0: ignored"),
-        ({"loss_type": "vespo", "epsilon": 0.1}, "epsilon=0.1: ignored"),
-        ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "epsilon=0.1: ignored"),
+        ({"loss_type": "sapo", "delta": 2.0}, "delta=2.0 has no effect"),
+        ({"loss_type": "vespo", "epsilon": 0.1}, "epsilon=0.1 has no effect"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "epsilon=0.1 has no effect"),
         (
             {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"},
             "scale_rewards='batch' is ignored",
         ),
         ({"temperature": 0.05}, "temperature=0.05 is so low"),
-        ({"repetition_penalty": 1.1, "top_k": 50}, "repetition_penalty=1.1: completions are drawn from a changed"),
-        ({"epsilon": 0.1}, "epsilon=0.1: no effect"),
-        ({"loss_type": "sapo"}, "loss_type='sapo': no effect"),
-        ({"steps_per_generation": 4, "num_iterations": 5}, "are 20 updates old"),
+        ({"repetition_penalty": 1.1, "top_k": 50}, "repetition_penalty=1.1 changes the distribution of completions"),
+        ({"epsilon": 0.1}, "epsilon=0.1 has no effect"),
+        ({"loss_type": "sapo"}, "loss_type='sapo' has no effect"),
+        ({"steps_per_generation": 4, "num_iterations": 5}, "are trained 20 optimizer steps after sampling"),
         ({"use_liger_kernel": True}, "liger_kernel is not installed"),
     ],
 )
@@ -351,7 +351,7 @@ def test_a_target_that_is_never_reached_is_told(tiny_tokenizer, tmp_path, caplog
         grpo(
             tmp_path, tiny_tokenizer, use_adaptive_entropy=True, entropy_coef=0.1, max_steps=50, num_train_epochs=99
         ).train()
-    assert "never was at or below entropy_target=0.2" in caplog.text
+    assert "has never been at or below entropy_target=0.2" in caplog.text
 
 
 def test_the_filter_sees_the_whole_micro_batch_however_it_is_laid_out(tiny_tokenizer, tmp_path):

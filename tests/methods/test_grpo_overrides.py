@@ -67,7 +67,7 @@ def test_a_cache_that_no_engine_here_reads_is_told(tiny_tokenizer, tmp_path, cap
 @pytest.mark.parametrize("config", [GRPOConfig, PPOConfig])
 def test_shards_that_were_to_stay_apart_are_gathered_and_told(tmp_path, config, caplog):
     config(str(tmp_path), bf16=False, report_to="none", ds3_gather_for_generation=False)
-    assert "ds3_gather_for_generation=False is ignored: rollout_engine='auto' reads whole weights" in caplog.text
+    assert "ds3_gather_for_generation=False is ignored: rollout_engine='auto' needs whole weights" in caplog.text
 
 
 def test_shards_cannot_stay_apart_where_vllm_generates(tmp_path):

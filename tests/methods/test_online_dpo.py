@@ -675,7 +675,7 @@ def test_judges_prefer(tiny_tokenizer, tmp_path, kind):
     "setting", [{"missing_eos_penalty": 1.0}, {"reward_weights": [2.0]}, {"reward_transform": ["tanh:1"]}]
 )
 def test_what_changes_rewards_is_refused_beside_a_judge(tiny_tokenizer, tmp_path, setting):
-    with pytest.raises(ConfigError, match=f"{next(iter(setting))} changes rewards, and a judge gives verdicts"):
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))} changes rewards, but a judge"):
         make(tmp_path, tiny_tokenizer, judge=Longer(), **setting)
 
 
@@ -730,7 +730,7 @@ def test_what_is_required_is_asked_for(tiny_tokenizer, tmp_path):
         with pytest.raises(ValueError, match=name):
             trainer(**{k: v for k, v in given.items() if k != name})
     for extra, match in (
-        ({"judge": Longer()}, "both are given"),
+        ({"judge": Longer()}, "both are set"),
         ({"ref_model": model}, "ref_model is the model itself"),
         ({"data_collator": list}, "data_collator must be None"),
     ):
@@ -746,10 +746,10 @@ def test_what_is_required_is_asked_for(tiny_tokenizer, tmp_path):
         ({"beta": [0.1, -1.0]}, "out of range"),
         ({"missing_eos_penalty": -1.0}, "must be above 0"),
         ({"loss_type": "sigmod"}, "did you mean 'sigmoid'"),
-        ({"num_generations": 4}, "two completions are compared"),
-        ({"max_completion_length": 32}, "two names of one limit"),
-        ({"epsilon": 0.3}, "epsilon=0.3 is not read by OnlineDPOConfig"),
-        ({"mask_truncated_completions": True}, "not read"),
+        ({"num_generations": 4}, "are not supported"),
+        ({"max_completion_length": 32}, "names of the same limit"),
+        ({"epsilon": 0.3}, "epsilon=0.3 is not supported by OnlineDPOConfig"),
+        ({"mask_truncated_completions": True}, "not supported"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
     ],
 )

@@ -264,7 +264,7 @@ def test_p16_rows_sorted_by_label_are_told_where_their_order_is_kept(tiny_tokeni
     data = [{"prompt": f"{i} ", "completion": "a number", "label": i < 30} for i in range(60)]
     settings = {"train_sampling_strategy": strategy, "per_device_train_batch_size": 2}
     make("kto", tiny_tokenizer, tmp_path, data, settings=settings)
-    assert ("30 rows in a row have the same label" in caplog.text) == (strategy == "sequential")
+    assert ("30 consecutive rows of the same label" in caplog.text) == (strategy == "sequential")
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

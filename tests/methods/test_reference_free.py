@@ -183,11 +183,11 @@ def test_p10_each_answer_is_cut_to_its_own_room(tiny_tokenizer, tmp_path):
     [
         (CPOConfig, {"loss_type": "kto_pair"}, "kto_pair"),
         (CPOConfig, {"loss_type": "simpoo"}, "did you mean 'simpo'"),
-        (CPOConfig, {"loss_type": "hinge", "label_smoothing": 0.1}, "not read by loss_type='hinge'"),
-        (CPOConfig, {"alpha": 0.25}, "takes sums"),
-        (CPOConfig, {"simpo_gamma": 1.0}, "simpo_gamma=1.0 is not read by loss_type='sigmoid'"),
-        (TPOConfig, {"tpo_l_gamma": 1.0}, "tpo_l_gamma=1.0 is not read by loss_type='sigmoid'"),
-        (TPOConfig, {"loss_type": "ipo", "label_smoothing": 0.1}, "not read by loss_type='ipo'"),
+        (CPOConfig, {"loss_type": "hinge", "label_smoothing": 0.1}, "no effect with loss_type='hinge'"),
+        (CPOConfig, {"alpha": 0.25}, "uses sums"),
+        (CPOConfig, {"simpo_gamma": 1.0}, "simpo_gamma=1.0 has no effect with loss_type='sigmoid'"),
+        (TPOConfig, {"tpo_l_gamma": 1.0}, "tpo_l_gamma=1.0 has no effect with loss_type='sigmoid'"),
+        (TPOConfig, {"loss_type": "ipo", "label_smoothing": 0.1}, "no effect with loss_type='ipo'"),
         (ORPOConfig, {"beta": 0.0}, "beta=0.0 must be above 0"),
     ],
 )
@@ -198,7 +198,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path, config, settings, match
 
 def test_p28_simpo_at_the_defaults_of_cpo_is_told(tmp_path, caplog):
     CPOConfig(str(tmp_path), loss_type="simpo")
-    assert "asks for 5.0 nats a token" in caplog.text
+    assert "requires a gap of 5.0 nats per token" in caplog.text
     assert "is CPO-SimPO" in caplog.text
 
 

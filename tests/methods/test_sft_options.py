@@ -352,7 +352,7 @@ def test_a_template_file_replaces_the_template_and_a_missing_one_is_told(tiny_to
         ({"packing": True, "max_length": None}, "max_length is None"),
         ({"packing_strategy": "bdf"}, "did you mean 'bfd'"),
         ({"max_length": 0}, "max_length=0"),
-        ({"loss_type": "dft", "label_smoothing_factor": 0.1}, "smoothing is defined for nll"),
+        ({"loss_type": "dft", "label_smoothing_factor": 0.1}, "smoothing is only defined for"),
         ({"dataset_kwargs": {"special": False}}, r"unknown keys \['special'\]"),
     ],
 )

@@ -313,7 +313,7 @@ def test_factories_are_checked_at_construction():
     for factory, message in [
         (3, "must be callable without arguments"),
         ({}, "an empty dict"),
-        (NoReset, "made a NoReset, which has no method reset"),
+        (NoReset, "returned a NoReset, which has no method reset"),
         (Undescribed, "tool 'go' cannot be described"),
     ]:
         with pytest.raises(ConfigError, match=message):

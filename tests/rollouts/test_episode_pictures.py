@@ -262,7 +262,7 @@ def test_such_a_model_uses_tools_on_text_as_ever(always_calls, tmp_path):
     assert not trainer.vision.images
     generation = sample(trainer.run, [dict(trainer.train_dataset[0])], "train")
     (message, *_) = [m for m in generation.completions[0] if m["role"] == "tool"]
-    assert "this model reads text only" in message["content"]
+    assert "this model supports text only" in message["content"]
 
 
 def test_exchanged_images_and_tools_are_refused(tmp_path):

@@ -182,7 +182,7 @@ def test_r45_tokens_the_tokenizer_would_never_choose_survive_the_tools_answer(to
 FAILURES = {
     "wrong name": (
         call("multipli"),
-        "no tool is called 'multipli' (did you mean 'multiply'?); there are: broken, multiply",
+        "there is no tool 'multipli' (did you mean 'multiply'?); the tools are: broken, multiply",
     ),
     "missing argument": (call("multiply", '{"a": 6}'), "missing 1 required positional argument: 'b'"),
     "unknown argument": (call("multiply", '{"a": 6, "b": 7, "c": 8}'), "unexpected keyword argument 'c'"),
@@ -369,7 +369,7 @@ def test_a_call_of_another_kind_and_one_with_an_id():
     odd = {"type": "retrieval", "function": {"name": "multiply", "arguments": {"a": 1, "b": 2}}}
     (results,) = runner.run([(box, [odd])])
     assert results[0].failed
-    assert "'retrieval' cannot be run" in results[0].text
+    assert "calls of type 'retrieval'" in results[0].text
 
 
 def test_ids_of_calls_come_back_with_their_results(tokenizer):
@@ -609,7 +609,7 @@ def test_a_long_result_is_cut_in_its_middle(tokenizer, limit):
     if limit == 60:
         assert text.startswith("beg")
         assert text.endswith("end")
-        assert "tokens left out" in text
+        assert "tokens omitted" in text
 
 
 def test_results_of_every_type_become_text():

@@ -1,1 +1,3 @@
-"""Harnesses: a user's agent runs episodes against an endpoint of the policy. OpenEnv, verifiers and TRL's rollout sessions."""
+"""Harnesses: a user's agent runs episodes against an HTTP endpoint of the policy. Integrations of OpenEnv, verifiers
+and TRL's rollout sessions.
+"""

@@ -1,4 +1,4 @@
-"""Calls in OpenAI's form: bodies to what an engine samples, completions to answers, and errors that OpenAI's clients read."""
+"""OpenAI-compatible calls: conversion of request bodies to engine requests, of completions to responses, and errors."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ from posttrain.rollouts.episodes.tokens import PlainText
 from posttrain.rollouts.native.requests import check_requests
 from posttrain.types import Request, Rollout, Sampling
 
-# What OpenAI's own service takes, and what changes nothing that is sampled.
+# Parameters of OpenAI's API that are accepted and have no effect on sampling.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Settings of the distribution: by OpenAI's name or that of other servers, and the value that is off.
+# Sampling settings, by OpenAI's name or that of other servers, and the value that disables each.
 OF_THE_RUN: dict[str, str] = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 OFF = {"presence_penalty": 0, "frequency_penalty": 0}
 MOST_CHOICES = 128
-# Of a body, where the context is unknown; of any context; and for each token of it.
+# Maximum size of a request body: without a known context length, the minimum for any context, and per token of the
+# context.
 MOST_BYTES, LEAST_BYTES, BYTES_PER_TOKEN = 16 * 2**20, 2**20, 32
-# Arguments of rendering that no call sets; templates read documents.
+# Template arguments that a call cannot set.
 OUR_OWN = {
     name
     for function in (render_prompt, render, PreTrainedTokenizerBase.apply_chat_template)
     for name, parameter in inspect.signature(function).parameters.items()
     if parameter.kind is not parameter.VAR_KEYWORD and name != "documents"
 }
-# Keys of a message whose content would be left out.
+# Keys of a message that would be ignored.
 UNREAD = ("function_call", "audio")
 
 
 class CallError(Exception):
-    """A call that is refused, as OpenAI's clients read it.
+    """A call is rejected with an error in OpenAI's format.
 
     Attributes:
-        status: Of HTTP.
-        content: The body.
+        status: HTTP status code.
+        content: Response body.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class _Body(BaseModel):
-    """Unknown parameters are refused: one that is left out in silence would change what is sampled."""
+    """Base class of request bodies. Unknown parameters are rejected, because ignoring them could change the samples."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -88,17 +89,17 @@ class _Body(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings that end a completion, and that its text does not show."""
+        """Strings that end a completion. They are removed from its text."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with what was used."""
+        """Whether a stream ends with token counts."""
         return bool((self.stream_options or {}).get("include_usage"))
 
 
 class ChatBody(_Body):
-    """``/v1/chat/completions``."""
+    """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -112,35 +113,36 @@ class ChatBody(_Body):
 
 
 class CompletionBody(_Body):
-    """``/v1/completions``."""
+    """Body of ``/v1/completions``."""
 
     prompt: str | Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
 def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
-    """A body, and the digest by which a retry of it is recognised.
+    """Parse a request body, and return it with a digest by which a retry is recognized.
 
     Raises:
-        CallError: It is no JSON, or a parameter is unknown or out of range; names it.
+        CallError: The body is not JSON, or a parameter is unknown or out of range.
     """
     try:
         content = read_json(raw)
     except BadRequest as error:
         raise CallError(f"We could not parse the JSON body of your request: {error}") from error
     if not isinstance(content, dict):
-        raise CallError(f"The body of a request must be a JSON object, and it is {type(content).__name__}.")
+        raise CallError(f"The body of a request must be a JSON object, but is {type(content).__name__}.")
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     taken = {name: value for name, value in content.items() if name not in WITHOUT_EFFECT and value is not None}
     try:
         return kind.model_validate(taken), digest
     except ValidationError as error:
-        # Of a union that which was read furthest, without the name of its member.
+        # Report the error of the union member that matched furthest, without the member's name.
         first = max(error.errors(), key=lambda one: len(one["loc"]))
         name = ".".join(str(part) for k, part in enumerate(first["loc"]) if k == 0 or isinstance(part, int))
         if first["type"] == "extra_forbidden":
             raise CallError(
-                f"Unrecognized request argument supplied: {name}. The engine of this run would not follow it. Fix: leave it out.",
+                f"Unrecognized request argument supplied: {name}. The engine of this run does not support it. "
+                "Fix: remove it.",
                 param=name,
                 code="unknown_parameter",
             ) from error
@@ -149,20 +151,22 @@ def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
 
 @dataclass
 class Policy:
-    """The model behind the address, and what calls may ask of it.
+    """The model behind the endpoint, and limits of calls.
 
     Attributes:
-        tokenizer: With its chat template.
-        sampling: Of every call: the distribution that log-probs are of. ``max_new_tokens`` bounds one completion.
-        context: Most tokens of prompt and completion; None: no limit.
-        vocabulary: V; None: unknown.
-        model: The name that calls must give.
-        template_kwargs: For the chat template.
-        unsupported: Fields of `Sampling` that the engine does not take.
-        overrides: Whether calls with other sampling settings than the run's are sampled with the run's; else they are refused.
-        call_timeout: Seconds that a call may wait for its completion.
-        max_calls: Calls of a session that are sampled for; None: no limit.
-        max_tokens: Tokens that are sampled for a session; None: no limit.
+        tokenizer: Tokenizer with a chat template.
+        sampling: Sampling settings of every call, which the trained log-probs assume. ``max_new_tokens`` limits one
+            completion.
+        context: Maximum number of tokens of prompt and completion. None: no limit.
+        vocabulary: Vocabulary size V. None: unknown.
+        model: Model name that calls must use.
+        template_kwargs: Arguments of the chat template.
+        unsupported: Fields of `Sampling` that the engine does not support.
+        overrides: Whether calls with other sampling settings are sampled with the run's settings. False: they are
+            rejected.
+        call_timeout: Maximum number of seconds that a call waits for its completion.
+        max_calls: Maximum number of sampled calls per session. None: no limit.
+        max_tokens: Maximum number of sampled tokens per session. None: no limit.
     """
 
     tokenizer: Any
@@ -183,23 +187,23 @@ class Policy:
             try:
                 self.tokenizer = add_response_schema(copy.copy(self.tokenizer))
             except ModelError:
-                # Nobody reads its calls: tools are refused then, and not read as text.
+                # There is no parser for its calls, so tools are rejected instead of being treated as text.
                 self.calls_tools = False
-        # One instance, so that a text that it hides is hidden by the same word in every call.
+        # One instance, so that a hidden text gets the same placeholder in every call.
         self.plain = PlainText(self.tokenizer) if hasattr(self.tokenizer, "all_special_tokens") else None
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that the body of a call may have: what fills the context several times over, escaped text included."""
+        """Maximum size of a request body in bytes: several times the size of a full context, including escaped text."""
         return MOST_BYTES if self.context is None else max(LEAST_BYTES, BYTES_PER_TOKEN * self.context)
 
     # Prompts -------------------------------------------------------------------------------------------------------------
 
     def chat(self, body: ChatBody, session: Session) -> CapturedCall:
-        """A chat call as a prompt: ids of what the session has sampled, then of what is new.
+        """Convert a chat call to a prompt: token ids that the session has sampled, followed by new tokens.
 
         Raises:
-            CallError: It cannot be rendered, or asks for what is not taken.
+            CallError: The call cannot be rendered, or uses an unsupported option.
         """
         self._check_chat(body)
         tools = list(body.tools or ()) if body.tool_choice != "none" else []
@@ -214,10 +218,10 @@ class Policy:
         return CapturedCall(0, ids, text, parent, messages, tools)
 
     def completion(self, body: CompletionBody, session: Session) -> CapturedCall:
-        """The same of a plain prompt, as text or as token ids."""
+        """Convert a call with a plain prompt, as text or token ids."""
         if isinstance(body.prompt, str):
             if not body.prompt:
-                raise CallError("The prompt is empty; give it at least one token.", param="prompt")
+                raise CallError("The prompt is empty. Pass at least one token.", param="prompt")
             ids, parent = self._ids(session, body.prompt, session.parent_of_text(body.prompt), plain=True)
             return CapturedCall(0, ids, body.prompt, parent)
         ids = list(body.prompt)
@@ -226,12 +230,12 @@ class Policy:
     def _ids(
         self, session: Session, text: str, parent: tuple[int, int] | None, *, plain: bool
     ) -> tuple[list[int], tuple[int, int] | None]:
-        """Ids of a text, and what it goes on from; of that, only what follows is tokenised."""
+        """Return the token ids of a text and the completion that it continues. Only the new part is tokenized."""
         if parent is not None:
             call = session.calls[parent[0]]
             rest = text[len(call.ends[parent[1]]) :]
             ids = self._encoded(rest)
-            # A tokenizer that reads a piece of a text otherwise than its middle has no seam there.
+            # Some tokenizers encode a part of a text differently from the same part within the text.
             if self._spells(ids, rest):
                 return [*call.ids(parent[1]), *ids], parent
         if plain:
@@ -247,11 +251,11 @@ class Policy:
         return bool(hidden) or self.decode(ids) == text
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids as they are, special tokens and spaces included."""
+        """Decode ids without any change, including special tokens and spaces."""
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _hidden(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Results of tools cannot end their turn or begin the model's: special tokens in them are plain text."""
+        """Hide special tokens in tool results, so that a result cannot end its turn or begin a turn of the model."""
         if self.plain is None:
             return messages
         return [
@@ -264,36 +268,38 @@ class Policy:
     def _check_chat(self, body: ChatBody) -> None:
         if body.tools and not self.calls_tools:
             raise CallError(
-                "The chat template of this model shows no tools, or nobody reads its calls: they would be left out. Fix: leave "
-                "tools out, or train a model whose template has them.",
+                "The chat template of this model does not render tools, or there is no parser for its calls. Fix: "
+                "remove tools, or train a model whose template supports them.",
                 param="tools",
                 code="unsupported_parameter",
             )
         if body.tool_choice not in (None, "auto", "none"):
             raise CallError(
-                f"tool_choice={body.tool_choice!r} forces a call, which the engine cannot. Fix: 'auto' or 'none'.",
+                f"tool_choice={body.tool_choice!r} forces a call, which the engine does not support. Fix: use "
+                "'auto' or 'none'.",
                 param="tool_choice",
                 code="unsupported_parameter",
             )
         if taken := sorted(OUR_OWN & (body.chat_template_kwargs or {}).keys()):
             raise CallError(
-                f"chat_template_kwargs sets {taken}, which every call is rendered with here. Fix: leave them out.",
+                f"chat_template_kwargs sets {taken}, which this endpoint sets itself. Fix: remove them.",
                 param="chat_template_kwargs",
                 code="invalid_value",
             )
         if body.top_logprobs and not body.logprobs:
-            raise CallError("top_logprobs is given without logprobs. Fix: logprobs=true.", param="top_logprobs")
+            raise CallError("top_logprobs is set without logprobs. Fix: set logprobs=true.", param="top_logprobs")
         if body.parallel_tool_calls is False:
             raise CallError(
-                "parallel_tool_calls=false forbids several calls in one answer, which the engine cannot. Fix: leave it out.",
+                "parallel_tool_calls=false is not supported, because the engine cannot limit the number of "
+                "calls. Fix: remove it.",
                 param="parallel_tool_calls",
                 code="unsupported_parameter",
             )
         kind = (body.response_format or {"type": "text"}).get("type")
         if kind != "text":
             raise CallError(
-                f"response_format of type {kind!r} changes the distribution that is sampled from, and log-probs are of the whole "
-                "one. Fix: leave it out, and let the reward ask for the format.",
+                f"response_format of type {kind!r} changes the sampled distribution, so its log-probs would not match "
+                "the trained ones. Fix: remove it, and reward the format instead.",
                 param="response_format",
                 code="unsupported_parameter",
             )
@@ -301,15 +307,15 @@ class Policy:
     # Sampling ------------------------------------------------------------------------------------------------------------
 
     def request(self, body: Any, call: CapturedCall, session: Session) -> Request:
-        """What the engine is asked for.
+        """Create the engine request of a call.
 
         Raises:
-            CallError: Another model, settings that are not the run's, a prompt that leaves no room, or a session whose calls or
-                tokens are used up.
+            CallError: The model is unknown, settings differ from the run's, the prompt is too long, or a limit of the
+                session is reached.
         """
         if body.model != self.model:
             raise CallError(
-                f"The model {body.model!r} does not exist. Fix: ask for {self.model!r}, which is the policy that is trained.",
+                f"The model {body.model!r} does not exist. Fix: use {self.model!r}, the policy that is trained.",
                 param="model",
                 status=404,
                 code="model_not_found",
@@ -321,8 +327,8 @@ class Policy:
         most = min(wanted or self.sampling.max_new_tokens, self.sampling.max_new_tokens)
         if self.context is not None and len(call.prompt_ids) >= self.context:
             raise CallError(
-                f"This model's maximum context length is {self.context} tokens, and the prompt has {len(call.prompt_ids)}. Fix: "
-                "shorten the messages.",
+                f"This model's maximum context length is {self.context} tokens, but the prompt has "
+                f"{len(call.prompt_ids)}. Fix: shorten the messages.",
                 param="messages",
                 code="context_length_exceeded",
             )
@@ -330,15 +336,15 @@ class Policy:
         if self.max_tokens is not None:
             most = min(most, max(1, (self.max_tokens - session.counts.tokens) // n))
         if stops and "stop_strings" in self.unsupported:
-            raise CallError("The engine of this run takes no stop strings. Fix: leave stop out.", param="stop")
+            raise CallError("The engine of this run does not support stop strings. Fix: remove stop.", param="stop")
         top = (body.top_logprobs if isinstance(body, ChatBody) else body.logprobs) or 0
         if top and "top_logps" in self.unsupported:
-            raise CallError("The engine of this run gives no log-probs of other tokens.", param="top_logprobs")
+            raise CallError("The engine of this run does not return log-probs of other tokens.", param="top_logprobs")
         bias = tuple(sorted((body.logit_bias or {}).items()))
         if bias:
             raise CallError(
-                "logit_bias changes the distribution that is sampled from, and log-probs are of the whole one. Fix: leave it "
-                "out.",
+                "logit_bias changes the sampled distribution, so its log-probs would not match the trained ones. "
+                "Fix: remove it.",
                 param="logit_bias",
                 code="unsupported_parameter",
             )
@@ -357,7 +363,7 @@ class Policy:
         return request
 
     def _check_settings(self, body: Any) -> None:
-        """Other settings than the run's would be of another distribution than the trainer's log-probs."""
+        """Reject sampling settings that differ from the run's, because the trained log-probs would not match."""
         for name, value in OFF.items():
             if (asked := getattr(body, name)) not in (None, value) and not self.overrides:
                 raise CallError(_other(name, asked, value), param=name, code="unsupported_value")
@@ -374,13 +380,13 @@ class Policy:
             ("harness_max_tokens", session.counts.tokens, self.max_tokens),
         ):
             if most is not None and used >= most:
-                # No client tries a 400 again.
-                raise CallError(f"This episode has used up its {name}={most}.", code="budget_exceeded")
+                # Clients do not retry status 400.
+                raise CallError(f"This episode has reached its limit {name}={most}.", code="budget_exceeded")
 
     # Answers -------------------------------------------------------------------------------------------------------------
 
     def take(self, call: CapturedCall, rollouts: Sequence[Rollout]) -> None:
-        """Note what was sampled for a call."""
+        """Store the completions of a call."""
         tools = call.tools or None
         call.answers = [
             parse_response(self.tokenizer, r.token_ids, prefix=call.prompt_ids, tools=tools) for r in rollouts
@@ -392,7 +398,7 @@ class Policy:
         call.completions = [replace(rollout, text=answer["content"]) for rollout, answer in pairs]
 
     def _written(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """Text of a completion as it stands behind its prompt: some tokenizers drop the first space of what stands alone."""
+        """Decode a completion after its prompt. Some tokenizers drop the first space of a text that is decoded alone."""
         tail = list(prompt[-8:])
         before, whole = self.decode(tail), self.decode([*tail, *ids])
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
@@ -400,35 +406,36 @@ class Policy:
 
 def _other(name: str, asked: Any, own: Any) -> str:
     return (
-        f"{name}={asked} is not the run's {name}={own}: log-probs that are trained would be of another distribution than the one "
-        f"sampled from. Fix: leave {name} out of the call, set it in the run's config, or harness_sampling='override', which "
-        "samples with the run's."
+        f"{name}={asked} differs from the run's {name}={own}, so the trained log-probs would not match the sampled "
+        f"distribution. Fix: remove {name} from the call, set it in the run's config, or set "
+        "harness_sampling='override', which samples with the run's settings."
     )
 
 
 def _seed(own: int, call: CapturedCall, asked: int | None, number: int) -> int:
-    """Of a call's draws: by session, number and prompt. A seed of the call makes it repeat within its session alone."""
+    """Compute the seed of a call from the session, its number and its prompt.
+
+    A seed in the call makes the call reproducible within its session only.
+    """
     named = json.dumps([own, call.prompt_ids, asked if asked is not None else number])
     return int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big")
 
 
 def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A message of OpenAI's form as chat templates read it.
+    """Convert a message in OpenAI's format for chat templates.
 
     Raises:
-        CallError: Parts that are no text, or a role that no template has.
+        CallError: A part is not text, or the role is unknown.
     """
     read = {name: value for name, value in message.items() if value is not None}
     role = {"developer": "system"}.get(str(read.get("role")), read.get("role"))
     where = f"messages[{index}]"
     if role not in ("system", "user", "assistant", "tool"):
-        raise CallError(
-            f"Invalid value: {role!r} is no role of a message.", param=f"{where}.role", code="invalid_value"
-        )
+        raise CallError(f"Invalid value: {role!r} is not a role.", param=f"{where}.role", code="invalid_value")
     unread = next((name for name in UNREAD if read.get(name)), None)
     if unread is not None:
         raise CallError(
-            f"{where}.{unread} would be left out of the prompt. Fix: tool_calls and text.",
+            f"{where}.{unread} is not supported. Fix: use tool_calls and text.",
             param=f"{where}.{unread}",
             code="unsupported_parameter",
         )
@@ -438,7 +445,7 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         other = next((kind for kind in kinds if kind != "text"), None)
         if other is not None:
             raise CallError(
-                f"{where} has a part of type {other!r}, and this model reads text alone. Fix: send text.",
+                f"{where} has a part of type {other!r}, but this model supports text only. Fix: send text.",
                 param=f"{where}.content",
                 code="unsupported_content",
             )
@@ -447,7 +454,7 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
             raise CallError(f"{where} has a part without text.", param=f"{where}.content", code="invalid_value")
         content = "".join(content)
     if not isinstance(content, str):
-        raise CallError(f"{where}.content must be text, and it is {type(content).__name__}.", param=f"{where}.content")
+        raise CallError(f"{where}.content must be text, but is {type(content).__name__}.", param=f"{where}.content")
     kept = {name: read[name] for name in ("name", "tool_call_id", "reasoning_content") if name in read}
     if read.get("tool_calls"):
         if not isinstance(read["tool_calls"], list):
@@ -459,7 +466,7 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _given_call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call in the order of keys that calls have here: templates write them as they stand."""
+    """Return a tool call with keys in the order of sampled calls, because templates render them in order."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise CallError(f"{where} has no function with a name.", param=where, code="invalid_value")
@@ -467,7 +474,7 @@ def _given_call(call: Any, where: str) -> dict[str, Any]:
     return ordered | ({"id": call["id"]} if call.get("id") is not None else {})
 
 
-# Answers in OpenAI's form ------------------------------------------------------------------------------------------------
+# Responses in OpenAI's format ----------------------------------------------------------------------------------------
 
 
 def _finish(rollout: Rollout, answer: Mapping[str, Any]) -> str:
@@ -477,12 +484,12 @@ def _finish(rollout: Rollout, answer: Mapping[str, Any]) -> str:
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first string that ended it."""
+    """Return a text up to the first stop string."""
     return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
 
 
 def _message(answer: Mapping[str, Any], name: str, stops: Sequence[str]) -> dict[str, Any]:
-    """An answer, its calls with ids and with arguments as JSON text."""
+    """Convert an answer to a message whose calls have ids and JSON text as arguments."""
     calls = [
         {
             "id": f"call_{name}_{k}",
@@ -501,13 +508,13 @@ def _message(answer: Mapping[str, Any], name: str, stops: Sequence[str]) -> dict
 
 @dataclass
 class Answer:
-    """One sampled call as OpenAI's service would answer it.
+    """Response to a sampled call in OpenAI's format.
 
     Args:
-        policy: The model.
-        call: Sampled.
-        key: Of its session, for ids.
-        body: Of the request.
+        policy: The policy.
+        call: The sampled call.
+        key: Key of its session, for ids.
+        body: Request body.
     """
 
     policy: Policy
@@ -521,7 +528,7 @@ class Answer:
         self.created = int(time.time())
 
     def head(self, kind: str) -> dict[str, Any]:
-        """What every object begins with."""
+        """Return the fields that every response object begins with."""
         chat = ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
         suffix = ".chunk" if kind == "chunk" and self.is_chat else ""
         return {
@@ -533,12 +540,12 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens of prompt and completions."""
+        """Number of tokens of prompt and completions."""
         prompt, written = len(self.call.prompt_ids), sum(len(r.token_ids) for r in self.call.completions)
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the response as one object."""
         choices = [self._choice(i, r, a) for i, r, a in self._each()]
         ids = {"prompt_token_ids": self.call.prompt_ids} if self.body.return_token_ids else {}
         return self.head("whole") | {"choices": choices, "usage": self.usage} | ids
@@ -573,7 +580,7 @@ class Answer:
         return {"content": [_token(t, v) | {"top_logprobs": top} for t, v, top in pairs], "refusal": None}
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """The answer as the chunks of a stream; engines write it whole first."""
+        """Yield the response as chunks of a stream. The engine has finished the completion before."""
         for index, rollout, answer in self._each():
             yield from self._chat_chunks(index, rollout, answer) if self.is_chat else self._text_chunks(index, rollout)
         if self.body.includes_usage:

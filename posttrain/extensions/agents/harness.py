@@ -1,4 +1,4 @@
-"""Episodes in a user's own code: harnesses that talk to the policy's address, run many at once, and become rollouts."""
+"""Harnesses: run episodes of a user's agent concurrently against the policy's endpoint, and convert them to rollouts."""
 
 from __future__ import annotations
 
@@ -35,39 +35,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Run = Callable[..., Any] | str | Sequence[str]
-# Seconds between two looks at whether episodes have ended.
+# Seconds between two checks of whether episodes have ended.
 LOOK_S = 0.05
-# Characters of a command's output that an error quotes.
+# Maximum number of characters of a command's output in an error.
 TAIL = 500
-# Bytes of a command's stdout and of its stderr that are read, from the end.
+# Maximum number of bytes that are read from the end of a command's stdout and stderr.
 OUTPUT_READ = 1 << 20
-# Bytes of each file that a command writes, its output included.
+# Maximum size in bytes of each file that a command writes, including its output.
 LARGEST_FILE = 1 << 30
-# Environment variables that a command gets; tokens of the hub and of trackers are not among them.
+# Environment variables that a command receives. Tokens of the Hub and of trackers are excluded.
 VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP", "XDG_*",
     "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "JAVA_HOME", "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES", "*_proxy", "*_PROXY", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
 )  # fmt: skip
-# Characters of a row that an environment variable may have: Linux takes 128 KiB.
+# Maximum number of characters of a row in an environment variable. The limit of Linux is 128 KiB.
 LONGEST_VARIABLE = 100_000
 
 
 @dataclass
 class Harness:
-    """A harness with what is particular to it; a trainer takes the bare function or command too.
+    """An agent with its options. A trainer also accepts the function or the command alone.
 
     Args:
-        run: ``f(task, base_url, api_key) -> result``, plain or asynchronous, with ``model`` and ``seed`` where it names them
-            (``seed`` is one for all episodes that are compared); or a command line, which finds ``OPENAI_BASE_URL``,
-            ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and ``POSTTRAIN_TASK`` (the row as JSON, below 100,000 characters) in its
-            environment, the row at its standard input in any case, and whose last line is the result, as JSON or as text.
-        credit: ``f(session) -> [number]``, one for each branch in the order of ``session.branches()``: what the episode's
-            advantage is multiplied by there. None: 1 for all.
-        trains: ``f(call) -> bool``: whether the tokens of a call are trained; others are context. None: all.
-        requires: Whether a result that is None is a failure, whatever the reward functions are.
-        close: Called when training ends, however it ends.
-        keeps: ``f(calls) -> calls``: which of the answered calls are the agent's; the others are context too. None: all.
+        run: ``f(task, base_url, api_key) -> result``, plain or asynchronous. It also receives ``model`` and ``seed`` if
+            it has these parameters; ``seed`` is equal for episodes of a group. Alternatively a command line. A command
+            receives ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and ``POSTTRAIN_TASK`` (the row as JSON,
+            if below 100,000 characters) in its environment, and the row on its standard input. Its last line of output
+            is the result, as JSON or text.
+        credit: ``f(session) -> [number]``, one factor of the advantage per branch, in the order of
+            ``session.branches()``. None: 1 for all.
+        trains: ``f(call) -> bool``, whether the tokens of a call are trained. Other tokens are context. None: all.
+        requires: Whether a result of None is a failure, even with reward functions.
+        close: Called when training ends, also after an error.
+        keeps: ``f(calls) -> calls``, which of the answered calls belong to the agent. Other calls are context. None:
+            all.
 
     >>> Harness(["my-agent", "--once"]).command
     ['my-agent', '--once']
@@ -86,39 +88,39 @@ class Harness:
         words = [self.run] if isinstance(self.run, str) else self.run
         if not isinstance(words, Sequence) or not words or not all(isinstance(word, str) and word for word in words):
             raise ArgumentTypeError(
-                f"harness must be a function (task, base_url, api_key) or a command line, and it is {self.run!r:.80}."
+                f"harness must be a function (task, base_url, api_key) or a command line, but is {self.run!r:.80}."
             )
 
     @classmethod
     def of(cls, given: object) -> Harness:
-        """A harness as a user gives it."""
+        """Convert a user's argument to a harness."""
         return given if isinstance(given, Harness) else cls(given)
 
     @property
     def command(self) -> list[str] | None:
-        """The command line; None of a function. A string is what a shell reads."""
+        """The command line; None for a function. A string is run by a shell."""
         if callable(self.run):
             return None
         return ["/bin/sh", "-c", self.run] if isinstance(self.run, str) else list(self.run)
 
 
 def replayed(path: str | Path) -> Harness:
-    """A harness that does what was recorded: the trainer is debugged without the agent, and without sampling.
+    """Return a harness that replays recorded episodes, to debug a trainer without the agent and without sampling.
 
-    Episodes are taken by their task's row, in the order in which they were recorded; sampled ids, log-probs and versions are
-    those of the file, so that a policy that has moved since is off-policy by as much.
+    Episodes are found by their task's row, in the order of the file. Sampled ids, log-probs and versions are those of
+    the file, so a policy that has changed since is off-policy.
 
     Args:
-        path: Of ``harness_record``.
+        path: File written by ``harness_record``.
 
     Raises:
-        DataError: No such file, or a line that is no session.
+        DataError: The file does not exist, or a line is not a session.
     """
     return _Replay(list(read_sessions(path)), str(path))
 
 
 class _Replay(Harness):
-    """Recorded episodes in the place of a harness."""
+    """Harness that replays recorded episodes."""
 
     def __init__(self, episodes: Sequence[Recorded], path: str) -> None:
         super().__init__(self._never)
@@ -128,15 +130,15 @@ class _Replay(Harness):
             self.waiting.setdefault(_task_key(episode.task), []).append(episode)
 
     def _never(self, task: Any, base_url: str, api_key: str) -> Any:
-        raise NotImplementedError("a recorded episode calls nobody")
+        raise NotImplementedError("a recorded episode makes no calls")
 
     def next(self, row: Mapping[str, Any]) -> HarnessEpisode:
-        """The next recorded episode of a row; after the last one the first again."""
+        """Return the next recorded episode of a row. After the last one it starts again."""
         recorded = self.waiting.get(_task_key(row))
         if not recorded:
             raise DataError(
-                f"{self.path} has no episode of the row {dict(row)!r:.120}; it has those of {len(self.waiting)} others. Fix: "
-                "train on the dataset that was recorded."
+                f"{self.path} has no episode of the row {dict(row)!r:.120}, only of {len(self.waiting)} other rows. "
+                "Fix: train on the dataset that was recorded."
             )
         one = recorded.pop(0)
         recorded.append(one)
@@ -148,17 +150,17 @@ def _task_key(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: object) -> Any:
-    """Without the Nones that a dataset fills up with."""
+    """Remove the Nones that a dataset adds for missing keys."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def harness_reward(completions: Sequence[Any], harness_result: Sequence[Any], **_: Any) -> list[float | None]:
-    """The harness's own number: its result, or ``reward`` of a result that is a mapping; None where the episode failed.
+    """Return the harness's result as the reward: a number, or ``reward`` of a mapping. None: the episode failed.
 
     Raises:
-        RewardError: A result that is no number.
+        RewardError: A result is not a number.
     """
     return [None if result is None else _number(result) for result in harness_result]
 
@@ -170,13 +172,13 @@ def _number(result: Any) -> float:
     with contextlib.suppress(TypeError, ValueError):
         return float(value)  # type: ignore[arg-type]
     raise RewardError(
-        f"the harness returned {result!r:.80}, which is no number and has no 'reward'. Fix: return a number, or give "
-        "reward_funcs that read harness_result."
+        f"the harness returned {result!r:.80}, which is not a number and has no 'reward'. Fix: return a number, or "
+        "pass reward_funcs that read harness_result."
     )
 
 
 def _recorded(result: object) -> object:
-    """A result as a file holds it: of an object, its number; None where it has none."""
+    """Convert a result for a file. An object becomes its number, or None if it has none."""
     if result is None or isinstance(result, str | int | float | Mapping | list | tuple):
         return result
     with contextlib.suppress(RewardError):
@@ -189,10 +191,10 @@ class HarnessEpisode:
     """One run of a harness.
 
     Attributes:
-        task: The row it was given.
-        session: What it asked the model.
-        result: What it returned.
-        error: Why it failed; None.
+        task: Row that the harness received.
+        session: Calls of the harness.
+        result: Return value of the harness.
+        error: Error message, or None.
     """
 
     task: dict[str, Any]
@@ -203,7 +205,7 @@ class HarnessEpisode:
 
 @dataclass
 class HarnessOptions:
-    """Options of a runner, by the names of `HarnessFields`; picklable."""
+    """Options of a runner. Names are those of `HarnessFields`. The object is picklable."""
 
     limit: int = 16
     timeout: float | None = 600.0
@@ -220,7 +222,7 @@ class HarnessOptions:
 
     @classmethod
     def of(cls, args: PostTrainingConfig) -> HarnessOptions:
-        """Those of a config; None: the defaults."""
+        """Return the options of a config. None: the defaults."""
         if args is None:
             return cls()
         return cls(
@@ -240,14 +242,14 @@ class HarnessOptions:
 
 
 class HarnessRunner:
-    """Runs the harness on many tasks at once, and answers its calls on the thread that owns the engine.
+    """Runs a harness on many tasks concurrently, and answers its calls on the thread that owns the engine.
 
     Args:
-        harness: What to run, as a user gives it.
-        options: How. None: the defaults.
+        harness: Harness as the user passed it.
+        options: Options. None: the defaults.
 
     Attributes:
-        proxy: The address; None before the first episode.
+        proxy: Endpoint of the policy. None before the first episode.
     """
 
     def __init__(self, harness: object, options: HarnessOptions | None = None) -> None:
@@ -256,7 +258,7 @@ class HarnessRunner:
         self.harness, self.options = Harness.of(harness), options or HarnessOptions()
         self.proxy: CaptureProxy | None = None
         self._runner = ToolRunner(timeout=self.options.timeout)
-        # Commands that run, with the keys of their episodes.
+        # Running commands, with the keys of their episodes.
         self._commands: dict[subprocess.Popen, str] = {}
         self._lock = threading.Lock()
 
@@ -272,27 +274,28 @@ class HarnessRunner:
         everyone: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
         place: int = 0,
     ) -> list[HarnessEpisode]:
-        """One episode a row, in the order of rows.
+        """Run one episode per row, and return them in the order of the rows.
 
         Args:
-            rows: Tasks.
-            seeds: Of their draws; equal ones are told apart by their place, among the rows of all processes.
-            policy: What is asked.
-            sample: Asks the engine; called on this thread, by every process equally often.
+            rows: Tasks of the episodes.
+            seeds: Sampling seeds. Equal seeds are distinguished by their position among the rows of all processes.
+            policy: The policy.
+            sample: Function that runs the engine. It is called on this thread, the same number of times in every
+                process.
             per_request: See `CallQueue.answer`.
-            any_process: Whether any process has episodes left, given whether this one has.
-            everyone: The rows of all processes; None: there is one.
-            place: Of the first of these rows among them.
+            any_process: Function of whether this process has episodes left, which returns whether any process has.
+            everyone: Function that gathers the rows of all processes. None: there is one process.
+            place: Position of the first of these rows among the rows of all processes.
 
         Raises:
-            Whatever ``sample`` raises; all episodes are ended first.
+            Any error of ``sample``, after all episodes have been ended.
         """
         if isinstance(self.harness, _Replay):
-            # All processes go through the file alike, so that none takes an episode that another has.
+            # All processes read the file in the same order, so that no episode is used twice.
             shared = list(rows) if everyone is None else everyone(list(rows))
             return [self.harness.next(row) for row in shared][place : place + len(rows)]
         proxy, number = self._listening(policy), 0
-        # Of engines whose calls have one seed: a group may have rows on several processes.
+        # Seed for engines with one seed per call. A group may have rows on several processes.
         call_seed = ((seeds[0] if seeds else 0) * 1_000_003 + place * 100_003) % 2**31
         begun: list[HarnessEpisode] = []
         futures: list[Future[HarnessEpisode]] = []
@@ -319,7 +322,7 @@ class HarnessRunner:
         return episodes
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop the endpoint and all commands."""
         if self.proxy is not None:
             self.proxy.stop()
             self.proxy = None
@@ -334,7 +337,7 @@ class HarnessRunner:
         with self._lock:
             if self.proxy is None:
                 self.proxy = CaptureProxy(policy, host=self.options.host, port=self.options.port).start()
-                logger.info("harnesses find the policy %r at %s", policy.model, self.proxy.url)
+                logger.info("the policy %r is served to harnesses at %s", policy.model, self.proxy.url)
             self.proxy.policy = policy
             return self.proxy
 
@@ -350,7 +353,7 @@ class HarnessRunner:
             _kill(process, key)
 
     def _start(self, proxy: CaptureProxy, waiting: deque[tuple[Future[HarnessEpisode], HarnessEpisode, int]]) -> None:
-        """Run episodes, ``limit`` at once, on threads that do not keep the program from ending."""
+        """Run up to ``limit`` episodes concurrently, on daemon threads."""
 
         def work() -> None:
             while waiting:
@@ -374,19 +377,21 @@ class HarnessRunner:
             else:
                 episode.result = self._commanded(command, proxy, session, row, seed)
         except TooSlow:
-            episode.error = f"TimeoutError: it did not end within harness_timeout={self.options.timeout:g} s"
+            episode.error = f"TimeoutError: the episode did not end within harness_timeout={self.options.timeout:g} s"
         except Exception as error:
             episode.error = f"{type(error).__name__}: {error}"
         finally:
             proxy.end(session)
         if episode.error is None and session.counts.answered + session.counts.retried == 0:
-            episode.error = "NoCall: it never called the policy" if session.counts.received == 0 else _refusals(session)
+            episode.error = (
+                "NoCall: the harness never called the policy" if session.counts.received == 0 else _refusals(session)
+            )
         if episode.error is None and episode.result is None and self.harness.requires:
-            episode.error = "NoResult: it returned nothing"
+            episode.error = "NoResult: the harness returned None"
         return episode
 
     def _called(self, proxy: CaptureProxy, session: Session, row: dict[str, Any], seed: int) -> Any:
-        """A function, plain or asynchronous, within its time."""
+        """Call a plain or asynchronous function with the time limit."""
         function: Any = self.harness.run
         named = {"model": self.options.model, "seed": seed}
         known = _parameters(function)
@@ -400,16 +405,16 @@ class HarnessRunner:
     def _commanded(
         self, command: list[str], proxy: CaptureProxy, session: Session, row: dict[str, Any], seed: int
     ) -> Any:
-        """Run a command line; what it started ends with it."""
+        """Run a command line. Processes that it started are ended with it."""
         task = json.dumps(row, default=str)
         named = {"OPENAI_BASE_URL": proxy.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": self.options.model}
         named |= {"POSTTRAIN_SEED": str(seed)} | ({"POSTTRAIN_TASK": task} if len(task) < LONGEST_VARIABLE else {})
         patterns = (*VARIABLES, *(self.options.env or ()))
         passed = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
-        # `ulimit -f` counts 512 bytes.
+        # The unit of `ulimit -f` is 512 bytes.
         bounded = ["/bin/sh", "-c", f'ulimit -f {LARGEST_FILE // 512} 2>/dev/null; exec "$@"', "sh", *command]
         with contextlib.ExitStack() as stack:
-            # Files and no pipes: what it left running may hold them open, and it ends where the command does.
+            # Use files instead of pipes: processes that the command leaves running could hold pipes open.
             stdin, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
             stdin.write(task.encode())
             stdin.seek(0)
@@ -435,7 +440,7 @@ class HarnessRunner:
             return None
         if cut and len(lines) == 1:
             raise RolloutError(
-                f"the last line of {command[0]!r} is longer than {OUTPUT_READ} bytes and cannot be read as the result. Fix: "
+                f"the last line of {command[0]!r}, which is the result, is longer than {OUTPUT_READ} bytes. Fix: "
                 "print a shorter last line."
             )
         with contextlib.suppress(ValueError):
@@ -444,19 +449,19 @@ class HarnessRunner:
 
 
 def _last_output(file: IO[bytes]) -> str:
-    """The last `OUTPUT_READ` bytes as text."""
+    """Return the last `OUTPUT_READ` bytes as text."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_READ))
     return file.read().decode(errors="replace")
 
 
 def _kill(process: subprocess.Popen, key: str) -> None:
-    """End a command with its process group, and on Linux every process that has the episode's key in its environment."""
+    """End a command with its process group and, on Linux, all processes with the episode's key in their environment."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
     until = time.monotonic() + 5
-    # Again until none is found: one may have been started since.
+    # Repeat until none is found, because a process may have started another.
     while (left := _having(f"OPENAI_API_KEY={key}".encode())) and time.monotonic() < until:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -465,7 +470,7 @@ def _kill(process: subprocess.Popen, key: str) -> None:
 
 
 def _having(variable: bytes) -> list[int]:
-    """Processes of this user that were started with an environment variable."""
+    """Return the ids of this user's processes that have an environment variable."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -481,7 +486,7 @@ def _refusals(session: Session) -> str:
 
 
 def _parameters(function: Any) -> set[str] | None:
-    """Names that a function takes; None: any."""
+    """Return the parameter names of a function. None: it accepts any."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -494,13 +499,14 @@ def _parameters(function: Any) -> set[str] | None:
 
 @dataclass
 class HarnessRollouts:
-    """Episodes as the trainer knows completions, one entry an episode.
+    """Episodes converted to rollouts, one entry per episode.
 
     Attributes:
-        rollouts: The first branch of each, with the others as its ``branches``; of a left-out episode no token.
+        rollouts: First branch of each episode, with the other branches as its ``branches``. An excluded episode has no
+            tokens.
         completions: Messages for reward functions.
         extra: Columns for reward functions: ``harness_result``, ``harness_error``, ``session``.
-        metrics: To log.
+        metrics: Metrics to log.
     """
 
     rollouts: list[Rollout]
@@ -512,16 +518,16 @@ class HarnessRollouts:
 def as_rollouts(
     episodes: Sequence[HarnessEpisode], harness: Harness, *, placeholder: int, leave_out: bool
 ) -> HarnessRollouts:
-    """Episodes to rollouts; failures are counted, and said in the log.
+    """Convert episodes to rollouts. Failures are counted and logged.
 
     Args:
-        episodes: In their order.
-        harness: For its credit and filter.
-        placeholder: Id of the one token that the prompt of an episode without tokens has.
-        leave_out: Whether nothing of a failed episode is trained.
+        episodes: Episodes in order.
+        harness: Harness, for its credit and filters.
+        placeholder: Id of the single prompt token of an episode without tokens.
+        leave_out: Whether failed episodes are excluded from training.
 
     Raises:
-        RolloutError: ``credit`` gives another number of values than there are branches.
+        RolloutError: ``credit`` returned a wrong number of values.
     """
     rollouts, completions = [], []
     for episode in episodes:
@@ -554,8 +560,8 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
         credits = [float(value) for value in harness.credit(session)]
         if len(credits) != len(branches):
             raise RolloutError(
-                f"the harness's credit gave {len(credits)} numbers for {len(branches)} branches. Fix: one for each of "
-                "session.branches()."
+                f"the harness's credit returned {len(credits)} numbers for {len(branches)} branches. Fix: return one "
+                "number for each of session.branches()."
             )
     kept, rollouts = _kept(session, harness), []
     for branch, credit in zip(branches, credits, strict=True):
@@ -571,7 +577,7 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
 
 
 def _kept(session: Session, harness: Harness) -> set[int] | None:
-    """Numbers of the calls that are trained; None: all."""
+    """Return the numbers of the calls that are trained. None: all."""
     if harness.keeps is None and harness.trains is None:
         return None
     calls = [call for call in session.calls if call.state == "answered"]
@@ -580,7 +586,7 @@ def _kept(session: Session, harness: Harness) -> set[int] | None:
 
 
 def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Session, kept: set[int]) -> list[int]:
-    """The mask of a branch without the tokens of calls that are not to be trained."""
+    """Return the mask of a branch without the tokens of calls that are not trained."""
     mask = list(rollout.tool_mask or [1] * len(rollout.token_ids))
     for number, choice in calls:
         call = session.calls[number]
@@ -592,7 +598,7 @@ def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Sessi
 
 
 def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
-    """Calls, forks and failures; tokens computed once against tokens of all calls."""
+    """Compute numbers of calls, forks and failures, and the ratio of computed tokens to the tokens of all calls."""
     n = max(len(episodes), 1)
     totals = Counter[str]()
     for episode in episodes:
@@ -612,22 +618,22 @@ def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
 
 
 def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Harness | None, Any]:
-    """What a trainer was given, told apart: a `HarnessRolloutWorker` is a harness and no worker.
+    """Separate the harness from the worker in a trainer's arguments. A `HarnessRolloutWorker` is a harness.
 
     Args:
         worker: ``rollout_worker``.
         harness: ``harness``.
-        reward_funcs: None with a harness: its own number is the reward.
+        reward_funcs: Reward functions. None with a harness: the harness's result is the reward.
 
     Returns:
         The worker, the harness, and the reward functions.
 
     Raises:
-        ConfigError: Two harnesses.
+        ConfigError: There are two harnesses.
     """
     if isinstance(worker, Harness):
         if harness is not None:
-            raise ConfigError("rollout_worker is a harness, and harness is given too. Fix: give one of the two.")
+            raise ConfigError("rollout_worker is a harness, but harness is set too. Fix: pass one of them.")
         worker, harness = None, worker
     if harness is None:
         return worker, None, reward_funcs
@@ -639,16 +645,16 @@ def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Har
 
 
 def check_harness(args: PostTrainingConfig, name: str) -> None:
-    """Refuse settings that a harness does not go with.
+    """Reject settings that cannot be used with a harness.
 
     Raises:
-        ConfigError: There is one.
-        MissingDependencyError: The packages of the extra ``serve`` are not there.
+        ConfigError: A setting is not supported.
+        MissingDependencyError: The packages of the extra ``serve`` are not installed.
     """
     for package in ("fastapi", "uvicorn"):
-        require(package, "harness= (an address of the policy)")
+        require(package, "harness= (an endpoint of the policy)")
     if args is not None and args.dynamic_sampling:
         raise ConfigError(
-            f"{name}: dynamic_sampling={args.dynamic_sampling} with harness: fresh episodes would be run for groups without "
-            "variance while others wait. Fix: dynamic_sampling=0."
+            f"{name}: dynamic_sampling={args.dynamic_sampling} cannot be used with harness: additional episodes would "
+            "be run for groups without variance while other episodes wait. Fix: set dynamic_sampling=0."
         )

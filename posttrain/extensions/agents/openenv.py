@@ -1,4 +1,4 @@
-"""OpenEnv's clients as environments, for ``environment_factory``."""
+"""OpenEnv clients as environments, for ``environment_factory``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def openenv_environment(
     actions: str = "What to do.",
     name: str = "OpenEnv",
 ) -> Callable[[], Any]:
-    """A factory of environments around clients of OpenEnv, for ``environment_factory``; the reward is the sum over steps.
+    """Return a factory of environments for OpenEnv clients. The reward is the sum over steps.
 
     Args:
-        client: Makes a client (``lambda: EchoEnv(base_url=url)``); asynchronous ones are used through their ``sync()``.
-        action: From the model's text to the client's action.
-        observe: From an observation to the text that the model reads.
-        actions: Describes the argument of ``step`` to the model.
-        name: Of the class, and so of its reward column.
+        client: Function that creates a client (``lambda: EchoEnv(base_url=url)``). Asynchronous clients are used
+            through ``sync()``.
+        action: Converts the model's text to the client's action.
+        observe: Converts an observation to text for the model.
+        actions: Description of the argument of ``step`` for the model.
+        name: Name of the class and of its reward column.
 
     Raises:
         MissingDependencyError: openenv-core is not installed.

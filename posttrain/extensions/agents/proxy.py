@@ -1,4 +1,4 @@
-"""An OpenAI-compatible address in front of the policy, which records what every episode samples: `CaptureProxy`."""
+"""`CaptureProxy`: an OpenAI-compatible endpoint of the policy that records the sampled tokens of every episode."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from posttrain.types import Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 
-# Seconds without another call after which those that wait are begun: episodes ask one by one.
+# Seconds without another call after which waiting calls are sampled, because episodes send their calls one by one.
 GATHER_S = 0.02
-# Seconds that the address may take to listen.
+# Maximum number of seconds until the server listens.
 START_S = 30.0
 
 Asked = tuple[list[Prompt], Sampling]
@@ -51,7 +51,7 @@ Sample = Callable[[list[Asked]], list[list[Rollout]]]
 
 @dataclass(eq=False)
 class _Waiting:
-    """A call on its way to the engine."""
+    """A call that waits for the engine."""
 
     request: Prompt
     session: Session
@@ -59,9 +59,9 @@ class _Waiting:
 
 
 class CallQueue:
-    """Calls of many sessions that wait for one engine, which completes all that wait at once.
+    """Queue of calls from many sessions for one engine, which completes all waiting calls together.
 
-    Any thread may submit; the one that owns the engine calls `answer`.
+    Any thread may submit. The thread that owns the engine calls `answer`.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class CallQueue:
         return len(self._waiting)
 
     def submit(self, request: Prompt, session: Session) -> Future[list[Rollout]]:
-        """Queue a call; the future has its completions, or the error of the engine."""
+        """Queue a call. The future's result is its completions, or the engine's error."""
         waiting = _Waiting(request, session)
         with self._lock:
             self._waiting.append(waiting)
@@ -84,7 +84,7 @@ class CallQueue:
         self._news.set()
 
     def wait(self, seconds: float) -> None:
-        """Until a call waits, and no other came for a moment, or this long."""
+        """Wait until calls are queued and no other call arrives for a moment, or for ``seconds``."""
         if self._news.wait(seconds):
             self._news.clear()
         seen = 0
@@ -93,7 +93,7 @@ class CallQueue:
             time.sleep(GATHER_S)
 
     def drop(self, session: Session) -> None:
-        """Let go of what an ended session waits for."""
+        """Cancel the waiting calls of an ended session."""
         with self._lock:
             gone = [call for call in self._waiting if call.session is session]
             for call in gone:
@@ -102,18 +102,19 @@ class CallQueue:
             call.done.cancel()
 
     def answer(self, sample: Sample, *, per_request: bool = True, seed: int | None = None) -> int:
-        """Complete all that waits in as few calls of the engine as it allows.
+        """Complete all waiting calls with as few engine calls as possible.
 
         Args:
-            sample: Asks the engine; called once, with an empty list too, since it may be a call of all ranks.
-            per_request: Whether requests may bring settings of their own.
-            seed: Of engines whose requests may not.
+            sample: Function that runs the engine. It is called once, also with an empty list, because it may be a
+                collective.
+            per_request: Whether requests may have their own sampling settings.
+            seed: Seed for engines whose requests have no settings.
 
         Returns:
-            Calls that were completed.
+            Number of completed calls.
 
         Raises:
-            Whatever ``sample`` raises, which the calls are told too.
+            Any error of ``sample``. Waiting calls get it too.
         """
         with self._lock:
             taken, self._waiting = list(self._waiting), deque()
@@ -146,12 +147,13 @@ class CallQueue:
 
 
 class CaptureProxy:
-    """Serves ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` to the sessions that are open.
+    """Server for ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` for open sessions.
 
-    A call names its session by its key (``Authorization: Bearer KEY``) or by the path ``/sessions/KEY/v1``. It is rendered by the
-    run's chat code, sampled by the run's engine, recorded as token ids, log-probs and version, and answered in OpenAI's form.
+    A call is assigned to a session by its key (``Authorization: Bearer KEY``) or by the path ``/sessions/KEY/v1``. The
+    prompt is rendered with the run's chat template and sampled by the run's engine. Token ids, log-probs and version
+    are recorded, and the response is in OpenAI's format.
 
-    What happens to a call:
+    Handling of calls:
 
     - **Parallel calls** are sampled together, each as a call of its own.
     - **A retry** is answered with what was sampled before, and is no second call: one that says so
@@ -163,14 +165,14 @@ class CaptureProxy:
     - **The session has ended**: status 401.
 
     Args:
-        policy: The model, and what calls may ask of it.
+        policy: The policy and limits of calls.
         host: Address to listen on.
-        port: 0: a free one.
+        port: Port. 0: a free port.
 
     Attributes:
         queue: Calls that wait for the engine.
-        sessions: By key; ended ones stay until `end`.
-        strays: Calls that named no open session.
+        sessions: Sessions by key. Ended sessions are kept until `end`.
+        strays: Number of calls without an open session.
 
     >>> proxy = CaptureProxy(policy); proxy.start()  # doctest: +SKIP
     >>> session = proxy.open()  # doctest: +SKIP
@@ -183,9 +185,9 @@ class CaptureProxy:
         self.sessions: dict[str, Session] = {}
         self.strays = 0
         self._sampling: dict[tuple[str, int], Future[list[Rollout]]] = {}
-        # JSON, template and tokenizer run here: the event loop answers all other episodes meanwhile.
+        # JSON parsing, chat template and tokenizer run in this thread, so that the event loop can serve other episodes.
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="capture-reading")
-        # A session's calls are read and begun one after the other, for a retry is recognized by what was begun.
+        # Calls of a session are processed one after the other, because a retry is recognized by earlier calls.
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
@@ -194,22 +196,22 @@ class CaptureProxy:
 
     @property
     def url(self) -> str:
-        """What a client takes for ``base_url``."""
+        """``base_url`` for clients."""
         return f"http://{host_and_port(self.host, self.port)}/v1"
 
     def start(self) -> CaptureProxy:
-        """Listen, in a thread of this process.
+        """Start the server in a thread of this process.
 
         Raises:
-            RolloutError: The address cannot be listened on.
+            RolloutError: The address is not available.
         """
         raise_file_limit()
         try:
             listener = listen(self.host, self.port)
         except OSError as error:
             raise RolloutError(
-                f"the address of the harness cannot be listened on: {self.host}:{self.port}: {error}. Fix: harness_port=0 takes "
-                "a free port."
+                f"the endpoint for the harness cannot listen on {self.host}:{self.port}: {error}. Fix: set "
+                "harness_port=0 to use a free port."
             ) from error
         self.port = listener.getsockname()[1]
         self._server = uvicorn.Server(server_config(self.app(), log_level="warning", lifespan="off"))
@@ -220,12 +222,12 @@ class CaptureProxy:
         limit = time.monotonic() + START_S
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > limit:
-                raise RolloutError(f"the address {self.url} did not begin to listen within {START_S:g} s.")
+                raise RolloutError(f"the endpoint {self.url} did not start to listen within {START_S:g} s.")
             time.sleep(0.01)
         return self
 
     def stop(self) -> None:
-        """End all sessions, and listen no more."""
+        """End all sessions and stop the server."""
         for session in list(self.sessions.values()):
             self.close(session)
         if self._server is not None and self._thread is not None:
@@ -243,13 +245,13 @@ class CaptureProxy:
     # Sessions --------------------------------------------------------------------------------------------------------------
 
     def open(self, seed: int = 0) -> Session:
-        """A session with a key that nobody can guess."""
+        """Create a session with a random key."""
         session = Session(f"pt-{secrets.token_urlsafe(18)}", seed)
         self.sessions[session.key] = session
         return session
 
     def close(self, session: Session) -> None:
-        """Refuse further calls of a session and cancel those under way. Recorded replies are kept."""
+        """Reject further calls of a session and cancel running ones. Recorded responses are kept."""
         session.closed = True
         self.queue.drop(session)
         for (key, _), future in list(self._sampling.items()):
@@ -257,7 +259,7 @@ class CaptureProxy:
                 future.cancel()
 
     def end(self, session: Session) -> None:
-        """Close a session and forget it."""
+        """Close and remove a session."""
         self.close(session)
         self.sessions.pop(session.key, None)
         self._locks.pop(session.key, None)
@@ -265,7 +267,7 @@ class CaptureProxy:
     # The endpoints ---------------------------------------------------------------------------------------------------------
 
     def app(self) -> FastAPI:
-        """The endpoints, under ``/v1`` and under ``/sessions/KEY/v1``."""
+        """Create the FastAPI application, with endpoints under ``/v1`` and ``/sessions/KEY/v1``."""
         app = FastAPI(title="posttrain capture proxy", docs_url=None, redoc_url=None, openapi_url=None)
         for prefix in ("/v1", "/sessions/{key}/v1"):
             app.get(f"{prefix}/models")(self._models)
@@ -278,10 +280,10 @@ class CaptureProxy:
         return app
 
     def _session(self, request: Request) -> Session:
-        """The session that a call names.
+        """Return the session of a call.
 
         Raises:
-            CallError: None that is open.
+            CallError: The key belongs to no open session.
         """
         api_key = (
             request.path_params.get("key") or request.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -289,9 +291,9 @@ class CaptureProxy:
         session = self.sessions.get(api_key)
         if session is None or session.closed:
             self.strays += 1
-            why = "belongs to an episode that has ended" if session is not None else "is the key of no episode"
+            why = "belongs to an episode that has ended" if session is not None else "does not belong to an episode"
             raise CallError(
-                f"Incorrect API key provided: {api_key[:6]}... {why}. Fix: use the api_key that the harness was given.",
+                f"Incorrect API key provided: {api_key[:6]}... {why}. Fix: use the api_key that the harness received.",
                 status=401,
                 code="invalid_api_key",
             )
@@ -331,7 +333,7 @@ class CaptureProxy:
             session.counts.refused += 1
             raise
         except ClientDisconnect:
-            # The client left before its body had come: nobody reads this.
+            # The client disconnected before its body had arrived, so this response is not read.
             session.counts.cancelled += 1
             return Response(status_code=499)
         except BaseException:
@@ -345,14 +347,14 @@ class CaptureProxy:
         return JSONResponse(answer.whole())
 
     async def _read(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function in the thread that reads bodies."""
+        """Run a function in the thread that parses bodies."""
         return await asyncio.wrap_future(self._reading.submit(function, *args))
 
     async def _begin(self, session: Session, body: Any, digest: str) -> CapturedCall:
-        """Render a call, check it, and queue it.
+        """Render, validate and queue a call.
 
         Raises:
-            CallError: The call cannot be rendered or sampled, or the session ended meanwhile.
+            CallError: The call cannot be rendered or sampled, or the session has ended.
         """
         render: Any = self.policy.chat if isinstance(body, ChatBody) else self.policy.completion
         call = await self._read(render, body, session)
@@ -365,7 +367,7 @@ class CaptureProxy:
         return call
 
     def _retried(self, session: Session, digest: str, request: Request) -> CapturedCall | None:
-        """The call that this one asks again; None where it is a call of its own."""
+        """Return the call that this one retries. None: it is a new call."""
         count = request.headers.get("x-stainless-retry-count", "")
         said = int(count) if count.isdecimal() else 0
         before = session.same_body(digest, said)
@@ -378,7 +380,7 @@ class CaptureProxy:
             return None
         before.retries += 1
         if unread:
-            # Another retry of an equal body is of another call.
+            # Another retry with an equal body belongs to another call.
             before.state = "waiting"
         return before
 
@@ -386,7 +388,7 @@ class CaptureProxy:
         """Wait for the completions of a call.
 
         Raises:
-            CallError: The time is up, the engine raised, the session ended, or nobody waits any more.
+            CallError: The call timed out, the engine failed, the session ended, or the client disconnected.
         """
         future = self._sampling.get((session.key, call.number))
         if call.completions or future is None:
@@ -417,9 +419,9 @@ class CaptureProxy:
     def _unread(
         self, session: Session, call: CapturedCall, future: Future[list[Rollout]], *, again: bool, left: bool
     ) -> CallError:
-        """Nobody waits any more, or it took too long."""
+        """Record that the client disconnected or the call timed out."""
         loop = asyncio.get_running_loop()
-        # In this thread, where all else happens to a session.
+        # Run the callback in this thread, which makes all changes to a session.
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._late, session, call, done))
         if left or again:
             self.unread(session, call, again=again)
@@ -432,7 +434,7 @@ class CaptureProxy:
         )
 
     def _late(self, session: Session, call: CapturedCall, done: Future[list[Rollout]]) -> None:
-        """What was sampled for a client that has left, or too late: counted, and kept for a retry."""
+        """Store completions for a client that disconnected or timed out. They are counted and kept for a retry."""
         self._sampling.pop((session.key, call.number), None)
         if not done.cancelled() and done.exception() is None and not call.completions:
             rollouts = done.result()
@@ -451,16 +453,16 @@ class CaptureProxy:
         return CallError(str(error), status=500, code="engine_error")
 
     def unread(self, session: Session, call: CapturedCall, *, again: bool) -> None:
-        """The client left in the middle of its answer: nothing that happens follows from it."""
+        """Record that the client disconnected during the response, so the call is not trained."""
         if again:
             session.counts.retried += 1
         else:
             session.counts.cancelled += 1
-        # A retry may have been answered before this end was noticed.
+        # A retry may have been answered before this disconnection was noticed.
         call.state = "answered" if call.state == "answered" else "cancelled"
 
     def answered(self, session: Session, call: CapturedCall, *, again: bool) -> None:
-        """The answer goes out: a later prompt may run through it."""
+        """Record that the response is being sent, so that later prompts can continue it."""
         if again:
             session.counts.retried += 1
         else:
@@ -469,7 +471,7 @@ class CaptureProxy:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events; a client that leaves before the end cancels the call."""
+    """Server-sent events. If the client disconnects before the end, the call is canceled."""
 
     def __init__(self, proxy: CaptureProxy, session: Session, answer: Answer, *, again: bool) -> None:
         self.proxy, self.session, self.answer, self.again = proxy, session, answer, again
@@ -479,15 +481,15 @@ class _Stream(StreamingResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         for chunk in self.answer.chunks():
             yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
-            # Between two chunks the server notices that nobody reads.
+            # Yield to the event loop, so that the server notices a disconnection.
             await asyncio.sleep(0)
-        # Before the last line: the next call may come before this coroutine goes on.
+        # Record it before the last line, because the next call may arrive before this coroutine continues.
         self.whole = True
         self.proxy.answered(self.session, self.answer.call, again=self.again)
         yield b"data: [DONE]\n\n"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send, and account for the call however that ends."""
+        """Send the stream, and record the call if it does not finish."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -496,7 +498,7 @@ class _Stream(StreamingResponse):
 
 
 async def _gone(request: Request) -> None:
-    """Until the client has left."""
+    """Wait until the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -506,7 +508,7 @@ async def _refusal(_: Request, error: CallError) -> JSONResponse:
 
 
 async def _other_refusal(request: Request, error: HTTPException) -> JSONResponse:
-    """A path or method that is not there, or a body that is too large, in the form of all other errors."""
+    """Return an error in OpenAI's format for an unknown path or method, or a body that is too large."""
     message, code = str(error.detail), None
     if error.status_code in (404, 405):
         message = f"Unknown request URL: {request.method} {request.url.path}. Fix: base_url ends with /v1."
@@ -522,11 +524,11 @@ async def _fault(_: Request, error: Exception) -> JSONResponse:
 
 @contextlib.contextmanager
 def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True) -> Iterator[CaptureProxy]:
-    """Listen, and answer calls in a thread of their own: a harness can be tried without a trainer.
+    """Start the endpoint and answer calls in a thread, to test a harness without a trainer.
 
     Args:
-        proxy: Not started.
-        sample: Asks the engine.
+        proxy: Proxy that is not started yet.
+        sample: Function that runs the engine.
         per_request: See `CallQueue.answer`.
     """
     ended = threading.Event()
@@ -534,7 +536,7 @@ def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True)
     def work() -> None:
         while not ended.is_set():
             proxy.queue.wait(0.1)
-            # The calls are told; the next ones may be fine.
+            # The calls get the error; later calls may succeed.
             with contextlib.suppress(Exception):
                 proxy.queue.answer(sample, per_request=per_request)
 
@@ -550,7 +552,7 @@ def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True)
 
 
 def engine_sample(engine: Any) -> Sample:
-    """An engine as `CallQueue.answer` asks it."""
+    """Return a function that runs an engine, for `CallQueue.answer`."""
 
     def sample(batches: Sequence[Asked]) -> list[list[Rollout]]:
         return [engine.generate(requests, sampling) for requests, sampling in batches]

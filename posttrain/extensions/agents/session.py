@@ -1,4 +1,4 @@
-"""`Session`: the calls of one episode as a trie of token ids, and the branches of it that are trained."""
+"""`Session`: the calls of one episode as a prefix tree of token ids, and its branches that are trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.errors import DataError
 from posttrain.rollouts.episodes.loop import Episode, turn_spans
 from posttrain.types import Rollout
 
-# Of a recorded session; a reader refuses others.
+# Version of the format of recorded sessions. Files with another version are rejected.
 FORMAT = 1
 
 State = Literal["waiting", "answered", "cancelled", "failed"]
@@ -21,21 +21,22 @@ UNREAD_FIRST: tuple[State, ...] = ("cancelled", "waiting", "failed", "answered")
 
 @dataclass(slots=True)
 class CapturedCall:
-    """One call that was sampled for: its prompt, and a completion for each choice.
+    """A sampled call: its prompt, and one completion per choice.
 
     Attributes:
-        number: Counts the calls of a session, in the order in which they came.
-        prompt_ids: As the engine read them: ids of the completion that the prompt runs through, then its own.
-        text: The same as the chat template rendered it; empty where the prompt came as token ids.
-        parent: Number of the call, and index of its choice, whose completion the prompt runs through; None: of none.
-        messages: Of the request, as they were rendered; empty of a plain completion.
-        tools: Schemas that were rendered.
-        completions: What was sampled, one rollout a choice.
-        answers: The same as messages, tool calls parsed.
-        state: ``waiting`` for the engine; ``answered``; ``cancelled``: the client left before it had the answer; ``failed``:
-            the engine raised, or the time was up. Only answered calls are trained.
-        body: Digest of the request, by which a retry is recognised.
-        retries: How often its answer was asked for again.
+        number: Number of the call in its session.
+        prompt_ids: Prompt of the engine. It begins with the ids of the completion that it continues.
+        text: Rendered prompt. Empty if the prompt was sent as token ids.
+        parent: Number of the call, and index of the choice, whose completion the prompt continues. None: it continues
+            none.
+        messages: Messages of the request. Empty for a plain prompt.
+        tools: Schemas of the tools.
+        completions: Sampled completions, one per choice.
+        answers: Completions as messages, with parsed tool calls.
+        state: ``waiting``: for the engine. ``answered``. ``cancelled``: the client disconnected before the response.
+            ``failed``: the engine raised an error or the call timed out. Only answered calls are trained.
+        body: Digest of the request, by which a retry is recognized.
+        retries: Number of retries.
     """
 
     number: int
@@ -49,26 +50,26 @@ class CapturedCall:
     state: State = "waiting"
     body: str = ""
     retries: int = 0
-    # Text of prompt and completion, of each choice: a later prompt that begins so runs through it.
+    # Text of prompt and completion of each choice. A later prompt that begins with it continues that choice.
     ends: list[str] = field(default_factory=list)
 
     def ids(self, choice: int) -> list[int]:
-        """Prompt and one completion."""
+        """Return the token ids of the prompt and one completion."""
         return [*self.prompt_ids, *self.completions[choice].token_ids]
 
 
 @dataclass(slots=True)
 class Counts:
-    """Where every call of a session is: ``received`` is the sum of all others but ``tokens``.
+    """Numbers of calls of a session by outcome. ``received`` is the sum of all others except ``tokens``.
 
     Attributes:
-        received: Calls that named the session.
-        answered: Their answer was sent.
-        retried: Answered with what an earlier call had been sampled.
-        cancelled: The client left before it had the answer; nothing of it is trained.
-        refused: Bad input; nothing was sampled.
-        failed: The engine raised, or the time was up.
-        tokens: Sampled, cancelled ones included.
+        received: Calls with the key of the session.
+        answered: Calls whose response was sent.
+        retried: Retries that got the response of an earlier call.
+        cancelled: Calls whose client disconnected before the response. They are not trained.
+        refused: Invalid calls, which were not sampled.
+        failed: Calls for which the engine raised an error, or that timed out.
+        tokens: Number of sampled tokens, including those of canceled calls.
     """
 
     received: int = 0
@@ -81,18 +82,18 @@ class Counts:
 
     @property
     def open(self) -> int:
-        """Calls that have no end yet."""
+        """Number of calls that have not finished."""
         return self.received - self.answered - self.retried - self.cancelled - self.refused - self.failed
 
 
 @dataclass(slots=True)
 class Branch:
-    """A run of calls each of which continues the one before: one sequence of the trie.
+    """A sequence of calls, each of which continues the previous one.
 
     Attributes:
-        episode: Its tokens.
-        calls: Numbers of its calls, and the choice of each that it goes on from.
-        forked: Tokens at its beginning that an earlier branch has; 0 of the first.
+        episode: Tokens of the branch.
+        calls: Numbers of its calls, and the choice of each that the next call continues.
+        forked: Number of tokens at the beginning that an earlier branch also has; 0 for the first branch.
     """
 
     episode: Episode
@@ -101,21 +102,21 @@ class Branch:
 
 
 class Session:
-    """What one rollout of a harness asked the model for.
+    """The calls of one harness episode.
 
-    Tokens that were sampled are what is trained: a later prompt whose text begins with the text of an earlier prompt and its
-    completion keeps the ids of both, and only what follows is tokenised. A prompt that does not (its history was cut,
-    rendered otherwise, summarised, or is another agent's) is a fork: a branch of its own, which shares with earlier ones
-    whatever tokens both begin with.
+    Sampled tokens are trained exactly as they were sampled. If the text of a later prompt begins with an earlier prompt
+    and its completion, the ids of both are reused and only the rest is tokenized. Otherwise the prompt (whose history
+    was truncated, rendered differently, summarized, or belongs to another agent) starts a new branch, which shares the
+    common prefix with earlier branches.
 
     Args:
-        key: What calls name it by.
-        seed: Of its draws.
+        key: Key of the session, which identifies its calls.
+        seed: Seed of its samples.
 
     Attributes:
-        calls: In the order in which they came.
-        counts: Where every call is.
-        closed: Calls are refused from now on.
+        calls: Calls in the order of arrival.
+        counts: Numbers of calls by outcome.
+        closed: Whether new calls are rejected.
     """
 
     def __init__(self, key: str, seed: int = 0) -> None:
@@ -125,7 +126,7 @@ class Session:
         self.closed = False
 
     def parent_of_text(self, text: str) -> tuple[int, int] | None:
-        """The answered call and choice with the longest text that this one begins with."""
+        """Return the answered call and choice with the longest text that is a prefix of this text."""
         parent, longest = None, 0
         for call in self.calls:
             for choice, end in enumerate(call.ends if call.state == "answered" else ()):
@@ -134,7 +135,7 @@ class Session:
         return parent
 
     def parent_of_ids(self, ids: Sequence[int]) -> tuple[int, int] | None:
-        """The same by token ids, for prompts that come so."""
+        """Return the answered call and choice whose token ids are the longest prefix of these ids."""
         parent, longest, prompt_ids = None, 0, list(ids)
         for call in self.calls:
             for choice in range(len(call.completions) if call.state == "answered" else 0):
@@ -144,13 +145,16 @@ class Session:
         return parent
 
     def begin(self, call: CapturedCall) -> CapturedCall:
-        """Take a call in; its number is given here, on the one thread that calls come on."""
+        """Add a call and set its number. All calls are added on one thread."""
         call.number = len(self.calls)
         self.calls.append(call)
         return call
 
     def same_body(self, body: str, attempt: int = 0) -> CapturedCall | None:
-        """The call that a retry of this body is of: one that was tried as often, and best one that nobody has an answer of."""
+        """Return the earlier call that a request with this body retries.
+
+        Calls with the same number of attempts come first, and among these calls without a received response.
+        """
         calls = [call for call in reversed(self.calls) if call.body == body]
         alike = [call for call in calls if call.retries == attempt - 1]
         return min(alike or calls, key=lambda call: UNREAD_FIRST.index(call.state), default=None)
@@ -158,9 +162,12 @@ class Session:
     # What is trained ---------------------------------------------------------------------------------------------------
 
     def branches(self) -> list[Branch]:
-        """Every sampled token that was answered with stands in exactly one branch, with mask 1; context has mask 0."""
+        """Return all branches. Every sampled token of an answered call is in exactly one branch with mask 1. Context
+        has mask 0.
+        """
         branches: list[Branch] = []
-        # The branch that ends with a call's choice: a prompt that runs through it goes on there, the second one forks.
+        # Branches by their last call and choice. The first prompt that continues a choice extends its branch, the
+        # second starts a new one.
         ends: dict[tuple[int, int], Branch] = {}
         for call in (call for call in self.calls if call.state == "answered"):
             for choice, rollout in enumerate(call.completions):
@@ -178,7 +185,7 @@ class Session:
         return branches
 
     def rollout(self) -> Rollout | None:
-        """All branches: the first one, with the others as its ``branches``; None where no call was answered."""
+        """Return the first branch as a rollout with the other branches as its ``branches``. None: no call was answered."""
         rollouts = [branch.episode.rollout() for branch in self.branches()]
         rollouts = [rollout for rollout in rollouts if rollout.token_ids]
         if not rollouts:
@@ -186,7 +193,9 @@ class Session:
         return replace(rollouts[0], branches=tuple(rollouts[1:]))
 
     def messages(self) -> list[dict[str, Any]]:
-        """What reward functions see: from the first answer of the last call's branch on, tool results among them."""
+        """Return the messages for reward functions: the last call's branch from its first answer on, including tool
+        results.
+        """
         last = next((call for call in reversed(self.calls) if call.state == "answered"), None)
         if last is None:
             return []
@@ -195,12 +204,12 @@ class Session:
         return [*last.messages[len(first.messages) :], last.answers[0]]
 
     def tokens_seen(self) -> int:
-        """Tokens of all answered calls, prompts included: what is computed where every call is a sequence."""
+        """Return the number of tokens of all answered calls, including prompts: the cost of one sequence per call."""
         calls = [call for call in self.calls if call.state == "answered"]
         return sum(len(call.ids(choice)) for call in calls for choice in range(len(call.completions)))
 
     def tokens_once(self) -> int:
-        """Tokens of the trie: each computed once."""
+        """Return the number of tokens in the prefix tree, which are computed once each."""
         trie: dict[int, Any] = {}
         count = 0
         for branch in self.branches():
@@ -214,20 +223,20 @@ class Session:
     # A file ------------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Convert the session to JSON-compatible data."""
         calls = [asdict(call) for call in self.calls]
         return {"format": FORMAT, "key": self.key, "seed": self.seed, "counts": asdict(self.counts), "calls": calls}
 
     @classmethod
     def of(cls, content: Mapping[str, Any], where: str = "a session") -> Session:
-        """Undo `to_dict`.
+        """Restore a session from the result of `to_dict`.
 
         Raises:
-            DataError: It is of another format, or no session.
+            DataError: The data has another version or is not a session.
         """
         if content.get("format") != FORMAT:
             raise DataError(
-                f"{where}: format={content.get('format')!r}, and this version reads {FORMAT}. Fix: record it again."
+                f"{where}: format={content.get('format')!r}, but this version reads {FORMAT}. Fix: record it again."
             )
         try:
             session = cls(content["key"], content["seed"])
@@ -238,14 +247,14 @@ class Session:
                 session.calls.append(CapturedCall(**{**call, "completions": completions, "parent": parent}))
         except (KeyError, TypeError, IndexError) as error:
             raise DataError(
-                f"{where}: it is no recorded session ({type(error).__name__}: {error}). Fix: record it again."
+                f"{where}: this is not a recorded session ({type(error).__name__}: {error}). Fix: record it again."
             ) from error
         session.closed = True
         return session
 
 
 def _shared(branches: Sequence[Branch], ids: Sequence[int]) -> int:
-    """Most tokens that a prompt begins with and a branch has."""
+    """Return the length of the longest common prefix of a prompt with any branch."""
     most = 0
     for branch in branches:
         own = (*branch.episode.prompt_ids, *branch.episode.token_ids)
@@ -255,7 +264,7 @@ def _shared(branches: Sequence[Branch], ids: Sequence[int]) -> int:
 
 
 def _append(episode: Episode, rollout: Rollout) -> None:
-    """What was sampled, behind what stands there."""
+    """Append sampled tokens to an episode."""
     ids = list(rollout.token_ids)
     episode.finish_reason, episode.version = rollout.finish_reason, rollout.version
     episode.spans += turn_spans(rollout, len(ids))
@@ -268,10 +277,10 @@ class Recorded:
     """One episode of a replay file.
 
     Attributes:
-        task: The row that the harness was given.
-        session: Its calls.
-        result: What the harness returned; None where it failed, or its result is no JSON.
-        error: Why it failed; None.
+        task: Row that the harness received.
+        session: Calls of the harness.
+        result: Return value of the harness. None: it failed, or its result is not JSON.
+        error: Error message, or None.
     """
 
     task: dict[str, Any]
@@ -281,29 +290,29 @@ class Recorded:
 
 
 def record_session(path: str | Path, episode: Recorded) -> None:
-    """Append an episode to a replay file, one line of JSON each."""
+    """Append an episode to a replay file as one line of JSON."""
     line = {"task": episode.task, "result": episode.result, "error": episode.error} | episode.session.to_dict()
     text = json.dumps(line, default=str)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    # In one piece: workers and ranks append to one file.
+    # Write in one call, because several processes append to the file.
     with file.open("ab", buffering=0) as out:
         out.write((text + "\n").encode())
 
 
 def read_sessions(path: str | Path) -> Iterator[Recorded]:
-    """The episodes of a replay file.
+    """Yield the episodes of a replay file.
 
     Raises:
-        DataError: There is no such file, or a line is no session; names file and line.
+        DataError: The file does not exist, or a line is not a session. The message contains file and line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: the sessions cannot be read: {error}. Fix: name a file of recorded sessions."
+            f"{path}: the sessions cannot be read: {error}. Fix: pass a file of recorded sessions."
         ) from error
-    # Not splitlines: a text may hold other line ends.
+    # Do not use splitlines, because texts may contain other line separators.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -311,8 +320,12 @@ def read_sessions(path: str | Path) -> Iterator[Recorded]:
         try:
             content = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where}: it is no JSON ({error}). Fix: remove the line, or record again.") from error
+            raise DataError(
+                f"{where}: the line is not valid JSON ({error}). Fix: remove the line, or record again."
+            ) from error
         if not isinstance(content, dict):
-            raise DataError(f"{where}: it is no recorded session but {type(content).__name__}. Fix: record it again.")
+            raise DataError(
+                f"{where}: the line is not a recorded session but {type(content).__name__}. Fix: record it again."
+            )
         session = Session.of(content, where)
         yield Recorded(content.get("task") or {}, session, content.get("result"), content.get("error"))

@@ -1,4 +1,4 @@
-"""`HarnessRolloutWorker`: sessions of agents as OpenEnv has them, as a harness, by TRL's names."""
+"""`HarnessRolloutWorker`: OpenEnv agent sessions as a harness, with TRL's names."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from posttrain.extensions.agents.session import CapturedCall
 from posttrain.integrations import require
 from posttrain.rollouts.episodes.environments import accepted_arguments
 
-# Turns of a white box where nothing bounds them.
+# Default maximum number of turns of a white-box session.
 MOST_TURNS = 8
 
 
 def has_tool_call(call: CapturedCall) -> bool:
-    """For ``train_turn_fn``: whether the model called a tool there."""
+    """Return whether the model called a tool. It can be used as ``train_turn_fn``."""
     return any(answer.get("tool_calls") for answer in call.answers)
 
 
 @dataclass(slots=True)
 class HarnessRolloutOutcome:
-    """What a session of an agent came to, for ``rollout_reward_fn``.
+    """Result of an agent session, for ``rollout_reward_fn``.
 
     Attributes:
-        env_reward: The environment's own; None: it has none.
-        completion: Messages of the white box; empty of a black box.
-        trace: What the session says of its events.
-        tool_call_count, tool_failure_count: Of the white box's tools.
-        tool_calls_by_name: Likewise.
-        timed_out: The agent did not come to its end.
+        env_reward: Reward of the environment. None: it has none.
+        completion: Messages of a white-box session. Empty for a black-box session.
+        trace: Events of the session.
+        tool_call_count, tool_failure_count: Numbers of tool calls of a white-box session.
+        tool_calls_by_name: Numbers of tool calls by tool.
+        timed_out: Whether the agent did not finish in time.
     """
 
     env_reward: float | None
@@ -49,22 +49,23 @@ class HarnessRolloutOutcome:
 
 
 class HarnessRolloutWorker(Harness):
-    """Sessions of an agent behind the policy's address, by TRL's name and arguments: ``rollout_worker=`` or ``harness=``.
+    """Agent sessions with TRL's name and arguments. Pass it as ``rollout_worker=`` or ``harness=``.
 
     Args:
-        harness_session_factory: ``create(task, seed, episode_id)`` makes a session with ``verify(transcript, final_state)`` and
-            ``close()``; ``seed`` is one for a group. ``base_url``, ``api_key`` and ``model`` are given where it names them.
-        harness_adapter: Drives the session turn by turn (``run_white_box``); None: the agent runs its own loop against the
-            address, and ``wait_for_completion(timeout)`` waits for it.
-        rollout_reward_fn: ``f(outcome) -> float or None``; None: the session's own reward.
-        train_turn_fn: ``f(call) -> bool``: which calls are trained (`has_tool_call`); None: all.
-        agent_turn_fn: ``f(calls) -> calls``: which calls are the agent's at all; None: all that were answered.
-        max_turns: Of a white box.
-        timeout: Seconds of ``wait_for_completion``; None: its own.
-        worker_kwargs: Of TRL's worker; refused, since the trainer's config has them.
+        harness_session_factory: ``create(task, seed, episode_id)`` returns a session with ``verify(transcript,
+            final_state)`` and ``close()``. ``seed`` is equal for a group. ``base_url``, ``api_key`` and ``model`` are
+            passed if it has these parameters.
+        harness_adapter: Runs the session turn by turn (``run_white_box``). None: the agent runs its own loop against
+            the endpoint, and ``wait_for_completion(timeout)`` waits for it.
+        rollout_reward_fn: ``f(outcome) -> float or None``. None: the session's reward.
+        train_turn_fn: ``f(call) -> bool``, which calls are trained (for example `has_tool_call`). None: all.
+        agent_turn_fn: ``f(calls) -> calls``, which calls belong to the agent. None: all answered calls.
+        max_turns: Maximum number of turns of a white-box session.
+        timeout: Argument of ``wait_for_completion`` in seconds. None: its default.
+        worker_kwargs: Other arguments of TRL's worker. They are rejected, because the trainer's config has them.
 
     Raises:
-        ConfigError: ``worker_kwargs``.
+        ConfigError: There are ``worker_kwargs``.
     """
 
     def __init__(
@@ -81,15 +82,15 @@ class HarnessRolloutWorker(Harness):
     ) -> None:
         if worker_kwargs:
             raise ConfigError(
-                f"HarnessRolloutWorker got {sorted(worker_kwargs)}: models, datasets, rewards and limits are the trainer's. Fix: "
-                "set them in AsyncGRPOConfig, and give the worker as rollout_worker."
+                f"HarnessRolloutWorker got {sorted(worker_kwargs)}, but models, datasets, rewards and limits are set "
+                "in the trainer. Fix: set them in AsyncGRPOConfig, and pass the worker as rollout_worker."
             )
         super().__init__(self._episode, trains=train_turn_fn, requires=rollout_reward_fn is None, keeps=agent_turn_fn)
         self.factory, self.adapter, self.reward = harness_session_factory, harness_adapter, rollout_reward_fn
         self.max_turns, self.timeout = max_turns, timeout
 
     def _episode(self, task: Mapping[str, Any], base_url: str, api_key: str, model: str, seed: int) -> Any:
-        """One session, from its creation to its reward."""
+        """Run one session, from its creation to its reward."""
         address = {"base_url": base_url, "api_key": api_key, "model": model}
         known = accepted_arguments(self.factory.create, address)
         session = self.factory.create(task=task, seed=seed, episode_id=f"episode-{secrets.token_hex(8)}", **known)
@@ -115,8 +116,8 @@ class HarnessRolloutWorker(Harness):
     def _black(self, session: Any) -> HarnessRolloutOutcome:
         if not callable(getattr(session, "wait_for_completion", None)):
             raise RolloutError(
-                f"{type(session).__name__} has no wait_for_completion, so nobody runs its agent. Fix: give harness_adapter, or "
-                "sessions whose agent calls the base_url that create is given."
+                f"{type(session).__name__} has no wait_for_completion, so its agent is not run. Fix: pass "
+                "harness_adapter, or sessions whose agent calls the base_url that create receives."
             )
         ended = session.wait_for_completion(**({} if self.timeout is None else {"timeout": self.timeout}))
         verified = session.verify(transcript=[], final_state=None)
@@ -124,7 +125,7 @@ class HarnessRolloutWorker(Harness):
 
 
 def _model_step(address: dict[str, str]) -> Callable[..., Any]:
-    """What a white box samples a turn with: a call of the policy's address."""
+    """Return a function that samples a turn of a white-box session with a call of the policy's endpoint."""
     from openenv.core.harness import ModelStepResult
     from openenv.core.llm_client import LLMResponse, ToolCall
 
@@ -136,7 +137,7 @@ def _model_step(address: dict[str, str]) -> Callable[..., Any]:
         key = {"Authorization": f"Bearer {address['api_key']}"}
         reply = httpx2.post(f"{address['base_url']}/chat/completions", json=body, headers=key, timeout=None)
         if reply.status_code != 200:
-            raise RolloutError(f"the policy's address answered {reply.status_code}: {reply.text[:300]}")
+            raise RolloutError(f"the policy's endpoint returned {reply.status_code}: {reply.text[:300]}")
         content, choice = reply.json(), reply.json()["choices"][0]
         calls = [
             ToolCall(id=c["id"], name=c["function"]["name"], args=json.loads(c["function"]["arguments"]))

@@ -1,4 +1,4 @@
-"""Environments of `verifiers`: a dataset of their tasks, and a harness that plays and scores them."""
+"""Environments of `verifiers` as a dataset of tasks and a harness that runs and scores them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from posttrain.errors import DataError, RolloutError
 from posttrain.extensions.agents.harness import Harness
 from posttrain.integrations import require
 
-# Of an environment without end.
+# Maximum number of tasks of an infinite environment.
 MOST_TASKS = 10_000
-# Seconds that servers of an environment may take to end.
+# Maximum number of seconds to stop the servers of an environment.
 CLOSE_S = 10.0
 
 
 def verifiers_environment(
     environment: object, *, tasks: int | None = None, runtime: str | None = "subprocess", **config: Any
 ) -> tuple[datasets.Dataset, Harness]:
-    """An environment of ``verifiers`` (0.4) as a training set and a harness, whose number is the environment's own reward.
+    """Convert an environment of ``verifiers`` (0.4) to a training set and a harness with the environment's reward.
 
-    Every model call of the environment's agents goes through verifiers' interception to the address of the policy; judges keep
-    the endpoints that the environment's config names for them.
+    Every model call of the environment's agents is forwarded to the policy's endpoint by verifiers' interception.
+    Judges use the endpoints in the environment's config.
 
     Args:
-        environment: An installed environment's id, a config of it (a mapping or ``EnvConfig``), or an ``Env``.
-        tasks: How many to take; None: all, at most 10,000 of an environment without end.
-        runtime: Where the single agent's program runs; None: as the config says. Not for an ``Env``.
-        config: Further fields of the config, for an id.
+        environment: Id of an installed environment, a config of it (a mapping or ``EnvConfig``), or an ``Env``.
+        tasks: Number of tasks. None: all, up to 10,000 of an infinite environment.
+        runtime: Runtime of the agent's program. None: as in the config. It cannot be used with an ``Env``.
+        config: Additional fields of the config, for an id.
 
     Returns:
         Rows ``prompt`` and ``task`` (its index), and the harness: ``GRPOTrainer(model, train_dataset=rows, harness=harness)``.
@@ -66,17 +66,17 @@ def verifiers_environment(
 
 
 def _messages(data: Any) -> list[dict[str, Any]]:
-    """A task as the trainer shows it; the environment's harness renders it itself."""
+    """Return the messages of a task for the trainer's logs. The environment renders the task itself."""
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     return [*system, {"role": "user", "content": data.prompt_text or str(data.name or data.idx)}]
 
 
 class _Player:
-    """Plays one task as an episode, and returns its reward.
+    """Runs one task as an episode and returns its reward.
 
     Args:
         environment: An ``Env``.
-        tasks: By the index that rows have.
+        tasks: Tasks by index.
     """
 
     def __init__(self, environment: object, tasks: list[Any]) -> None:
@@ -85,16 +85,16 @@ class _Player:
         self._holders: dict[asyncio.AbstractEventLoop, tuple[asyncio.Task[None], asyncio.Event]] = {}
 
     async def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str, model: str) -> dict[str, Any]:
-        """One episode.
+        """Run one episode.
 
         Raises:
-            RolloutError: An agent, the environment or its scoring failed; says how.
+            RolloutError: An agent, the environment or its scoring failed. The message contains the error.
         """
         import verifiers.v1 as vf
 
         await self._served()
         root = base_url.removesuffix("/v1")
-        # The key stands in the path: clients of verifiers read theirs from the environment of the process.
+        # The key is in the path, because clients of verifiers read their key from an environment variable.
         client = vf.EvalClientConfig(base_url=f"{root}/sessions/{quote(api_key)}/v1", api_key_var="POSTTRAIN_NO_KEY")
         context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig())
         (slot,) = self.environment.slots(self.tasks[task["task"]])
@@ -102,13 +102,13 @@ class _Player:
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             told = "; ".join(f"{error.type}: {error.message}" for error in errors[-3:])
-            raise RolloutError(f"the environment's episode failed: {told or 'it says no reason'}")
+            raise RolloutError(f"the environment's episode failed: {told or 'no reason was reported'}")
         traces = episode.traces
         rewards = {name: float(r.value) for t in traces for name, r in t.rewards.items() if r is not None}
         return {"reward": sum(trace.reward for trace in traces) / len(traces), "rewards": rewards}
 
     async def _served(self) -> None:
-        """Tool servers and interception come up once for a loop, and stay: a task of their own holds them."""
+        """Start tool servers and interception once per event loop. A separate task keeps them running."""
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
             ready = self._serving[loop] = loop.create_future()
@@ -117,7 +117,7 @@ class _Player:
         await asyncio.shield(self._serving[loop])
 
     def close(self) -> None:
-        """End the servers; the next episode begins them again."""
+        """Stop the servers. The next episode starts them again."""
         holders, self._holders, self._serving = self._holders, {}, {}
         for loop, (holder, stop) in holders.items():
 

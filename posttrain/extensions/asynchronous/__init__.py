@@ -1,1 +1,1 @@
-"""Asynchronous training: worker processes write rollouts while the policy trains on earlier ones."""
+"""Asynchronous training: worker processes sample rollouts while the policy trains on earlier ones."""

@@ -1,4 +1,4 @@
-"""`AsyncDistillationTrainer`: distillation on rollouts that other processes write, and teachers score, while it trains."""
+"""`AsyncDistillationTrainer`: distillation on rollouts that other processes sample while the trainer trains."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from posttrain.trainers.arguments import (
 from posttrain.trainers.distillation import DistillationTrainer
 from posttrain.types import Advantages
 
-ASKED_AT_ONCE = 16  # Rollouts whose teachers are asked at the same time.
+ASKED_AT_ONCE = 16  # Maximum number of rollouts that teachers score concurrently.
 
 
 class TeachersAsked:
-    """Asks teachers about rollouts as they arrive, so that most answers are there when their step begins.
+    """Requests teacher scores as rollouts arrive, so that most are available when their step begins.
 
     Args:
-        ask: What the teachers say of one.
+        ask: Function that returns the teachers' scores of a sample.
     """
 
     def __init__(self, ask: Callable[[RolloutSample], dict[str, Any]]) -> None:
@@ -48,12 +48,12 @@ class TeachersAsked:
         self.pool = ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="teachers")
 
     def begin(self, trajectory: Trajectory) -> None:
-        """Ask about a rollout without waiting."""
+        """Request the scores of a rollout without waiting."""
         for sample in trajectory.samples:
             sample.scores = self.pool.submit(self.ask, sample)
 
     def finish(self, samples: Sequence[RolloutSample]) -> dict[str, Metric]:
-        """Wait for what is known of a step's rollouts; those of a user's own worker are asked about now."""
+        """Wait for the scores of a step's rollouts. Those of a user's own worker are requested now."""
         began = time.perf_counter()
         asked = [s.scores if isinstance(s.scores, Future) else self.pool.submit(self.ask, s) for s in samples]
         for sample, future in zip(samples, asked, strict=True):
@@ -62,10 +62,10 @@ class TeachersAsked:
 
 
 class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
-    """On-policy distillation whose rollouts are written ahead, by processes of their own (experimental).
+    """On-policy distillation on rollouts that other processes sample (experimental).
 
-    Workers complete prompts with the newest weights of the student that they have; teachers behind servers score a rollout as
-    soon as it arrives, a teacher model in this process as it is trained.
+    Workers complete prompts with the newest student weights that they have. Teachers on servers score a rollout as soon
+    as it arrives; a teacher model in the trainer's process scores it during training.
 
     Args:
         model: The student: hub id, folder, model or peft model.
@@ -115,7 +115,7 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         preprocess_logits_for_metrics: Callable | None = None,
     ) -> None:
         if train_dataset is None:
-            raise ConfigError("AsyncDistillationTrainer needs train_dataset: prompts that the student completes.")
+            raise ConfigError("AsyncDistillationTrainer needs train_dataset, the prompts that the student completes.")
         sent = {"unscored": True, "engine_factory": engine_factory}
         self.sends(sent, rollout_worker, weight_transfer, processing_class)
         super().__init__(
@@ -143,27 +143,27 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
 
     @property
     def scores_rewards(self) -> bool:
-        """Rollouts have no rewards."""
+        """Always False, because rollouts have no rewards."""
         return False
 
     def make_source(self) -> AsyncRollouts:
-        """As the parent's; where teachers are behind servers they are asked about each rollout as it arrives."""
+        """Create the source of rollouts. Teachers on servers score each rollout as it arrives."""
         source = super().make_source()
         if self.servers:
             source.service.scoring = TeachersAsked(self._said_of)
         return source
 
     def _said_of(self, sample: RolloutSample) -> dict[str, Any]:
-        """What the servers say of a rollout, or the one that its row names."""
+        """Return the scores of a rollout from all servers, or from the one that its row selects."""
         numbers = [self.teacher_number(sample.teacher_id)] if self.chosen_by_row else None
         (said,) = asked_servers(self.servers, [sample.rollout()], numbers)
         return said
 
     def taken(self, batch: RolloutBatch) -> RolloutBatch:
-        """With the number of each completion's teacher, and what its servers said kept."""
+        """Add the number of each completion's teacher, and store the scores of its servers."""
         values = torch.tensor(batch.columns["advantages"])
         return batch.worth(self.keep(batch, Advantages(values, values, token_columns=batch.token_columns)))
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """In training what came with the rollouts."""
+        """Return the scores that came with the rollouts in training."""
         return (rollouts.extra["scores"], found) if "scores" in rollouts.extra else super().facts(rollouts, found)

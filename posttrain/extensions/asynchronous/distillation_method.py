@@ -1,4 +1,4 @@
-"""Distillation on rollouts that other processes write while it trains: the config, and what its loss has besides."""
+"""Config and method of asynchronous distillation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from posttrain.methods.distillation.objective import Distillation
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
-# Of the policy's loss, of rewards and of answers that nobody sampled.
+# Options of the policy loss, of rewards and of given answers, which this method does not have.
 OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
-    name: (default, "The loss is the divergence from a teacher, of completions of single turns that the student samples.")
+    name: (default, "The loss is the divergence from a teacher on single-turn completions of the student.")
     for name, default in {
         "delta": None, "scale_rewards": "population", "fork_threshold_tokens": 1024, "max_tool_calling_iterations": None,
         "lmbda": 1.0, "seq_kd": False, "teacher_scores": None, "max_length": None, "max_prompt_length": None,
@@ -66,14 +66,18 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
         urls, named = self.teacher_server_urls, self.teacher_model_server_url
         if urls is not None and named not in (None, urls):
             raise ConfigError(
-                f"teacher_server_urls={urls!r} and teacher_model_server_url={named!r} are two names of one field. Fix: set one."
+                f"teacher_server_urls={urls!r} and teacher_model_server_url={named!r} are names of the same "
+                "option and have different values. Fix: set one of them."
             )
         self.teacher_model_server_url = named if urls is None else urls
         super().__post_init__()
-        self.teacher_server_urls = self.teacher_model_server_url  # As it was read.
+        self.teacher_server_urls = self.teacher_model_server_url  # Both fields have the resolved value.
 
     def axes(self) -> Axes:
-        """Of models here the whole vocabulary; of servers what they tell: their likeliest ids, and the sampled one."""
+        """Return the properties of the loss.
+
+        A teacher model uses the whole vocabulary. Servers return their most likely ids and the sampled id.
+        """
         t, tail = self.teacher_temperature, self.add_tail_bucket
         axes = Axes("full", self.beta, tail=tail, student_temperature=t, teacher_temperature=t)
         if not self.teacher_model_server_url:
@@ -84,10 +88,11 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
 
 
 class AsyncDistillation(Distillation):
-    """On-policy distillation whose rollouts are written ahead, by processes of their own (experimental).
+    """On-policy distillation on rollouts that other processes sample (experimental).
 
-    The divergence is of the weights that are trained, at tokens that weights a little older drew: nothing is corrected, as a
-    divergence at every position has no ratio, and ``max_staleness`` bounds how far the texts can be from the student's own.
+    The divergence is that of the trained weights, at tokens that slightly older weights sampled. It needs no
+    correction, because a divergence at every position has no importance ratio. ``max_staleness`` limits the age of the
+    samples.
 
     Reference: GKD, arXiv:2306.13649; several teachers by row: MOPD, arXiv:2606.30406.
     """
@@ -97,11 +102,13 @@ class AsyncDistillation(Distillation):
 
     @property
     def temperature(self) -> float:
-        """Of log-probs: the sampling's, which the samplers' are compared with."""
+        """The sampling temperature, so that log-probs can be compared with the sampler's."""
         return float(self.cfg.temperature)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """See `distillation_objective`; ``kl`` is the k3 estimate of how far the student is from what sampled, as in GRPO."""
+        """Compute the loss with `distillation_objective`. ``kl`` is the k3 estimate of the mismatch with the sampler,
+        as in GRPO.
+        """
         terms, mask = super().objective(outputs, batch, state), batch.loss_mask
         known = outputs.logp is not None and batch.rollout_logp is not None and not self.cfg.truncation
         gap = k3(batch.rollout_logp, outputs.logp.detach()) if known else torch.zeros_like(terms.terms)

@@ -1,4 +1,6 @@
-"""The rollout engine of a worker process: its recipe, its weights, and completions that go on under newer weights."""
+"""The rollout engine of a worker process: its construction, its weights, and completions that continue under newer
+weights.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,17 @@ from posttrain.types import FinishReason, Request, Rollout, Sampling
 
 @dataclass(slots=True)
 class EngineRecipe:
-    """How a worker makes its engine.
+    """How a worker creates its engine.
 
     Attributes:
-        kind: ``native`` or ``hf``: the worker holds a copy of the model; ``server``: it asks rollout servers, which get their
-            weights from the trainer; ``custom``: ``factory`` makes it, and `load_weights` gives it what the trainer shares.
-        config: Of the model, for copies.
-        processor: Of a model that sees pictures; None: it reads text alone.
-        dtype: Of the copy, as ``torch`` calls it.
-        pad_token_id: Of the tokenizer.
-        trust_remote_code: For models whose code is in their repository.
+        kind: ``native`` or ``hf``: the worker has a copy of the model. ``server``: it sends requests to rollout
+            servers, which receive their weights from the trainer. ``custom``: ``factory`` creates the engine, and
+            `load_weights` passes it the trainer's weights.
+        config: Config of the model, for copies.
+        processor: Processor of a model with image inputs. None: the model supports text only.
+        dtype: Dtype of the copy, by its ``torch`` name.
+        pad_token_id: Pad token of the tokenizer.
+        trust_remote_code: Whether code in the model's repository may run.
         weights: Folder of a `posttrain.rollouts.shared_weights.SharedWeights`.
         factory: ``() -> RolloutEngine``, picklable.
     """
@@ -44,25 +47,25 @@ class EngineRecipe:
     def __post_init__(self) -> None:
         check_choice("worker_engine", self.kind, (*IN_WORKERS, "custom"))
         if self.kind in ("server", "custom") and self.factory is None:
-            raise ConfigError(f"worker_engine={self.kind!r} needs a function that makes the engine.")
+            raise ConfigError(f"worker_engine={self.kind!r} needs a function that creates the engine.")
 
 
 class WorkerEngine:
-    """The engine of a worker, and how it comes by newer weights.
+    """The engine of a worker, and its loading of newer weights.
 
     Args:
-        spec: How to make it.
+        spec: How to create the engine.
 
     Attributes:
         engine: Any rollout engine.
-        version: Of the weights it has; 0 before the first.
-        scored: Log-probs of the probe sequences that came with the newest weights; None: none came.
+        version: Version of its weights; 0 before the first.
+        scored: Log-probs of the probe sequences of the newest weights. None: there were none.
     """
 
     def __init__(self, spec: EngineRecipe) -> None:
         self.spec, self.version, self.holders = spec, 0, None
         self.scored: list[list[float]] | None = None
-        # A copy of the policy; None where the engine keeps its own weights, or servers have them.
+        # A copy of the policy. None if the engine has its own weights, or servers have them.
         self.model: Any = None
         if spec.factory is not None:
             self.engine: Any = require_engine(spec.factory(), "engine_factory")
@@ -78,14 +81,14 @@ class WorkerEngine:
         self.engine = create_engine(spec.kind, self.model, pad_token_id=spec.pad_token_id)
 
     def refresh(self, wanted: int, holders: Any = None) -> bool:
-        """Newer weights, where they are wanted; whether any were loaded.
+        """Load newer weights if they are needed, and return whether any were loaded.
 
         Args:
-            wanted: Least version that will do.
-            holders: Which servers hold it, where the engine asks servers.
+            wanted: Minimum version.
+            holders: Servers that have this version, if the engine uses servers.
         """
         if self.spec.kind == "server" and holders is not None and holders is not self.holders:
-            self.engine.set_servers(holders)  # Also without a newer version: servers may have come.
+            self.engine.set_servers(holders)  # Servers may have joined without a newer version.
             self.holders = holders
         if self.version >= wanted:
             return False
@@ -94,7 +97,7 @@ class WorkerEngine:
 
     def _load(self, wanted: int) -> int:
         if not self.spec.weights:
-            return wanted  # The trainer pushed them to the servers before it said so.
+            return wanted  # The trainer has already pushed this version to the servers.
         weights, version, probe = read_weights(self.spec.weights, wanted)
         if self.model is not None:
             copy_into(self.model, weights)
@@ -107,25 +110,25 @@ class WorkerEngine:
         return version
 
 
-# A continuation draws other numbers than its beginning and its neighbours.
+# Seed offsets, so that a continuation uses other random numbers than its beginning and than other completions.
 SEED_STRIDE, INDEX_STRIDE = 1_000_003, 10_007
 
 
 @dataclass(slots=True)
 class PartialCompletion:
-    """One completion as it grows, perhaps under several versions of the weights.
+    """A completion in progress, possibly with several versions of the weights.
 
     Attributes:
-        prompt_ids: What it continues.
-        pictures: In it.
-        sampling: Of the whole completion.
-        index: Among the completions of its call.
-        token_ids: So far.
-        logp: One a token.
-        processed_logp: Under the distribution they were drawn from, where that is another.
-        top_logps: The most likely tokens of each step, where they were asked for.
-        spans: Runs of (version, tokens).
-        finish_reason: None while it is being written.
+        prompt_ids: Prompt.
+        pictures: Images in the prompt.
+        sampling: Sampling settings of the whole completion.
+        index: Index among the completions of its call.
+        token_ids: Tokens so far.
+        logp: Log-probs, one per token.
+        processed_logp: Log-probs under the sampled distribution, if it differs.
+        top_logps: Most likely tokens of each step, if requested.
+        spans: Runs of (version, number of tokens).
+        finish_reason: None while it is in progress.
     """
 
     prompt_ids: list[int]
@@ -141,7 +144,7 @@ class PartialCompletion:
     pictures: Sequence[Any] = ()
 
     def request(self) -> Request:
-        """What is still to be written."""
+        """Return an engine request for the rest of the completion."""
         written, own = len(self.token_ids), self.sampling
         seed = None if own.seed is None else (own.seed + written * SEED_STRIDE + self.index * INDEX_STRIDE) % 2**63
         left = replace(
@@ -153,12 +156,12 @@ class PartialCompletion:
         return Request(self.prompt_ids + self.token_ids, 1, left, self.pictures, written)
 
     def add(self, rollout: Rollout) -> None:
-        """What one call to the engine added."""
+        """Append the result of one engine call."""
         count = len(rollout.token_ids)
         if len(rollout.logp) != count:
             raise RolloutError(
-                f"the engine returned {len(rollout.logp)} log-probs for {count} tokens. Asynchronous training needs one for "
-                "every sampled token."
+                f"the engine returned {len(rollout.logp)} log-probs for {count} tokens. Asynchronous training needs "
+                "one for every sampled token."
             )
         self.token_ids += rollout.token_ids
         self.logp += rollout.logp
@@ -176,7 +179,7 @@ class PartialCompletion:
             self.finish_reason = "length"
 
     def rollout(self) -> Rollout:
-        """The finished completion; ``version`` is that of its oldest token."""
+        """Return the finished completion. Its ``version`` is that of its oldest token."""
         assert self.finish_reason is not None
         oldest = min((version for version, _ in self.spans), default=0)
         drawn = self.processed_logp if self.processed else None
@@ -186,7 +189,7 @@ class PartialCompletion:
 
 
 def begin_completions(requests: Sequence[Request], sampling: Sampling) -> list[PartialCompletion]:
-    """Every completion of some requests, nothing written yet."""
+    """Create the completions of requests, without tokens."""
     everyone = [request for request in requests for _ in range(request.n)]
     return [
         PartialCompletion(list(r.prompt_ids), r.sampling or sampling, index, pictures=r.pictures)
@@ -195,19 +198,19 @@ def begin_completions(requests: Sequence[Request], sampling: Sampling) -> list[P
 
 
 class ResumableGenerator:
-    """Drives an engine that may be interrupted between two tokens.
+    """Runs an engine whose calls may be interrupted between two tokens.
 
     Args:
-        engine: Any rollout engine. One that is interrupted returns what it has with ``abort``, or raises
-            `RolloutInterrupted` with it.
-        refresh: Called before every call to the engine: loads newer weights where there are any.
+        engine: Any rollout engine. An interrupted engine returns completions with the reason ``abort``, or raises
+            `RolloutInterrupted` with them.
+        refresh: Called before every engine call, to load newer weights.
     """
 
     def __init__(self, engine: RolloutEngine, refresh: Callable[[], None] = lambda: None) -> None:
         self.engine, self.refresh = engine, refresh
 
     def advance(self, unfinished: Sequence[PartialCompletion]) -> None:
-        """One call to the engine for all of them; it may end before they do."""
+        """Run one engine call for all unfinished completions. It may end before they are finished."""
         self.refresh()
         requests: list[Request] = []
         common = unfinished[0].sampling
@@ -215,7 +218,8 @@ class ResumableGenerator:
             chosen = list(members)
             if fresh:
                 own = chosen[0].sampling
-                # The call's own sampling numbers its draws over all requests; equal ones of requests would repeat them.
+                # With the call's settings, random numbers are numbered over all requests. Equal settings of requests
+                # would repeat them.
                 sampling = None if own is common else own
                 requests.append(Request(chosen[0].prompt_ids, len(chosen), sampling, chosen[0].pictures))
             else:
@@ -226,13 +230,13 @@ class ResumableGenerator:
             rollouts = interrupted.rollouts
         if len(rollouts) != len(unfinished):
             raise RolloutError(
-                f"the engine returned {len(rollouts)} completions for {len(unfinished)} that were asked for."
+                f"the engine returned {len(rollouts)} completions, but {len(unfinished)} were requested."
             )
         for completion, rollout in zip(unfinished, rollouts, strict=True):
             completion.add(rollout)
 
     def finish(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """All completions of all requests, as `RolloutEngine.generate` returns them, whatever happens to the weights."""
+        """Return all completions of all requests like `RolloutEngine.generate`, across changes of the weights."""
         everything = begin_completions(requests, sampling)
         while unfinished := [completion for completion in everything if completion.finish_reason is None]:
             self.advance(unfinished)
@@ -240,7 +244,7 @@ class ResumableGenerator:
 
 
 def _shared(completion: PartialCompletion) -> tuple[bool, tuple[Any, ...] | int]:
-    """Completions with nothing written share their prompt's request; begun ones stand alone."""
+    """Return a key that groups completions without tokens by prompt. Others get a unique key."""
     if completion.token_ids:
         return False, id(completion)
     return True, (id(completion.sampling), *completion.pictures, *completion.prompt_ids)

@@ -1,4 +1,4 @@
-"""`AsyncGRPOTrainer`: GRPO on rollouts that other processes write while it trains."""
+"""`AsyncGRPOTrainer`: GRPO on rollouts that other processes sample while the trainer trains."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from posttrain.trainers.arguments import (
 
 
 class AsyncGRPOTrainer(AsyncTrainer):
-    """Group-relative policy optimisation whose rollouts are written ahead, by processes of their own (experimental).
+    """Group-relative policy optimization on rollouts that other processes sample (experimental).
 
-    Workers write and score completions with the newest weights they have; the trainer takes them from a queue as its steps
-    need them, drops those that are too old, and corrects for the rest being written by older weights.
+    Workers sample and score completions with the newest weights that they have. The trainer takes rollouts from a
+    queue, drops those that are too old, and corrects for older weights.
 
     Args:
         model: Hub id, folder or model.
@@ -100,9 +100,9 @@ class AsyncGRPOTrainer(AsyncTrainer):
             warn_of_reward_models(reward_funcs)
         if rollout_func is not None:
             raise ConfigError(
-                "rollout_func runs in the trainer; rollouts are written elsewhere here. Give rollout_worker."
+                "rollout_func runs in the trainer, but workers sample the rollouts here. Pass rollout_worker instead."
             )
-        # What tools and environments show comes after the prompt, and a sample has pictures in its prompt alone.
+        # Images of tools and environments come after the prompt, but samples support images in the prompt only.
         self._prompt_images = not (tools or environment_factory)
         self.sends(sent, rollout_worker, weight_transfer, processing_class)
         super().__init__(
@@ -128,12 +128,12 @@ class AsyncGRPOTrainer(AsyncTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        if self.run.progress.truncation.never:  # The workers' log-probs are those after every rule then.
+        if self.run.progress.truncation.never:  # The workers' log-probs then include all sampling rules.
             reject_reshaped_sampling(self.args)
         self.begins()
 
     def make_online(self) -> Online:
-        """As every online trainer's; log-probs are those of the engine, which is the policy itself in evaluation."""
+        """Create the sampling state for evaluation. Log-probs are the engine's, which uses the policy itself."""
         logps = lambda run, batch: {"rollout_logp": logps_of_sampler(run, batch)}  # noqa: E731
-        # Log-probs of workers, and of the engine that evaluates, are of what was drawn from.
+        # Log-probs of workers and of the evaluation engine are those of the sampled distribution.
         return replace(super().make_online(), logps=logps, follows_truncation=True)

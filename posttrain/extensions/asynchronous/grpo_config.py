@@ -1,4 +1,4 @@
-"""`AsyncGRPOConfig`: how far ahead rollouts may be written, how old they may be, and how the loss makes up for it."""
+"""`AsyncGRPOConfig`: limits on the age and number of rollouts, and the correction for their age."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_URL = "http://localhost:8000"
 
-# Fields of synchronous training that have no meaning here, with the value that says so.
+# Fields of synchronous training that are not supported, with the only allowed value.
 MEANINGLESS = {
     "num_iterations": 1,
     "dynamic_sampling": 0,
@@ -37,7 +37,7 @@ MEANINGLESS = {
     "vllm_tensor_parallel_size": 1,
     "balance_ranks": True,
     "check_reward_determinism": False,
-    "vllm_importance_sampling_correction": True,  # Its ratio is the loss's own; the mode says how.
+    "vllm_importance_sampling_correction": True,  # The loss has this ratio itself; the mode selects how it is used.
 }
 
 
@@ -185,11 +185,11 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     def __post_init__(self) -> None:
         self.check_fields()
         self._refuse_meaningless()
-        if self.rollout_engine == "server":  # Of the trainer's own process, which only evaluates.
+        if self.rollout_engine == "server":  # This would be the engine in the trainer's process, which only evaluates.
             self.rollout_engine, self.worker_engine = "auto", "server"
         self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
         self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
-        # One time-out, as TRL 1.18, and those of 1.16 where they are set.
+        # One timeout as in TRL 1.18, with the separate names of TRL 1.16.
         self._one_value(("request_timeout", "vllm_request_timeout"), max(600, self.vllm_server_timeout))
         names = ("weight_sync_timeout", "sync_timeout_s", "vllm_sync_timeout")
         self._one_value(names, max(1800, self.vllm_server_timeout))
@@ -197,71 +197,73 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         self._check_ranges()
         if self.fork_threshold_tokens != type(self).fork_threshold_tokens:
             logger.warning(
-                "fork_threshold_tokens=%d changes nothing: whatever does not continue a conversation token by token is a branch "
-                "of its own, and no sampled token is left out of the loss.", self.fork_threshold_tokens,
+                "fork_threshold_tokens=%d has no effect: a prompt that does not continue the conversation token by "
+                "token starts a new branch, and no sampled token is excluded from the loss.", self.fork_threshold_tokens,
             )  # fmt: skip
         check_truncation(self)
         if self._corrects_sampler and (self.truncation or self.resolved_engine == "server"):
-            # A server's log-probs, and those after a truncation, are of what a penalty or a guide made of the distribution.
+            # Log-probs of servers, and log-probs after truncation, include the effect of penalties and structured
+            # outputs.
             reject_reshaped_sampling(self)
         if self.max_staleness_hard is None:
             self.max_staleness_hard = self.max_staleness
         if self.max_staleness_hard < self.max_staleness:
             raise ConfigError(
-                f"max_staleness_hard={self.max_staleness_hard} is below max_staleness={self.max_staleness}: what is accepted "
-                "would never be trained. Raise it, or leave it None."
+                f"max_staleness_hard={self.max_staleness_hard} is below max_staleness={self.max_staleness}, so some "
+                "accepted rollouts would never be trained. Raise it, or set it to None."
             )
         self._resolve_inflight()
-        # The live stream goes on where the checkpoint says; there are no batches to skip.
+        # The prompt stream continues from the checkpoint; there are no batches to skip.
         self.ignore_data_skip = True
 
     def _one_value(self, names: tuple[str, ...], default: float) -> None:
-        """Give names of one setting the one value that was given, or the default."""
+        """Set all names of one option to the value that was passed, or to the default."""
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         if len(set(values.values())) > 1:
-            raise ConfigError(f"{values} are names of one setting with different values. Fix: set {names[0]} alone.")
+            raise ConfigError(f"{values} are names of the same option with different values. Fix: set only {names[0]}.")
         for name in names:
             setattr(self, name, next(iter(values.values()), default))
 
     def _refuse_meaningless(self) -> None:
         if names := transform_names(self.reward_transform) & {"running", "zscore"}:
             raise ConfigError(
-                f"reward_transform={min(names)!r}: rewards are scored group by group in several workers here, so that none knows "
-                "the scale of all. Take rank, log1p, tanh:s or clip:a:b, or leave scale_rewards at a spread of the group."
+                f"reward_transform={min(names)!r} is not supported: workers score each group separately and do not "
+                "have statistics of all rewards. Use rank, log1p, tanh:s or clip:a:b, or set scale_rewards to "
+                "'population' or 'group'."
             )
         if self.deepspeed is not None:
             raise ConfigError(
-                f"deepspeed={self.deepspeed!r}: asynchronous GRPO runs on one process, DDP or FSDP2. Leave it out."
+                f"deepspeed={self.deepspeed!r}: asynchronous GRPO supports one process, DDP and FSDP2. Remove it."
             )
         for name, neutral in self._meaningless.items():
             value = getattr(self, name)
             if value != neutral:
                 error = NotImplementedError if name == "use_liger_kernel" else ConfigError
                 raise error(
-                    f"{name}={value!r} has no meaning in asynchronous GRPO, where every rollout is trained once, always against "
-                    "the weights that wrote it, and nothing is compared with a reference; engines are chosen by worker_engine, "
-                    "servers by vllm_server_base_url. Leave it out, or use GRPOTrainer."
+                    f"{name}={value!r} is not supported by asynchronous GRPO. Every rollout is trained once, against "
+                    "the weights that sampled it, without a reference model; worker_engine selects the engine and "
+                    "vllm_server_base_url the servers. Remove it, or use GRPOTrainer."
                 )
 
     def _check_ranges(self) -> None:
         assert self.samples_per_step is not None
         rules: list[tuple[str, bool, str]] = [
             ("max_inflight_tasks", self.max_inflight_tasks == -1 or self.max_inflight_tasks > 0, "must be -1 or above 0"),
-            ("queue_maxsize", self.queue_maxsize >= self.num_generations, "must hold a group (num_generations)"),
+            ("queue_maxsize", self.queue_maxsize >= self.num_generations, "must be at least num_generations"),
             (
                 "samples_per_step",
                 self.samples_per_step >= self.world_size,
-                f"must give each of {self.world_size} processes a rollout",
+                f"must be at least one rollout for each of {self.world_size} processes",
             ),
         ]  # fmt: skip
         check_rules(self, rules)
 
     def _resolve_batches(self) -> None:
-        """Rollouts of a step, whatever its passes; what evaluation generates is checked as everywhere."""
+        """Resolve the number of rollouts per step, and validate the groups of evaluation."""
         if self.auto_batch_size:
             raise ConfigError(
-                "per_device_train_batch_size='auto' has no meaning in asynchronous training: a step takes samples_per_step "
-                "rollouts, in passes as large as max_row_tokens allows. Fix: set samples_per_step, and leave it out."
+                "per_device_train_batch_size='auto' is not supported in asynchronous training: a step takes "
+                "samples_per_step rollouts, in passes up to max_row_tokens. Fix: set samples_per_step and remove it."
             )
         if self.samples_per_step is None:
             per_rank = self.per_device_train_batch_size * self.gradient_accumulation_steps
@@ -279,17 +281,20 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     @property
     def server_urls(self) -> list[str]:
-        """Where rollout servers are."""
+        """Addresses of the rollout servers."""
         urls = self.vllm_server_base_url or DEFAULT_URL
         return [urls] if isinstance(urls, str) else list(urls)
 
     def check_vllm_settings(self) -> None:
-        """See `OnlineConfig.check_vllm_settings`; the trainer's own engine only evaluates."""
-        raise ConfigError("use_vllm=True: the workers sample. Fix: worker_engine='server' with vLLM behind the URL.")
+        """Reject vLLM in the trainer's process, whose engine only evaluates."""
+        raise ConfigError(
+            "use_vllm=True: workers sample the rollouts. Fix: set worker_engine='server' with the address of a vLLM "
+            "server."
+        )
 
     @property
     def resolved_engine(self) -> str:
-        """What workers generate with."""
+        """Engine of the workers."""
         if self.worker_engine != "auto":
             return self.worker_engine
         return "server" if self.vllm_server_base_url else "native"

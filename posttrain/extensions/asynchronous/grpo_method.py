@@ -1,4 +1,4 @@
-"""The objective of asynchronous GRPO: decoupled PPO with advantages of groups."""
+"""The method of asynchronous GRPO: decoupled PPO with group advantages."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 
 
 def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) -> LossTerms:
-    """``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)``, per token, divided by the tokens of the whole step.
+    """Compute ``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)`` per token, divided by the tokens of the step.
 
-    ``vllm_importance_sampling_mode=None``: ``rho = pi / mu`` with the log-probs ``log mu`` of the weights that sampled each
-    token. Otherwise ``rho = pi / pi_start`` (1, with its gradient, since all passes of a step see the same weights), and the
-    term is weighted by ``pi_start / mu``, bounded: decoupled PPO, whose proximal policy costs no pass of its own here.
+    With ``vllm_importance_sampling_mode=None``, ``rho = pi / mu``, where ``mu`` are the weights that sampled the token.
+    Otherwise ``rho = pi / pi_start``, where ``pi_start`` are the weights at the beginning of the step. Its value is 1,
+    because all passes of a step use the same weights, but it has a gradient. The term is then weighted by the bounded
+    ratio ``pi_start / mu``. This is decoupled PPO without an extra pass for the proximal policy.
 
     Args:
         out: Log-probs and entropies of the policy.
-        batch: With ``rollout_logp`` and ``advantages``.
+        batch: Batch with ``rollout_logp`` and ``advantages``.
         cfg: `AsyncGRPOConfig`.
 
     Reference: PPO, arXiv:1707.06347, equation 7; AReaL, arXiv:2505.24298, equation 5.
@@ -82,7 +83,7 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
 
 
 class AsyncGRPO(Method[AsyncGRPOConfig]):
-    """Group-relative policy optimisation of rollouts that older weights wrote.
+    """Group-relative policy optimization on rollouts that older weights sampled.
 
     Reference: AReaL, arXiv:2505.24298; DeepSeekMath, arXiv:2402.03300, equation 3.
     """
@@ -93,12 +94,12 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
     )
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """A completion's reward against the mean of its group, divided by a spread."""
+        """Compute each completion's reward minus the mean of its group, divided by a standard deviation."""
         how = self.cfg.scale_rewards
         stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, scale_rewards=how)
         return within_groups(stats, rewards.start, bound=how != "none", token_columns=logps)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """See `async_grpo_objective`."""
+        """Compute the loss with `async_grpo_objective`."""
         terms = async_grpo_objective(outputs, batch, self.cfg)
         return replace(terms, sums=mismatch_sums(terms))

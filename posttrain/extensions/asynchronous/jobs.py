@@ -1,4 +1,4 @@
-"""What a rollout worker does: completes prompts with the newest weights it has, scores the completions, sends them."""
+"""The work of a rollout worker: complete prompts with the newest weights, score the completions, and send them."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Groups that wait for the reward functions before generation waits too.
+# Maximum number of groups that wait for reward functions before generation waits.
 SCORE_BACKLOG = 16
-# Seconds between two looks of the interrupter, and of a worker that has nothing to do.
+# Polling intervals in seconds of the interrupter, and of an idle worker.
 LOOK_S, REST_S = 0.05, 0.5
 
 
 @dataclass
 class RolloutJob:
-    """Everything a worker needs, as it is sent to it.
+    """All data that a worker receives.
 
     Attributes:
-        engine: How to make the engine.
-        tokenizer: With its chat template.
-        sampling: All fields, defaults included; the seed is each group's own.
-        context: Most tokens the model can read.
+        engine: How to create the engine.
+        tokenizer: Tokenizer with a chat template.
+        sampling: All sampling settings. The seed is set per group.
+        context: Maximum number of tokens of prompt and completion.
         episodes: Tools and environments.
-        rewards: Keywords of `RewardRunner`; None: nothing is scored.
-        method: Says what completions are worth.
+        rewards: Keyword arguments of `RewardRunner`. None: completions are not scored.
+        method: Method that computes advantages.
         mask_truncated: See `score_group`.
-        threads: Of torch; None: all.
-        segment_s: Seconds after which a call to the engine is interrupted, so that what is finished is handed over.
-        slots: Rollouts of one call, at most.
-        reader: Reads prompts with pictures; None: prompts are text.
+        threads: Number of torch threads. None: all.
+        segment_s: Seconds after which an engine call is interrupted, so that finished completions are sent.
+        slots: Maximum number of rollouts per engine call.
+        reader: Image processor for prompts. None: prompts are text.
     """
 
     engine: EngineRecipe
@@ -87,7 +87,7 @@ class RolloutJob:
     reader: PictureProcessor | None = None
 
     def run(self, link: Link) -> None:
-        """Make the engine and the reward functions, then serve."""
+        """Create the engine and the reward functions, then process tasks."""
         logging.basicConfig(level=logging.WARNING)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
@@ -104,15 +104,15 @@ class RolloutJob:
 
 @dataclass(slots=True)
 class RolloutGroup:
-    """The completions of one prompt, before they are scored.
+    """The completions of one prompt before they are scored.
 
     Attributes:
         task: The prompt.
-        version: Of the weights when its first request was sent.
-        batch: Completions that came to an end.
-        errors: One for each completion that did not.
-        metrics: Numbers to log, one dict a completion.
-        lent: Environments that are its own until it is scored.
+        version: Version of the weights when the first request was sent.
+        batch: Completions that finished.
+        errors: One error for each completion that failed.
+        metrics: Values to log, one dict per completion.
+        lent: Environments that are reserved until the group is scored.
     """
 
     task: GroupTask
@@ -124,14 +124,14 @@ class RolloutGroup:
 
 
 class GroupGenerator:
-    """Completes prompts with any engine: one turn, or as many as tools and environments take.
+    """Completes prompts with any engine, in one turn or in several turns with tools and environments.
 
     Args:
-        driver: Of episodes.
-        generator: The engine.
-        tokenizer: With its chat template.
-        sampling: The seed is each group's own.
-        context: Most tokens the model can read.
+        driver: Driver of episodes.
+        generator: Generator with the engine.
+        tokenizer: Tokenizer with a chat template.
+        sampling: Sampling settings. The seed is set per group.
+        context: Maximum number of tokens of prompt and completion.
         reader: See `RolloutJob`.
     """
 
@@ -147,16 +147,16 @@ class GroupGenerator:
         self.driver, self.generator, self.tokenizer, self.reader = driver, generator, tokenizer, reader
         self.base, self.context = sampling, context
         driver.use_tokenizer(tokenizer)
-        # Whether groups need more than one call to the engine.
+        # Whether groups may need several engine calls.
         self.episodic = driver.calls_tools or driver.pool is not None or driver.harness is not None
-        # Told now and then that this thread is at work, while a harness is; raises where all is to end.
+        # Called regularly during a harness to report progress. It raises to stop the episodes.
         self.alive: Callable[[bool], bool] = bool
 
     def prompt(self, task: GroupTask) -> tuple[list[int], Sampling]:
-        """A prompt's tokens, and the sampling of its completions.
+        """Return the token ids of a prompt and the sampling settings of its completions.
 
         Raises:
-            RolloutError: It leaves no room for an answer.
+            RolloutError: The prompt leaves no space for a completion.
         """
         kwargs = self.driver.setup.template_kwargs
         if self.reader is None:
@@ -166,24 +166,25 @@ class GroupGenerator:
         return ids, replace(self.base, max_new_tokens=self._room(ids), seed=task.seed)
 
     def _room(self, ids: list[int]) -> int:
-        """Most tokens of an answer."""
+        """Return the maximum number of tokens of a completion."""
         base, context = self.base, self.context
         room = base.max_new_tokens if context is None else min(base.max_new_tokens, context - len(ids))
         if room < 1:
             raise RolloutError(
-                f"a prompt of {len(ids)} tokens leaves no room for an answer in the model's context of {context} tokens."
+                f"a prompt of {len(ids)} tokens leaves no space for a completion in the model's context of "
+                f"{context} tokens."
             )
         return room
 
     def single_turn(self, task: GroupTask, version: int, rollouts: list[Rollout]) -> RolloutGroup:
-        """Completions of one prompt, decoded."""
+        """Decode the completions of one prompt."""
         chat = is_conversational({"prompt": task.row["prompt"]})
         rollouts, completions = decoded(self.tokenizer, rollouts, conversational=chat)
         (row,) = [task.row] if self.reader is None else opened([task.row])
         return RolloutGroup(task, version, RolloutBatch([row] * len(rollouts), rollouts, completions))
 
     def groups(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
-        """All completions of some prompts, from the reset of their environments to their last turn."""
+        """Complete prompts, from the reset of their environments to the last turn."""
         if not self.episodic:
             return [self._plain(task, version) for task in tasks]
         if self.driver.harness is not None:
@@ -215,7 +216,7 @@ class GroupGenerator:
         return groups
 
     def _harnessed(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
-        """Episodes of a harness; those that failed are errors of their group, unless failures have a reward."""
+        """Run episodes of a harness. Failed episodes are errors of their group, unless failures have a reward."""
         assert self.driver.harness is not None
         failure = self.driver.harness.options.failure
         rows = [dict(task.row) for task in tasks for _ in range(task.size)]
@@ -242,7 +243,7 @@ class GroupGenerator:
         return [self.generator.finish(requests, sampling) for requests, sampling in batches]
 
     def release(self, groups: Sequence[RolloutGroup]) -> None:
-        """Let others use the environments of groups that were scored."""
+        """Return the environments of scored groups to the pool."""
         self._release([environment for group in groups for environment in group.lent])
 
     def _release(self, environments: Sequence[Any]) -> None:
@@ -260,7 +261,7 @@ class GroupGenerator:
     def _episodes(
         self, rows: list[dict[str, Any]], environments: list[Any] | None, errors: dict[int, str]
     ) -> Iterator[tuple[int, Episode]]:
-        """Prompts of rows that have no error, tokenised; those without room for an answer get one."""
+        """Yield tokenized prompts of rows without an error. A prompt without space for a completion becomes an error."""
         for index, row in enumerate(rows):
             if index in errors:
                 continue
@@ -273,7 +274,7 @@ class GroupGenerator:
             yield index, episode
 
     def _completed(self, episodes: list[Episode], seed: int) -> list[tuple[Rollout, Any]]:
-        """All turns of episodes, and what reward functions see of each; without tools there is one turn."""
+        """Complete all turns of episodes, and return rollouts and completions for reward functions."""
         if not episodes:
             return []
         sampling = replace(self.base, seed=seed)
@@ -310,18 +311,20 @@ def score_group(
     mask_truncated: bool,
     truncation: Truncation = WHOLE,
 ) -> list[Trajectory]:
-    """One trajectory a completion, with its advantage and what is logged of it; those without a trained token are left out.
+    """Return one trajectory per completion, with its advantage and metrics.
+
+    Completions without a trained token are excluded.
 
     Args:
         group: Completions of one prompt.
-        rewards: The functions.
-        tokenizer: Decodes the ends of prompts, for format rewards.
-        method: Whose ``advantages`` are those of the trainer.
-        mask_truncated: Leave out completions that were cut.
-        truncation: What sampling left out of the vocabulary; log-probs are of what is left.
+        rewards: Reward functions.
+        tokenizer: Tokenizer that decodes the ends of prompts, for format rewards.
+        method: Method that computes advantages, as in the trainer.
+        mask_truncated: Whether to exclude truncated completions.
+        truncation: Truncation of the sampled distribution, which the log-probs must include.
 
     Raises:
-        RewardError: A function raised or returned what is no reward.
+        RewardError: A function raised an error or returned an invalid reward.
         RolloutError: A trained token has no log-prob.
     """
     batch, step = replace(group.batch, group_size=len(group.batch.rollouts)), SimpleNamespace(global_step=group.version)
@@ -352,14 +355,14 @@ def score_group(
 
 
 def _group_metrics(table: RewardTable) -> dict[str, float]:
-    """What all completions of a group have in common: seconds, shares of odd rewards."""
+    """Return the metrics of a whole group: seconds, and fractions of unusual rewards."""
     metrics = {name: float(m.value) / float(m.weight) for name, m in table.metrics.items() if m.reduction == "mean"}
     odd = {name: float(m.value) for name, m in table.metrics.items() if name.endswith("/nan")}
     return metrics | {name: count / len(table.values) for name, count in odd.items()}
 
 
 def unscored_group(group: RolloutGroup, *, mask_truncated: bool, truncation: Truncation = WHOLE) -> list[Trajectory]:
-    """As `score_group` where there are no rewards: every advantage is 0, and another objective says what is learnt."""
+    """Return trajectories like `score_group`, but with advantage 0, for methods without rewards."""
     trajectories = []
     for i, rollout in enumerate(group.batch.rollouts):
         if any(map(any, group.batch.trained(i, mask_truncated))):
@@ -382,14 +385,15 @@ def _sample(
     sampled = sampled_logps([rollout], truncation)
     if sampled is None:
         raise RolloutError(
-            f"the engine says log-probs of the distribution before {truncation}, and tokens were drawn after it: ratios would be "
-            "off by the mass that was left out. Fix: an engine that fills Rollout.processed_logp, or no truncation."
+            f"the engine returns log-probs before {truncation}, but tokens were sampled after it, so ratios would be "
+            "wrong by the excluded probability. Fix: use an engine that sets Rollout.processed_logp, or no "
+            "truncation."
         )
     logp = sampled[0] if len(sampled[0]) == count else [math.nan] * count
     versions = [version for version, _ in rollout.spans or [(rollout.version, count)]]
     prompt = group.batch.examples[index]["prompt"]
     return RolloutSample(
-        # Opened images stay with the reward functions.
+        # Decoded images are only for reward functions.
         prompt=without_pictures(prompt) if is_messages(prompt) else prompt,
         completion=group.batch.completions[index],
         input_ids=[*rollout.prompt_ids, *rollout.token_ids],
@@ -410,7 +414,7 @@ def _sample(
 
 @dataclass
 class _Open:
-    """A prompt whose completions are being generated."""
+    """A prompt whose completions are in progress."""
 
     task: GroupTask
     version: int
@@ -418,10 +422,11 @@ class _Open:
 
 
 class RolloutWorkerLoop:
-    """Serves one link with one engine.
+    """Processes the tasks of one link with one engine.
 
-    An engine in this process runs on the main thread, all prompts in one call, which is interrupted when there are new
-    weights, and now and then so that finished groups go out and new prompts come in. Calls to servers each have a thread.
+    An in-process engine runs on the main thread with all prompts in one call. The call is interrupted when there are
+    new weights, and regularly so that finished groups are sent and new prompts begin. Calls to servers run on a thread
+    each.
     """
 
     def __init__(self, job: RolloutJob, link: Link, handle: WorkerEngine) -> None:
@@ -447,7 +452,7 @@ class RolloutWorkerLoop:
             threading.Thread(target=self._interrupter, daemon=True, name="interrupter").start()
 
     def refresh(self) -> None:
-        """Load the newest weights, where they are newer than ours; between two calls to the engine, and so a sign of work."""
+        """Load the newest weights if they are newer. It runs between engine calls and also reports progress."""
         self.link.progress()
         with self._loading:
             began = time.perf_counter()
@@ -459,11 +464,11 @@ class RolloutWorkerLoop:
     def _at_work(self, here: bool) -> bool:
         self.link.progress()
         if self.link.stopping.is_set():
-            raise RolloutError("the trainer asks this worker to stop")
+            raise RolloutError("the trainer has stopped this worker")
         return here
 
     def run(self) -> None:
-        """Serve until the trainer asks to stop."""
+        """Process tasks until the trainer stops the worker."""
         while not self.link.stopping.is_set():
             self.link.progress()
             if self.link.version:
@@ -483,10 +488,10 @@ class RolloutWorkerLoop:
                 self.link.wait(REST_S)
 
     def _admit(self) -> list[GroupTask]:
-        """Tasks that are begun now: as many as the call has slots for, and at least one when nothing else is under way."""
+        """Return the tasks to begin now: as many as there are slots, and at least one if nothing is in progress."""
         taken: list[GroupTask] = []
         busy = sum(len(group.completions) for group in self.active)
-        # One that came with newer weights waits until they are loaded, so that its version is theirs.
+        # A task that requires newer weights waits until they are loaded, so that it gets their version.
         while self.link.tasks and self.link.tasks[0].version <= self.handle.version:
             size = self.link.tasks[0].size
             if (busy or taken) and busy + sum(t.size for t in taken) + size > self.job.slots and not self.parallel:
@@ -512,7 +517,7 @@ class RolloutWorkerLoop:
             self.active.append(_Open(task, self.handle.version, completions))
 
     def _generate_chunk(self) -> None:
-        """One call to the engine for everything unfinished; what is finished then goes to be scored."""
+        """Run one engine call for all unfinished completions, and score the finished groups."""
         unfinished = [
             completion for group in self.active for completion in group.completions if completion.finish_reason is None
         ]
@@ -556,7 +561,7 @@ class RolloutWorkerLoop:
     # Several turns -----------------------------------------------------------------------------------------------
 
     def _groups(self, tasks: list[GroupTask]) -> None:
-        """Whole episodes of some prompts, and their rewards, before anything else happens to their environments."""
+        """Run whole episodes of prompts and score them before their environments are reused."""
         if not tasks or (self.parallel and tasks[0].group_id in self.link.cancelled):
             return
         version = self.handle.version
@@ -591,7 +596,7 @@ class RolloutWorkerLoop:
         trajectories, alone = [], 0
         options: dict[str, Any] = {
             "mask_truncated": self.job.mask_truncated,
-            # Without rewards nothing is weighed by a ratio: what an engine says of the whole distribution is logged.
+            # Without rewards there is no importance ratio, and log-probs of the full distribution are logged.
             "truncation": self.job.sampling.truncation if self.rewards is None else self.job.sampling.left_out,
         }
         if len(group.batch.rollouts) >= min(2, size):
@@ -600,7 +605,7 @@ class RolloutWorkerLoop:
                     trajectories = unscored_group(group, **options)
                 else:
                     options |= {"method": self.job.method}
-                    with self._judging:  # Calls to servers end on many threads.
+                    with self._judging:  # Engine calls to servers end on several threads.
                         trajectories = score_group(group, self.rewards, self.job.tokenizer, **options)
             except Exception as error:
                 logger.warning("scoring failed: %s", error, exc_info=True)
@@ -615,5 +620,5 @@ class RolloutWorkerLoop:
         try:
             self.link.send("result", result=result)
         except OSError:
-            # The trainer is gone.
+            # The trainer has ended.
             os._exit(0)

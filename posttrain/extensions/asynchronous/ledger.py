@@ -1,4 +1,4 @@
-"""How old a sample may be when it is trained, and an account of what became of every rollout."""
+"""Limits on the age of samples, and a ledger of the outcome of every rollout."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from posttrain.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 
-# Why a rollout was never trained.
+# Reasons why a rollout was not trained.
 DROP_REASONS = (
-    "stale_in_flight",  # its weights were too old while it was still being written
-    "stale_in_queue",  # or when its turn came
-    "failed",  # the engine, a tool, an environment or a reward raised
-    "alone",  # fewer than two of its group are left to be compared
-    "worker_lost",  # its process died
-    "too_long",  # longer than a row may be
-    "untrainable",  # no token of it carries loss
-    "skipped",  # its update was left out, since policy and sampler were too far apart
-    "unfinished",  # it was on its way when the run ended, or when a checkpoint was written that is resumed from
+    "stale_in_flight",  # its weights became too old during generation
+    "stale_in_queue",  # its weights became too old in the queue
+    "failed",  # the engine, a tool, an environment or a reward function raised an error
+    "alone",  # fewer than two completions of its group are left to compare
+    "worker_lost",  # its worker process died
+    "too_long",  # longer than the maximum row
+    "untrainable",  # it has no trained token
+    "skipped",  # the update was skipped, because policy and sampler differed too much
+    # it was in progress when the run ended, or when the checkpoint was written from which the run resumed
+    "unfinished",
 )
 
 
 @dataclass
 class Ledger:
-    """Counts of rollouts, each in exactly one place: written, waiting, held by the step, trained, or dropped.
+    """Counts rollouts by state: in generation, waiting, held by the current step, trained, or dropped.
 
-    ``produced = trained + dropped + in flight`` holds after every call; `audit` compares the places with what is really there.
+    ``produced = trained + dropped + in flight`` holds after every call. `audit` compares the counts with the actual
+    numbers.
 
     >>> ledger = Ledger()
     >>> ledger.dispatch(4); ledger.arrive(3); ledger.drop(1, "failed", "writing")
@@ -50,31 +52,31 @@ class Ledger:
 
     @property
     def in_flight(self) -> int:
-        """Rollouts that are neither trained nor dropped yet."""
+        """Number of rollouts that are neither trained nor dropped."""
         return self.writing + self.waiting + self.held
 
     def dispatch(self, count: int) -> None:
-        """A worker begins to write so many."""
+        """Record that a worker begins ``count`` rollouts."""
         with self.lock:
             self.produced += count
             self.writing += count
 
     def arrive(self, count: int) -> None:
-        """So many are written, scored, and wait."""
+        """Record that ``count`` rollouts are scored and wait."""
         self._move("writing", "waiting", count)
 
     def hold(self, count: int) -> None:
-        """The trainer takes so many for its step."""
+        """Record that the trainer takes ``count`` rollouts for its step."""
         self._move("waiting", "held", count)
 
     def train(self) -> None:
-        """The step is done: what it held is trained."""
+        """Record that the step is done and its rollouts are trained."""
         with self.lock:
             self.trained += self.held
             self.held = 0
 
     def drop(self, count: int, reason: str, place: str) -> None:
-        """So many of a place (``writing``, ``waiting`` or ``held``) will never be trained."""
+        """Record that ``count`` rollouts in a state (``writing``, ``waiting`` or ``held``) will not be trained."""
         assert reason in DROP_REASONS, reason
         with self.lock:
             setattr(self, place, getattr(self, place) - count)
@@ -86,14 +88,14 @@ class Ledger:
             setattr(self, target, getattr(self, target) + count)
 
     def audit(self, *, writing: int | None = None, waiting: int | None = None) -> None:
-        """Compare with what workers and queue hold.
+        """Compare the counts with the actual numbers of workers and queue.
 
         Args:
-            writing: Rollouts that workers were asked for and have not returned; None: nobody knows.
-            waiting: Rollouts in the queue.
+            writing: Number of rollouts that workers have not returned. None: unknown.
+            waiting: Number of rollouts in the queue.
 
         Raises:
-            RolloutError: The account does not add up: a rollout was lost or counted twice.
+            RolloutError: The counts are inconsistent: a rollout was lost or counted twice.
         """
         with self.lock:
             accounted = self.trained + sum(self.dropped.values()) + self.in_flight
@@ -101,20 +103,23 @@ class Ledger:
             wrong = {k: pair for k, pair in places.items() if pair[1] is not None and pair[0] != pair[1]}
             if accounted == self.produced and not wrong and min(self.writing, self.waiting, self.held) >= 0:
                 return
-            seen = "".join(f"; {real} are {place}, and {booked} are booked" for place, (booked, real) in wrong.items())
+            seen = "".join(
+                f"; {real} are {place}, but {booked} are recorded" for place, (booked, real) in wrong.items()
+            )
             raise RolloutError(
-                f"the account of rollouts does not add up: produced {self.produced}, trained {self.trained}, dropped "
-                f"{dict(self.dropped)}, in flight {self.in_flight}{seen}. This is a mistake of the library; please report it."
+                f"the counts of rollouts are inconsistent: produced {self.produced}, trained {self.trained}, dropped "
+                f"{dict(self.dropped)}, in flight {self.in_flight}{seen}. This is a bug in posttrain; please report "
+                "it."
             )
 
     def state(self) -> dict[str, object]:
-        """For a checkpoint: what is in flight counts as unfinished after a resume."""
+        """Return the counts for a checkpoint. After a resume, rollouts in flight count as unfinished."""
         with self.lock:
             dropped = self.dropped + Counter({"unfinished": self.in_flight})
             return {"produced": self.produced, "trained": self.trained, "dropped": dict(dropped)}
 
     def load(self, state: dict[str, object]) -> None:
-        """Undo `state`."""
+        """Restore the result of `state`."""
         with self.lock:
             self.produced, self.trained = int(state["produced"]), int(state["trained"])  # type: ignore[call-overload]
             self.dropped = Counter(state["dropped"])  # type: ignore[arg-type]
@@ -122,11 +127,11 @@ class Ledger:
 
 
 class FailureBudget:
-    """Stops a run in which too many rollouts fail.
+    """Stops a run if too many rollouts fail.
 
     Args:
-        share: Of the last ``window`` rollouts.
-        window: How far back it looks.
+        share: Maximum fraction of failures in the last ``window`` rollouts.
+        window: Number of rollouts in the window.
     """
 
     def __init__(self, share: float, window: int = 200) -> None:
@@ -134,10 +139,10 @@ class FailureBudget:
         self.recent: deque[str | None] = deque(maxlen=window)
 
     def add(self, fine: int, errors: Sequence[str]) -> None:
-        """Outcomes of a group.
+        """Record the outcomes of a group.
 
         Raises:
-            RolloutError: More failed than allowed; shows the commonest error.
+            RolloutError: Too many rollouts failed. The message contains the most common error.
         """
         self.recent.extend([None] * fine)
         self.recent.extend(errors)
@@ -146,26 +151,29 @@ class FailureBudget:
             common, times = Counter(failed).most_common(1)[0]
             raise RolloutError(
                 f"{len(failed)} of the last {len(self.recent)} rollouts failed, more than "
-                f"rollout_failure_budget={self.share:g} of {self.window} allows. The commonest error ({times} times): {common}"
+                f"rollout_failure_budget={self.share:g} of {self.window} allows. The most common error ({times} "
+                f"times): {common}"
             )
 
 
 class DropWatch:
-    """Says when too much of what is generated is thrown away, and halves what is generated ahead.
+    """Warns if too many rollouts are discarded, and then halves the number of rollouts in flight.
 
     Args:
-        max_staleness: For the message.
-        window: Rollouts it judges at a time.
+        max_staleness: Limit, for the message.
+        window: Number of rollouts per window.
     """
 
-    WARN, CUT, PATIENCE = 0.5, 0.3, 3  # Shares dropped of a window; windows in a row before the limit is halved.
+    # Fractions of dropped rollouts in a window for the warning and for a bad window; number of consecutive bad windows
+    # before the limit is halved.
+    WARN, CUT, PATIENCE = 0.5, 0.3, 3
 
     def __init__(self, max_staleness: int, window: int = 100) -> None:
         self.max_staleness, self.window = max_staleness, window
         self.seen = self.stale = self.bad_windows = 0
 
     def add(self, fresh: int, stale: int, limit: int) -> int:
-        """Count rollouts that were taken or found too old; returns the new limit of rollouts under way (or the old one)."""
+        """Record accepted and stale rollouts, and return the limit of rollouts in flight."""
         self.seen += fresh + stale
         self.stale += stale
         if self.seen < self.window:
@@ -174,8 +182,9 @@ class DropWatch:
         self.seen = self.stale = 0
         if share > self.WARN:
             logger.warning(
-                "%.0f %% of rollouts were discarded as older than %d weight versions; generation outpaces training. Lower "
-                "max_inflight_tasks (now %d), raise max_staleness, or raise weight_sync_steps so that versions pass more slowly.",
+                "%.0f %% of rollouts were discarded because they were more than %d weight versions old: generation "
+                "is faster than training. Lower max_inflight_tasks (now %d), raise max_staleness, or raise "
+                "weight_sync_steps for fewer versions.",
                 100 * share, self.max_staleness, limit,
             )  # fmt: skip
         self.bad_windows = self.bad_windows + 1 if share > self.CUT else 0
@@ -186,11 +195,12 @@ class DropWatch:
 
 
 class MismatchGuard:
-    """Notices a policy that has run away from what samples: mean of ``rho - 1 - log rho`` above a limit for many steps.
+    """Detects a policy that differs too much from the sampler: mean of ``rho - 1 - log rho`` above a limit for many
+    steps.
 
     Args:
-        limit: Nats per token.
-        patience: Steps in a row.
+        limit: Limit in nats per token.
+        patience: Number of consecutive steps.
     """
 
     def __init__(self, limit: float = 0.5, patience: int = 20) -> None:
@@ -198,10 +208,10 @@ class MismatchGuard:
         self.steps = self.alarms = 0
 
     def add(self, kl: float) -> bool:
-        """One step's mismatch; True when the next update is to be left out, weights pushed and the queue drained.
+        """Record the mismatch of a step. Return True if the next update must be skipped and the queue emptied.
 
         Raises:
-            RolloutError: The second time: draining did not help.
+            RolloutError: It happened a second time, so emptying the queue did not help.
         """
         self.steps = self.steps + 1 if kl > self.limit else 0
         if self.steps < self.patience:
@@ -209,27 +219,27 @@ class MismatchGuard:
         self.steps, self.alarms = 0, self.alarms + 1
         if self.alarms > 1:
             raise RolloutError(
-                f"policy and sampler are {kl:.3g} nats per token apart and were above {self.limit:g} for {self.patience} steps, "
-                "again after the weights were pushed and the queue was drained. Lower learning_rate or max_staleness; check "
-                "that the engine samples at this temperature and from these weights."
+                f"policy and sampler differ by {kl:.3g} nats per token and have been above {self.limit:g} for "
+                f"{self.patience} steps, again after weights were pushed and the queue was emptied. Lower "
+                "learning_rate or max_staleness, and check that the engine uses this temperature and these weights."
             )
         logger.warning(
-            "policy mismatch KL %.3g, above %g for %d steps: the update is left out, the weights are pushed and the queue is "
-            "drained.", kl, self.limit, self.patience,
+            "the mismatch KL of policy and sampler is %.3g, above %g for %d steps: the update is skipped, weights "
+            "are pushed and the queue is emptied.", kl, self.limit, self.patience,
         )  # fmt: skip
         return True
 
 
 def balanced_shares(lengths: Sequence[int], world: int) -> list[list[int]]:
-    """Indices of samples for each process: longest first, each to the one with the smallest sum of squared lengths.
+    """Assign sample indices to processes: longest first, each to the process with the smallest sum of squared lengths.
 
-    None is empty while there are at least ``world`` samples.
+    No share is empty if there are at least ``world`` samples.
 
     >>> balanced_shares([4, 3, 2, 1], 2)
     [[0], [1, 2, 3]]
     """
     shares: list[list[int]] = [[] for _ in range(world)]
-    loads = [(0, target) for target in range(world)]  # A heap: the least loaded one first.
+    loads = [(0, target) for target in range(world)]  # A heap with the least loaded process first.
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         load, target = loads[0]
         shares[target].append(index)

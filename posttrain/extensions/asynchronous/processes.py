@@ -1,4 +1,4 @@
-"""`WorkerPool`: deals prompts to worker processes, takes back scored rollouts, and replaces workers that fail."""
+"""`WorkerPool`: assigns prompts to worker processes, collects scored rollouts, and replaces failed workers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from posttrain.extensions.asynchronous.worker import GAP_S, JOIN_S, ActiveClock,
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-RESTART_WINDOW_S = 600.0  # Restarts are counted over so long: a slow trickle of faults is survived for ever.
-LOST_ATTEMPTS, FAILED_ATTEMPTS = 3, 1  # How often a prompt is asked again when its worker died, or its rollouts failed.
+RESTART_WINDOW_S = 600.0  # Time window of the restart limit in seconds. Rare failures never stop the run.
+# Maximum number of retries of a prompt if its worker died, or if its rollouts failed.
+LOST_ATTEMPTS, FAILED_ATTEMPTS = 3, 1
 
 
 @dataclass(slots=True)
 class GroupResult:
-    """What a worker made of a task.
+    """Result of a task.
 
     Attributes:
-        group_id: Of the task.
-        trajectories: Scored, with their advantages.
-        errors: One for each rollout that failed.
-        untrainable: Rollouts in which no token carries loss.
-        alone: Rollouts that cannot be compared, since the others of their group failed.
-        seconds: Spent, by what on (``generate``, ``score``, ``wait``).
-        tokens: Generated.
+        group_id: Id of the task.
+        trajectories: Scored rollouts with their advantages.
+        errors: One error per failed rollout.
+        untrainable: Number of rollouts without a trained token.
+        alone: Number of rollouts that have no other rollout of their group to be compared with.
+        seconds: Time by activity (``generate``, ``score``, ``wait``).
+        tokens: Number of generated tokens.
     """
 
     group_id: int
@@ -50,21 +51,22 @@ class GroupResult:
 
 @dataclass(slots=True)
 class PoolSettings:
-    """How many, how far ahead, and how long to wait.
+    """Sizes and time limits of a worker pool.
 
     Attributes:
-        workers: Processes.
-        group_size: G.
-        max_inflight: Rollouts that workers write at once.
-        window: Most rollouts that are written, wait or are in the current step (``staleness_policy="pace"``); None: no bound.
-        max_staleness: Of a rollout when it arrives.
-        max_staleness_hard: Of one under way, beyond which it is cancelled.
-        rollout_tokens: Most tokens of one rollout, prompt included, reserved in the queue while it is written.
-        failure_budget: Share of the last 200 rollouts that may fail.
-        max_restarts: Of workers, in ten minutes.
-        stale_after_s: Silence after which a worker counts as hung.
-        ready_within_s: For a worker to start.
-        sync_timeout_s: For it to load weights.
+        workers: Number of processes.
+        group_size: Number of completions per prompt G.
+        max_inflight: Maximum number of rollouts in generation.
+        window: Maximum number of rollouts in generation, in the queue or in the current step
+            (``staleness_policy="pace"``). None: no limit.
+        max_staleness: Maximum age in versions of a rollout when it arrives.
+        max_staleness_hard: Age in versions beyond which a rollout in generation is canceled.
+        rollout_tokens: Maximum number of tokens of a rollout, including the prompt, that are reserved in the queue.
+        failure_budget: Maximum fraction of failures in the last 200 rollouts.
+        max_restarts: Maximum number of worker restarts in ten minutes.
+        stale_after_s: Seconds without a sign of life after which a worker is replaced.
+        ready_within_s: Maximum number of seconds until a worker is ready.
+        sync_timeout_s: Maximum number of seconds to load weights.
     """
 
     workers: int
@@ -85,21 +87,21 @@ class PoolSettings:
 class _UnderWay:
     task: GroupTask
     worker: WorkerProcess
-    version: int | None = None  # Of the weights it was begun with.
+    version: int | None = None  # Version of the weights at its beginning.
 
 
 class WorkerPool:
-    """Satisfies the protocol of rollout workers: ``rollout_buffer``, `start`, `stop`, `update_model_version`, `check_health`.
+    """Pool of worker processes that implements `RolloutWorkerProtocol`.
 
-    A thread of the trainer's process serves it, so that workers have something to do while a step is computed.
+    A thread of the trainer's process serves it, so that workers continue while a step is computed.
 
     Args:
-        job: What every worker does; picklable.
-        source: Of prompts.
+        job: Job of every worker. It must be picklable.
+        source: Source of prompts.
         settings: See `PoolSettings`.
-        buffer: Where scored rollouts wait.
-        ledger: Where they are counted.
-        folder: For the workers' logs.
+        buffer: Queue of scored rollouts.
+        ledger: Ledger of all rollouts.
+        folder: Folder of the workers' logs.
     """
 
     def __init__(
@@ -116,14 +118,14 @@ class WorkerPool:
         self.source, self.settings, self.folder = source, settings, folder
         self.rollout_buffer, self.ledger = buffer, ledger
         self.budget = FailureBudget(settings.failure_budget)
-        self.max_inflight = settings.max_inflight  # The trainer lowers it where too many rollouts get too old.
+        self.max_inflight = settings.max_inflight  # The trainer lowers it if too many rollouts become stale.
         self.version, self._announced = 0, 0.0
-        self.holders: Any = None  # Which servers hold the version, where workers ask servers.
-        self.clock = ActiveClock(GAP_S)  # Workers are not to blame for time in which this process stood still.
+        self.holders: Any = None  # Servers that have the version, if workers use servers.
+        self.clock = ActiveClock(GAP_S)  # This clock ignores time in which this process was suspended.
         self.workers: list[WorkerProcess] = []
         self.under_way: dict[int, _UnderWay] = {}
         self.loaded: dict[int, int] = {}
-        # Log-probs of probe sequences by worker and version, for the trainer to compare with its own.
+        # Log-probs of probe sequences by worker and version, to be compared with the trainer's.
         self.scored: deque[tuple[int, int, list[list[float]]]] = deque(maxlen=64)
         self.restarts = 0
         self.error: BaseException | None = None
@@ -139,7 +141,7 @@ class WorkerPool:
         """Start all workers and wait until they are ready.
 
         Raises:
-            RolloutError: One died or took too long; shows the last lines it wrote.
+            RolloutError: A worker died or took too long. The message contains its last output.
         """
         self.workers = [self._spawn(index) for index in range(self.settings.workers)]
         self._thread = threading.Thread(target=self._serve, daemon=True, name="rollout-pool")
@@ -148,7 +150,7 @@ class WorkerPool:
             self.check_health()
 
     def stop(self) -> None:
-        """Stop everything; what was under way is counted as unfinished."""
+        """Stop all workers. Rollouts in generation are recorded as unfinished."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -164,7 +166,7 @@ class WorkerPool:
             self.under_way, self.workers, self._thread = {}, [], None
 
     def update_model_version(self, version: int) -> None:
-        """Announce weights that are there to be loaded; rollouts that are now too old are cancelled, their prompts kept."""
+        """Announce new weights. Rollouts that are now too old are canceled, and their prompts are retried."""
         with self.lock:
             self.version, self._announced = version, self.clock.look()
             for worker in self.workers:
@@ -180,7 +182,7 @@ class WorkerPool:
                 self._lose(self.under_way.pop(key).task, "stale_in_flight", FAILED_ATTEMPTS)
 
     def check_health(self, stale_after_s: float | None = None) -> None:
-        """Raise what went wrong, if anything did."""
+        """Raise the pool's error, if there is one."""
         if stale_after_s is not None:
             self.settings.stale_after_s = stale_after_s
         if self.error is not None:
@@ -192,21 +194,21 @@ class WorkerPool:
 
     @property
     def writing(self) -> int:
-        """Rollouts that workers were asked for and have not returned."""
+        """Number of rollouts that workers have not returned."""
         return sum(u.task.size for u in self.under_way.values())
 
     def audit(self) -> None:
-        """Compare the ledger with what is really under way and waiting."""
+        """Compare the ledger with the actual numbers."""
         with self.lock:
             self.ledger.audit(writing=self.writing, waiting=len(self.rollout_buffer))
 
     @property
     def starting(self) -> bool:
-        """Whether a worker is not ready yet, which has a time limit of its own."""
+        """Whether a worker is not ready yet. Startup has its own time limit."""
         return not all(worker.is_ready for worker in self.workers)
 
     def spent(self) -> dict[str, float]:
-        """Seconds and tokens of all workers since it was asked last."""
+        """Return the seconds and tokens of all workers since the last call."""
         with self.lock:
             spent, self._spent = self._spent, {}
             return spent
@@ -252,13 +254,14 @@ class WorkerPool:
     def _take(self, worker: WorkerProcess, result: GroupResult) -> None:
         dispatched = self.under_way.get(result.group_id)
         if dispatched is None or dispatched.worker is not worker:
-            return  # It was cancelled meanwhile.
+            return  # The task was canceled.
         task = self.under_way.pop(result.group_id).task
         fine, failed = len(result.trajectories), len(result.errors)
         if fine + failed + result.untrainable + result.alone != task.size:
             raise RolloutError(
-                f"group {task.group_id}: {task.size} rollouts were asked for; {fine} came, {failed} failed, "
-                f"{result.untrainable} hold no trained token and {result.alone} were left alone."
+                f"group {task.group_id}: {task.size} rollouts were requested; {fine} arrived, {failed} failed, "
+                f"{result.untrainable} have no trained token and {result.alone} have no other rollout to be compared "
+                "with."
             )
         self._spend({**result.seconds, "groups": 1.0}, result.tokens)
         self.ledger.drop(failed, "failed", "writing")
@@ -315,7 +318,7 @@ class WorkerPool:
                 f"{len(self._restarted)} workers failed within {RESTART_WINDOW_S / 60:.0f} minutes, more than "
                 f"max_worker_restarts={self.settings.max_restarts}. The last: {error}"
             )
-        logger.warning("%s A new one takes over; its prompts are asked again.", error)
+        logger.warning("%s A new worker replaces it, and its prompts are retried.", error)
         self.restarts += 1
         worker.kill()
         for key in [k for k, u in self.under_way.items() if u.worker is worker]:
@@ -323,7 +326,7 @@ class WorkerPool:
         return self._spawn(worker.index)
 
     def _dispatch(self) -> None:
-        """Groups to the worker with the least under way, while there is room; linear in workers and groups together."""
+        """Assign groups to the workers with the fewest rollouts in progress, while there is space."""
         ready = [worker for worker in self.workers if worker.is_ready]
         if not (ready and self.version and self._room()):
             return
@@ -343,10 +346,10 @@ class WorkerPool:
             heapq.heapreplace(least, (busy + task.size, position))
 
     def _room(self) -> bool:
-        """Whether another group may be begun: by what is under way, by the queue it will wait in, and by the pace."""
+        """Return whether another group may begin, given the rollouts in progress, the queue and the pace."""
         size, writing, waiting = self.settings.group_size, self.ledger.writing, len(self.rollout_buffer)
         if not writing and not waiting:
-            return True  # However narrow the bounds, something must be under way.
+            return True  # At least one group must be in progress, even with small limits.
         reserved = (writing + size) * self.settings.rollout_tokens
         ahead = writing + waiting + self.ledger.held + size
         paced = self.settings.window is None or ahead <= self.settings.window

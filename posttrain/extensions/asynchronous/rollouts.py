@@ -1,4 +1,4 @@
-"""`AsyncRollouts`: rollouts that workers write ahead; `RolloutService`: these workers and the weights they sample with."""
+"""`AsyncRollouts`: the queue of rollouts from workers. `RolloutService`: the workers and their weights."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Parameters of a reward model that is slow without the accelerator.
+# Number of parameters above which a reward model is slow on a CPU.
 BIG_MODEL = 50_000_000
-# Completions' limit times this is what a rollout reserves where the context is unknown.
+# Factor of the completion limit that is reserved for a rollout if the context length is unknown.
 LONGEST_PROMPT = 2
 # Seconds that the queue may be empty before the workers' health is checked.
 LOOK_S = 5.0
-# Versions whose log-probs are kept until the workers' arrive.
+# Number of versions whose log-probs are kept for the comparison with workers.
 PROBES_KEPT = 8
-# Rollouts in a row that are too long for a row, after which none will ever fit.
+# Number of consecutive rollouts that exceed the maximum row before the run stops.
 TOO_LONG_IN_A_ROW = 100
 
 
 def by_context(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
-    """Samples of one group and context side by side, so that their rows share the prompt; groups in the order they came."""
+    """Sort samples so that those with the same group and context are consecutive and share the prompt."""
     together: dict[tuple[int, tuple[Any, ...]], list[RolloutSample]] = {}
     for sample in samples:
         context = (*sample.pictures, *sample.input_ids[: sample.start])
@@ -76,7 +76,7 @@ def by_context(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
 
 
 def rollout_batch(samples: Sequence[RolloutSample]) -> RolloutBatch:
-    """Samples as a rollout batch with ``advantages`` and ``rollout_logp``, in their order."""
+    """Convert samples to a rollout batch with ``advantages`` and ``rollout_logp``."""
     return RolloutBatch(
         [sample.example() for sample in samples],
         [sample.rollout() for sample in samples],
@@ -87,7 +87,7 @@ def rollout_batch(samples: Sequence[RolloutSample]) -> RolloutBatch:
 
 
 def trajectory_batch(trajectories: Sequence[Trajectory]) -> RolloutBatch:
-    """Whole rollouts as a rollout batch with ``advantages``, in their order: what the trainer's own engine would have given."""
+    """Convert whole rollouts to a rollout batch with ``advantages``, like one of the trainer's own engine."""
     first = [trajectory.samples[0] for trajectory in trajectories]
     return RolloutBatch(
         [sample.example() for sample in first],
@@ -98,48 +98,49 @@ def trajectory_batch(trajectories: Sequence[Trajectory]) -> RolloutBatch:
 
 
 def warn_of_reward_models(functions: Any) -> None:
-    """Reward models run where the workers are: on the CPU."""
+    """Warn about large reward models, which run in the workers on the CPU."""
     for function in functions if isinstance(functions, list | tuple) else [functions]:
         size = sum(p.numel() for p in function.parameters()) if isinstance(function, nn.Module) else 0
         if size > BIG_MODEL or isinstance(function, str):
             logger.warning(
-                "the reward model %s runs in the rollout workers, on the CPU: slow. Serve it, and let a function ask the "
-                "server.", function if isinstance(function, str) else f"of {size / 1e6:.0f}M parameters",
+                "the reward model %s runs in the rollout workers on the CPU, which is slow. Serve it, and use a "
+                "reward function that calls the server.",
+                function if isinstance(function, str) else f"of {size / 1e6:.0f}M parameters",
             )  # fmt: skip
 
 
 class Scoring(Protocol):
-    """What is asked about every rollout besides its rewards, while the step before its own is trained."""
+    """Additional scoring of rollouts (by teachers) that runs during the step before their own."""
 
     def begin(self, trajectory: Trajectory) -> None:
-        """It has arrived."""
+        """Start scoring a rollout that has arrived."""
 
     def finish(self, samples: Sequence[RolloutSample]) -> dict[str, Metric]:
-        """Fill in ``scores`` of the samples of a step; returns what to log."""
+        """Set ``scores`` of the samples of a step, and return metrics."""
         ...
 
 
 class RolloutService:
-    """Starts the rollout workers, pushes weights to them and stops them; only the main process has workers.
+    """Starts and stops rollout workers and pushes weights to them. Only the main process has workers.
 
     Args:
-        args: Of the trainer.
-        given: What the trainer was given: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, reward functions (or
-            ``unscored``, where there are none), tools.
-        sync: Of the trainer: its model and accelerator, the check of servers, the log.
-        tasks: Prompts.
-        ledger: Counts rollouts.
-        tokenizer: Of the policy.
-        pad_token_id: Of the policy.
-        sampling: Settings of the workers' engines.
-        reader: Reads prompts with pictures; None: prompts are text.
+        args: Config of the trainer.
+        given: Arguments of the trainer: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, reward functions
+            (or ``unscored`` if there are none) and tools.
+        sync: Weight sync of the trainer, with its model, accelerator and log.
+        tasks: Source of prompts.
+        ledger: Ledger of all rollouts.
+        tokenizer: Tokenizer of the policy.
+        pad_token_id: Pad token of the policy.
+        sampling: Function that returns the sampling settings of the workers' engines.
+        reader: Image processor for prompts. None: prompts are text.
 
     Attributes:
-        worker: Writes rollouts; None before the first step, and on processes other than the main one.
-        transfer: Takes weights to the engines; None before the first step.
-        told: What it tells beside the protocol.
-        scoring: What else is asked about rollouts as they arrive; None: nothing.
-        version: Of the weights that were pushed last.
+        worker: Worker pool or a user's worker. None before the first step, and on other processes than the main one.
+        transfer: Transfer of weights to the engines. None before the first step.
+        told: Additional state of the transfer.
+        scoring: Additional scoring of rollouts as they arrive, or None.
+        version: Version of the weights that were pushed last.
     """
 
     def __init__(
@@ -165,19 +166,21 @@ class RolloutService:
         self.scoring: Scoring | None = None
         self.version = 0
         self._serving = False
-        # Step after which weights were pushed last.
+        # Step after which weights were last pushed.
         self._sent_at = -1
         self._probes: dict[int, Probe] = {}
 
     @property
     def pool(self) -> WorkerPool | None:
-        """The workers where they are ours, so that every rollout can be accounted for from its beginning."""
+        """The worker pool, if workers are the library's own, so that every rollout can be recorded. None: a user's
+        worker.
+        """
         return self.worker if isinstance(self.worker, WorkerPool) else None
 
     # Start and stop ----------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Push the weights as they are now, then start the workers, once; every rank must call it."""
+        """Push the current weights and start the workers, once. Every rank must call it."""
         if self._serving:
             return
         self._serving = True
@@ -201,7 +204,7 @@ class RolloutService:
         return function if self._is_main else lambda: None
 
     def close(self) -> None:
-        """Stop workers and remove weights; never raises over another error."""
+        """Stop workers and remove weights. It does not raise, so that another error is not hidden."""
         if not self._serving:
             return
         self._serving = False
@@ -213,24 +216,24 @@ class RolloutService:
             except Exception:
                 logger.exception("the %s could not be closed", name)
         left = {"writing": self.ledger.writing, "waiting": self.ledger.waiting, "held": self.ledger.held}
-        for place, count in left.items():  # Nothing is left there unless an error ended the run.
+        for place, count in left.items():  # Rollouts are left only if an error ended the run.
             self.ledger.drop(count, "unfinished", place)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
     def push_weights(self, again: bool = False) -> None:
-        """The next version; every rank must call it, since reading sharded weights is a collective.
+        """Push the next version. Every rank must call it, because reading sharded weights is a collective.
 
         Args:
-            again: The same version, to servers that lack it; the weights must not have moved since.
+            again: Push the same version to servers that lack it. The weights must not have changed.
 
         Raises:
-            WeightSyncError: It did not arrive; on every rank.
+            WeightSyncError: The weights did not arrive. All ranks raise it.
         """
         began = time.perf_counter()
         if isinstance(self.transfer, SharedWeights):
             self._probe_workers(self.transfer)
-        tensors = self.sync.outgoing(self.told.capabilities)  # Of the rank that sends.
+        tensors = self.sync.outgoing(self.told.capabilities)  # Only one rank sends.
         tries = self.args.vllm_sync_retries + 1 if self._engine_kind == "server" else 1
         whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
         self.version += not again
@@ -248,7 +251,7 @@ class RolloutService:
         )
 
     def _probe_workers(self, transfer: SharedWeights) -> None:
-        """Let workers score the probe sequences with the next version, where a comparison is due."""
+        """Send probe sequences with the next version if a comparison is due."""
         transfer.probe = None
         if self.sync.parity_due():
             with self.sync.parity.timed():
@@ -257,10 +260,10 @@ class RolloutService:
             self._probes = dict(list(self._probes.items())[1 - PROBES_KEPT :]) | {transfer.version + 1: probe}
 
     def compare_workers(self) -> None:
-        """Compare the log-probs that workers sent since the last call with the trainer's of the same version.
+        """Compare log-probs from workers since the last call with the trainer's of the same version.
 
         Raises:
-            WeightSyncError: A worker samples from other weights than the trainer's.
+            WeightSyncError: A worker has other weights than the trainer.
         """
         while self.pool is not None and self.pool.scored:
             index, version, theirs = self.pool.scored.popleft()
@@ -275,7 +278,7 @@ class RolloutService:
             for _ in tensors:
                 pass
         elif again:
-            self.transfer.send_again(tensors)  # Nobody asks those servers yet: nothing is to be paused.
+            self.transfer.send_again(tensors)  # These servers get no requests yet, so nothing must be paused.
         else:
             self.transfer.pause()
             try:
@@ -284,11 +287,11 @@ class RolloutService:
                 self.transfer.resume()
 
     def serve_again(self) -> None:
-        """Give servers that lack the weights what the others have; every rank must call it."""
+        """Push the current weights to servers that lack them. Every rank must call it."""
         self.push_weights(again=self._sent_at == self.sync.run.progress.state.global_step)
 
     def make_transfer(self) -> Any:
-        """Shared memory for engines that hold a copy, the servers' own way for servers."""
+        """Create the weight transfer: shared memory for engines with a copy, the servers' transfer for servers."""
         if self._engine_kind != "server":
             return SharedWeights()
         from posttrain.extensions.server.engine import ServerEngine, ServerTransfer
@@ -309,7 +312,7 @@ class RolloutService:
         return server_options(self.args) | {"reader": self.reader}
 
     def make_worker(self) -> WorkerPool:
-        """Processes as the config says."""
+        """Create the worker pool of the config."""
         args = self.args
         longest = self.sync.context or LONGEST_PROMPT * args.max_completion_length
         settings = PoolSettings(
@@ -331,7 +334,7 @@ class RolloutService:
         return WorkerPool(self.make_job(), self.tasks, settings, buffer=buffer, ledger=self.ledger, folder=folder)
 
     def make_job(self) -> RolloutJob:
-        """What is sent to every worker."""
+        """Create the job that every worker receives."""
         args, given = self.args, self.given
         shared = args.worker_threads or max(1, (os.cpu_count() or 1) // (args.num_rollout_workers + 1))
         episodes = {name: given.get(name) for name in ("tools", "environment_factory", "harness")}
@@ -373,17 +376,17 @@ class RolloutService:
 
 
 class AsyncRollouts:
-    """Rollouts that workers write ahead, taken from a queue as steps need them; each in exactly one place of the ledger.
+    """Queue of rollouts from workers. Each rollout is in exactly one state of the ledger.
 
     Args:
         service: Workers and their weights.
-        rewards: For their names, weights and verdicts.
-        watch: Notices rewards that cannot teach anything; None: rollouts have no rewards.
-        add_completions: Takes rows of the completions table.
+        rewards: Reward functions, for their names and weights.
+        watch: Check for rewards without a signal. None: rollouts have no rewards.
+        add_completions: Function that adds rows to the table of completions.
 
     Attributes:
-        ledger: Where every rollout is.
-        held: Rollouts of the step under way, on the main process.
+        ledger: Ledger of all rollouts.
+        held: Rollouts of the current step, on the main process.
     """
 
     def __init__(
@@ -402,14 +405,14 @@ class AsyncRollouts:
         self._seen_stale = 0
 
     def next(self, n: int) -> RolloutBatch:
-        """The share that this process has of ``n`` rollouts; workers are started before the first."""
+        """Return this process's share of ``n`` rollouts. The first call starts the workers."""
         self.service.serve()
         main = self.accelerator.is_main_process
         while True:
             with parallel.failing_together(self.accelerator):
                 self.service.compare_workers()
                 dealt = self._deal(n) if main else None
-            # Each process is sent its own share alone. None for all: servers are to be given their weights first.
+            # Each process receives only its share. None for all: servers need their weights first.
             share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)
             if share is not None:
                 samples = by_context(share)
@@ -420,13 +423,13 @@ class AsyncRollouts:
             self.service.serve_again()
 
     def _deal(self, count: int) -> list[list[RolloutSample]] | None:
-        """The step's samples, one list a process; None: servers are to be given their weights first."""
+        """Return the step's samples, one list per process. None: servers need their weights first."""
         began = time.perf_counter()
         if not self.take(count):
             return None
         waited = time.perf_counter() - began
         samples = [sample for trajectory in self.held for sample in trajectory.samples]
-        if self.service.pool is None:  # Ours looked at every token before they sent it (`score_group`).
+        if self.service.pool is None:  # The library's workers have validated all samples (`score_group`).
             for sample in samples:
                 sample.check()
         self._log_step(waited)
@@ -437,21 +440,21 @@ class AsyncRollouts:
 
     @property
     def token_budget(self) -> int:
-        """Tokens of a row; 0: no bound."""
+        """Maximum number of tokens of a row. 0: no limit."""
         budget = self.args.token_budget
         return max(0, budget) if budget is not None else (self.sync.context or 0)
 
     def take(self, count: int) -> bool:
-        """Hold so many rollouts, none further behind the weights than ``max_staleness_hard`` as this step trains it.
+        """Hold ``count`` rollouts for the step, all within ``max_staleness_hard`` versions.
 
         Returns:
-            False: not yet, since servers lack the weights and nothing arrives; what is held stays held.
+            False if servers lack the weights, so no rollout arrives. Held rollouts remain held.
 
         Raises:
-            RolloutError: Nothing came for too long, or 100 in a row were too long for a row.
+            RolloutError: No rollout arrived for too long, or 100 consecutive rollouts exceeded the maximum row.
         """
         pending, self.held = self.held, []
-        for trajectory in pending:  # Of a call that was broken off to push weights.
+        for trajectory in pending:  # Rollouts of a call that was interrupted to push weights.
             self._hold(trajectory, "held")
         while len(self.held) < count:
             trajectory = self._wait()
@@ -485,21 +488,22 @@ class AsyncRollouts:
         longest = max(len(sample) for sample in trajectory.samples)
         if 0 < self.token_budget < longest:
             self._straight += 1
-            logger.warning("a rollout of %d tokens does not fit token_budget=%d: dropped", longest, self.token_budget)
+            logger.warning("a rollout of %d tokens exceeds token_budget=%d and is dropped", longest, self.token_budget)
             if self._straight >= TOO_LONG_IN_A_ROW:
                 raise RolloutError(
-                    f"{TOO_LONG_IN_A_ROW} rollouts in a row were longer than token_budget={self.token_budget} (the last: "
-                    f"{longest} tokens): nothing would ever be trained. Raise token_budget, or lower max_completion_length."
+                    f"{TOO_LONG_IN_A_ROW} consecutive rollouts exceeded token_budget={self.token_budget} (the last "
+                    f"one has {longest} tokens), so nothing would be trained. Raise token_budget, or lower "
+                    "max_completion_length."
                 )
             return "too_long"
         self._straight = 0
         return None
 
     def _wait(self) -> Trajectory | None:
-        """The next rollout from the queue; while there is none, the health of the workers is checked.
+        """Return the next rollout from the queue. While it is empty, the workers' health is checked.
 
         Returns:
-            None where servers lack the weights.
+            None if servers lack the weights.
         """
         stale = self.args.heartbeat_stale_after_s
         clock = ActiveClock(2 * LOOK_S)
@@ -519,7 +523,7 @@ class AsyncRollouts:
             return self._booked(item) if self.service.pool is None else item
 
     def _booked(self, item: object) -> Trajectory:
-        """What a user's own worker hands over, which counts from now on: a sample, several rows, a trajectory."""
+        """Record an item of a user's worker in the ledger: a sample, several rows, or a trajectory."""
         self.ledger.dispatch(1)
         self.ledger.arrive(1)
         if isinstance(item, Trajectory):
@@ -530,22 +534,22 @@ class AsyncRollouts:
         dropped = dict(self.ledger.dropped)
         servers = self.service.told.failure_reason()
         return RolloutError(
-            f"no fresh rollout arrived for {waited:.0f} s (2 x heartbeat_stale_after_s), and the workers say that they are "
-            f"well: {self.ledger.writing} rollouts are under way, {dropped} were dropped. "
-            + (f"Rollout servers that are not: {servers}. " if servers else "")
+            f"no rollout arrived for {waited:.0f} s (2 x heartbeat_stale_after_s), although the workers are alive: "
+            f"{self.ledger.writing} rollouts are in progress, {dropped} were dropped. "
+            + (f"Rollout servers with problems: {servers}. " if servers else "")
             + "If one rollout takes that long, raise heartbeat_stale_after_s or lower max_completion_length."
         )
 
     def _close_group(self, group_id: int) -> None:
-        """No rollout of this group is under way any more."""
+        """Record that no rollout of this group is in progress."""
         if self.service.pool is not None:
             with self.service.pool.lock:
                 self.tasks.done(group_id)
 
-    # The account -------------------------------------------------------------------------------------------------
+    # The ledger
 
     def book(self, *, skipped: bool) -> None:
-        """The step is done: what it held is trained; or, where its update was left out, dropped with the queue."""
+        """Record the step's rollouts as trained, or as dropped together with the queue if the update was skipped."""
         pool = self.service.pool
         if skipped:
             self.ledger.drop(self.ledger.held, "skipped", "held")
@@ -562,12 +566,12 @@ class AsyncRollouts:
         (pool or self.ledger).audit()
 
     def close(self) -> None:
-        """Stop the workers; what was under way counts as unfinished."""
+        """Stop the workers. Rollouts in progress are recorded as unfinished."""
         self.service.close()
         self.held = []
 
     def account(self) -> dict[str, float]:
-        """Where all rollouts are, in one moment: ``produced = trained + dropped + in_flight``."""
+        """Return the counts of all rollouts at one moment: ``produced = trained + dropped + in_flight``."""
         ledger = self.ledger
         with ledger.lock:
             counts = {
@@ -586,13 +590,13 @@ class AsyncRollouts:
         return {name: float(value) for name, value in counts.items()}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: where prompts and counts stand; rollouts under way are asked for again after a resume."""
+        """Return the position in the prompts and the counts. After a resume, rollouts in progress are generated again."""
         with (self.service.pool or self.ledger).lock:
             mine = {"tasks": self.tasks.state(), "ledger": self.ledger.state()}
         return mine | {"version": self.service.version}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Undo `state`."""
+        """Restore the result of `state`."""
         self.tasks.load(state["tasks"])
         self.ledger.load(state["ledger"])
         self.service.version = state["version"]
@@ -600,7 +604,7 @@ class AsyncRollouts:
     # Logging -----------------------------------------------------------------------------------------------------
 
     def _log_step(self, waited: float) -> None:
-        """What the step holds, of all processes; only the main one logs it."""
+        """Log the step's rollouts of all processes, on the main process."""
         first = [trajectory.samples[0] for trajectory in self.held]
         batch, table = trajectory_batch(self.held), self._table(first)
         metrics = _sample_metrics(first) | self._age_metrics() | self._pool_metrics()
@@ -645,21 +649,21 @@ class AsyncRollouts:
         return metrics
 
     def _reward_metrics(self, batch: RolloutBatch, table: RewardTable, first: list[RolloutSample]) -> dict[str, Metric]:
-        """As in synchronous training, of samples that bring their rewards."""
+        """Compute reward metrics of samples with rewards, as in synchronous training."""
         if table.values.isnan().all():
             return {}
         made = _advantages(first)
         return reward_metrics(table, made, completion_lengths(batch)) | {"reward_std": reward_spread(made.totals)}
 
     def _table(self, samples: list[RolloutSample]) -> RewardTable:
-        """Rewards as samples bring them, NaN where one does not."""
+        """Return the rewards of samples. Missing rewards are NaN."""
         names = list(self.rewards.names)
         values = [[sample.metrics.get(f"rewards/{name}", math.nan) for name in names] for sample in samples]
         return RewardTable(torch.tensor(values), names, self.rewards.weights)
 
     def _watch_rewards(self, watch: RewardWatch, first: list[RolloutSample], table: RewardTable) -> None:
-        """Rewards that cannot teach anything end the run, as in synchronous training."""
-        # A user's own worker may send no rewards but the advantage.
+        """Stop the run if rewards have no signal, as in synchronous training."""
+        # A user's worker may send only the advantage and no rewards.
         known = [i for i, s in enumerate(first) if any(f"rewards/{name}" in s.metrics for name in table.names)]
         table = replace(table, values=table.values[known])
         self.sync.run.log(unscorable(table.values))
@@ -670,13 +674,13 @@ class AsyncRollouts:
 
 
 def _advantages(first: list[RolloutSample]) -> Advantages:
-    """Advantages and total rewards as samples bring them."""
+    """Return the advantages and total rewards of samples."""
     totals = torch.tensor([sample.metrics.get("reward", math.nan) for sample in first])
     return Advantages(torch.tensor([sample.advantage for sample in first]), totals)
 
 
 def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
-    """Means over rollouts of the numbers that came with them; one that lacks a number is left out of its mean."""
+    """Average the values that came with rollouts. A rollout without a value is excluded from its mean."""
     names = sorted({name for sample in first for name in sample.metrics})
     metrics: dict[str, Metric] = {}
     for name in names:
@@ -684,7 +688,7 @@ def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
         known = ~values.isnan()
         metrics[name] = mean(values.nan_to_num(0.0), known)
         if name.startswith("rewards/") and name.endswith("/nan"):
-            metrics[name] = total(float(values.nansum()))  # Rows, as in synchronous training.
+            metrics[name] = total(float(values.nansum()))  # A number of rows, as in synchronous training.
         if name.startswith("rewards/") and name.count("/") == 1:
             metrics[f"{name}/mean"] = metrics[name]
     if not any("reward" in sample.metrics for sample in first):

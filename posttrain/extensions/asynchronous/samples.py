@@ -1,4 +1,4 @@
-"""`RolloutSample`: one scored row on its way from a worker to the trainer, with the version of every token."""
+"""`RolloutSample` and `Trajectory`: scored rollouts from workers; their tasks and their queue."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from posttrain.types import FinishReason, Rollout
 from posttrain.values import given_number, token_ids, token_logps
 
 if TYPE_CHECKING:
-    # Workers that need neither start in a fraction of a second.
+    # Workers that need neither package start faster.
 
     from posttrain.data.samplers import Origin, PromptStream
 
 
 @dataclass(slots=True)
 class RolloutSample:
-    """One row for the trainer: a trajectory, or the part of one since its context was last rewritten.
+    """One row for the trainer: a trajectory, or its part since the context was last rewritten.
 
     Attributes:
-        prompt: As the dataset has it, or the text of the row's context.
-        completion: What reward functions saw: text or messages.
-        input_ids: Context and what the model wrote.
-        completion_mask: 1 on tokens the model wrote; as long as ``input_ids``, and so is the next.
-        old_log_probs: Of the engine; 0.0 where the mask is 0.
-        advantage: Of the whole trajectory.
-        model_version: Of the weights when the group's first request was sent: its oldest token is not older.
-        group_id: Completions of one prompt share it.
-        metrics: Numbers to log: rewards by name, tool calls, seconds.
-        spans: Runs of (weights version, tokens) of what the model wrote.
-        pictures: Of the context, as `Prompt.pictures`: encoded bytes or paths, never pixels.
-        teacher_id: Column of the row, which names its teacher where there are several.
-        scores: What teachers behind servers say of the completion, by their names; a future of it while they are asked.
+        prompt: Prompt of the dataset, or the text of the row's context.
+        completion: Input of reward functions: text or messages.
+        input_ids: Token ids of the context and the completion.
+        completion_mask: 1 for tokens of the model. It has the length of ``input_ids``.
+        old_log_probs: The engine's log-probs, with the length of ``input_ids``; 0.0 where the mask is 0.
+        advantage: Advantage of the whole trajectory.
+        model_version: Version of the weights when the group's first request was sent. Its oldest token is not older.
+        group_id: Id of the prompt, equal for its completions.
+        metrics: Values to log: rewards by name, tool calls, seconds.
+        spans: Runs of (weights version, number of tokens) of the model's tokens.
+        pictures: Images of the context, as in `Prompt.pictures`: encoded bytes or paths, not pixels.
+        teacher_id: Name of the row's teacher, if there are several.
+        scores: Scores of teachers on servers by name, or a future of them.
     """
 
     prompt: Any
@@ -60,15 +60,15 @@ class RolloutSample:
 
     @property
     def start(self) -> int:
-        """Where the first trained token stands."""
+        """Index of the first trained token."""
         return next((i for i, kept in enumerate(self.completion_mask) if kept), len(self.completion_mask))
 
     def example(self) -> dict[str, Any]:
-        """What is known of its row of the dataset."""
+        """Return the known columns of the dataset row."""
         return {"prompt": self.prompt} | ({} if self.teacher_id is None else {"teacher_id": self.teacher_id})
 
     def rollout(self) -> Rollout:
-        """Context and what followed it, apart."""
+        """Convert the row to a rollout, with context and completion separated."""
         start = self.start
         mask = self.completion_mask[start:]
         logp, tools = self.old_log_probs[start:], None if all(mask) else mask
@@ -83,22 +83,24 @@ class RolloutSample:
         )
 
     def check(self) -> None:
-        """Refuse a row that would train the wrong thing.
+        """Reject an invalid row.
 
         Raises:
-            RolloutError: Lists of different lengths, a trained token without a log-prob or with one that cannot be, without
-                anything before it, or an advantage or a token id that is no number in its range.
+            RolloutError: Lists have different lengths, a trained token has no valid log-prob or no preceding token, or
+                the advantage or a token id is invalid.
         """
         lengths = (len(self.input_ids), len(self.completion_mask), len(self.old_log_probs))
         if len(set(lengths)) > 1:
             raise RolloutError(
-                f"group {self.group_id}: input_ids, completion_mask and old_log_probs have lengths {lengths}; they must be equal."
+                f"group {self.group_id}: input_ids, completion_mask and old_log_probs have the lengths {lengths}, "
+                "which must be equal."
             )
         pairs = zip(self.completion_mask, self.old_log_probs, strict=True)
         unknown = sum(bool(kept) and (logp is None or math.isnan(logp)) for kept, logp in pairs)
         if unknown:
             raise RolloutError(
-                f"group {self.group_id}: {unknown} trained tokens have no log-prob. Ask the engine for those of sampled tokens."
+                f"group {self.group_id}: {unknown} trained tokens have no log-prob. Request the log-probs of "
+                "sampled tokens from the engine."
             )
         given_number(self.advantage, f"group {self.group_id}: advantage")
         pairs = zip(self.completion_mask, self.old_log_probs, strict=True)
@@ -107,17 +109,17 @@ class RolloutSample:
         if any(type(token) is not int or token < 0 for token in self.input_ids):
             self.input_ids = token_ids(self.input_ids, f"group {self.group_id}: input_ids")
         if self.start == 0:
-            raise RolloutError(f"group {self.group_id}: the first token is trained, and nothing precedes it.")
+            raise RolloutError(f"group {self.group_id}: the first token is trained, but no token precedes it.")
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """All rows of one rollout, which are trained in one optimiser step or not at all.
+    """All rows of one rollout. They are trained in one optimizer step or not at all.
 
     Attributes:
         samples: At least one.
-        arrived: Weights version of the trainer when it came.
-        finished: Its model came to an end by itself.
+        arrived: Trainer's version of the weights when the rollout arrived.
+        finished: Whether the model ended the rollout.
     """
 
     samples: list[RolloutSample]
@@ -134,11 +136,11 @@ class Trajectory:
 
     @property
     def tokens(self) -> int:
-        """Of all rows."""
+        """Number of tokens of all rows."""
         return sum(len(sample) for sample in self.samples)
 
     def rollout(self) -> Rollout:
-        """Its first row as a completion, the others as branches of it."""
+        """Convert the rows to a rollout. The first row is the completion, the others are its branches."""
         first, *others = [sample.rollout() for sample in self.samples]
         reason: FinishReason = "stop" if self.finished else "length"
         return replace(first, finish_reason=reason, branches=others)
@@ -149,12 +151,12 @@ class GroupTask:
     """A prompt that is to be completed ``size`` times.
 
     Attributes:
-        group_id: Counts prompts over the whole run.
-        row: Of the dataset.
-        size: G.
-        seed: Of its sampling, and of its environments.
-        attempt: How often it was begun before.
-        version: Least weights version it may be begun with.
+        group_id: Number of the prompt in the run.
+        row: Dataset row.
+        size: Number of completions G.
+        seed: Seed of its sampling and environments.
+        attempt: Number of earlier attempts.
+        version: Minimum version of the weights.
     """
 
     group_id: int
@@ -167,9 +169,9 @@ class GroupTask:
 
 @runtime_checkable
 class RolloutWorkerProtocol(Protocol):
-    """What the trainer asks of a writer of rollouts."""
+    """Methods of a rollout worker that the trainer calls."""
 
-    # With ``get(timeout)``, which raises `queue.Empty`; holds samples or trajectories.
+    # Queue with ``get(timeout)``, which raises `queue.Empty`. It contains samples or trajectories.
     rollout_buffer: Any
 
     def start(self) -> None: ...
@@ -179,12 +181,12 @@ class RolloutWorkerProtocol(Protocol):
 
 
 class RolloutBuffer:
-    """First in, first out. It never refuses: the pool asks `room` before it begins another group.
+    """FIFO queue of rollouts. It accepts everything: the pool checks `room` before it begins a group.
 
     Args:
-        max_samples: Trajectories it is meant to hold.
-        max_tokens: Tokens it is meant to hold.
-        arriving: Called with each as it comes.
+        max_samples: Intended maximum number of trajectories.
+        max_tokens: Intended maximum number of tokens.
+        arriving: Function called with each arriving rollout.
     """
 
     def __init__(
@@ -199,29 +201,29 @@ class RolloutBuffer:
         return self._items.qsize()
 
     def room(self, samples: int = 0, tokens: int = 0) -> bool:
-        """Whether so many more would fit."""
+        """Return whether more samples and tokens would fit."""
         fits = len(self) + samples <= self.max_samples
         return fits and (self.max_tokens is None or self.tokens + tokens <= self.max_tokens)
 
     def put(self, item: Trajectory) -> None:
-        """Append; never waits."""
+        """Append a rollout without waiting."""
         self._count(item.tokens)
         if self.arriving is not None:
             self.arriving(item)
         self._items.put(item)
 
     def get(self, timeout: float | None = None) -> Trajectory:
-        """The oldest.
+        """Remove and return the oldest rollout.
 
         Raises:
-            queue.Empty: Nothing came within ``timeout`` seconds.
+            queue.Empty: No rollout arrived within ``timeout`` seconds.
         """
         item = self._items.get(timeout=timeout)
         self._count(-item.tokens)
         return item
 
     def drain(self) -> list[Trajectory]:
-        """Take everything."""
+        """Remove and return all rollouts."""
         drained = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -234,12 +236,12 @@ class RolloutBuffer:
 
 
 class TaskSource:
-    """Prompts as tasks of workers, without end: those that came to nothing are asked again.
+    """Infinite source of prompts as tasks. Prompts whose rollouts failed are retried.
 
     Args:
-        prompts: Rows in their order.
-        group_size: Completions of a prompt.
-        seed: Of every group's sampling.
+        prompts: Dataset rows in order.
+        group_size: Number of completions per prompt.
+        seed: Seed of all groups.
 
     >>> from posttrain.data.samplers import PromptStream
     >>> source = TaskSource(PromptStream([{"prompt": "a"}, {"prompt": "b"}], seed=0, shuffle=False), 2)
@@ -249,14 +251,14 @@ class TaskSource:
 
     def __init__(self, prompts: PromptStream, group_size: int, seed: int = 0) -> None:
         self.prompts, self.group_size, self.seed = prompts, group_size, seed
-        # Groups that were made, which numbers the next one.
+        # Number of groups so far, which is the number of the next one.
         self.group = 0
         self._again: deque[tuple[GroupTask, Origin]] = deque()
-        # Where the groups under way stand in the data.
+        # Positions in the dataset of groups in progress.
         self._origin: dict[int, Origin] = {}
 
     def next(self) -> GroupTask:
-        """The next prompt; those that were given back come first."""
+        """Return the next prompt. Returned prompts come first."""
         if self._again:
             task, origin = self._again.popleft()
         else:
@@ -266,12 +268,12 @@ class TaskSource:
         return task
 
     def give_back(self, task: GroupTask) -> None:
-        """Its completions came to nothing: ask again, as another group with other draws."""
+        """Return a prompt whose rollouts failed, to be retried as another group with other random numbers."""
         origin = self._origin.pop(task.group_id)
         self._again.append((self._task(task.row, task.attempt + 1), origin))
 
     def done(self, group_id: int) -> None:
-        """A group was trained or dropped for good."""
+        """Record that a group is trained or finally dropped."""
         self._origin.pop(group_id, None)
 
     def _task(self, row: dict[str, Any], attempt: int) -> GroupTask:
@@ -280,12 +282,12 @@ class TaskSource:
         return GroupTask(number, row, self.group_size, seed, attempt)
 
     def state(self) -> dict[str, Any]:
-        """Where it stands; prompts under way are asked for again after a resume."""
+        """Return the position. After a resume, prompts in progress are generated again."""
         pending = [*(origin for _, origin in self._again), *self._origin.values()]
         return {"prompts": self.prompts.state(), "group": self.group, "pending": [list(x) for x in pending]}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Undo `state`; a stream goes on without its prompts under way."""
+        """Restore the result of `state`. Prompts in progress of a stream are skipped."""
         self.prompts.load(state["prompts"])
         self.group, self._origin, self._again = state["group"], {}, deque()
         for passes, position in state["pending"] if isinstance(self.prompts.dataset, Sized) else []:

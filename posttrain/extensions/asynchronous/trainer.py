@@ -1,4 +1,4 @@
-"""`AsyncTrainer`: the loop of a trainer whose rollouts other processes write while it trains, whatever its objective."""
+"""`AsyncTrainer`: base class of trainers whose rollouts are sampled by other processes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncTrainer(OnlineTrainer):
-    """Takes rollouts from a queue that workers fill, drops those that are too old, and pushes weights to the workers.
+    """Takes rollouts from a queue that workers fill, drops stale rollouts, and pushes weights to workers.
 
-    A constructor calls `sends` before its parent's and `begins` after it.
+    A constructor calls `sends` before its parent's constructor and `begins` after it.
     """
 
     args: Any
@@ -43,18 +43,21 @@ class AsyncTrainer(OnlineTrainer):
     _prompt_images = False
 
     def sends(self, sent: dict[str, Any], rollout_worker: object, weight_transfer: object, tokenizer: object) -> None:
-        """Take what workers are sent, by the names of `RolloutService`; it must be picklable where they are our processes."""
+        """Set the data for workers, with the names of `RolloutService`. It must be picklable for the library's own
+        workers.
+        """
         if rollout_worker is None:
             check_picklable({**sent, "processing_class": tokenizer})
         self.given = {**sent, "rollout_worker": rollout_worker, "weight_transfer": weight_transfer}
 
     def begins(self) -> None:
-        """Make the source of rollouts, once everything else is there."""
+        """Create the source of rollouts, after everything else exists."""
         if "DEEPSPEED" in str(self.accelerator.distributed_type):
-            raise ConfigError("asynchronous training runs on one process, DDP or FSDP2, not on DeepSpeed.")
+            raise ConfigError("asynchronous training supports one process, DDP and FSDP2, but not DeepSpeed.")
         if self.given["rollout_worker"] is not None and self.given["weight_transfer"] is None:
             logger.warning(
-                "rollout_worker without weight_transfer: it loads what lies in shared memory, or stays as it is."
+                "rollout_worker is set without weight_transfer: the worker must load weights from shared memory, "
+                "or its weights are never updated."
             )
         self.source = self.make_source()
         self.mismatch = MismatchGuard()
@@ -64,15 +67,15 @@ class AsyncTrainer(OnlineTrainer):
         self.add_callback(_StepCallback(self))
 
     def reads_images(self) -> tuple[bool, bool]:
-        """Pictures of prompts alone."""
+        """Return whether prompts, and whether completions, may contain images. Only prompts may."""
         return self._prompt_images, False
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
-        """As every trainer's, in the config's ``dtype`` unless ``model_init_kwargs`` names another."""
+        """Load the model in the config's ``dtype`` unless ``model_init_kwargs`` sets another."""
         return super().load_model(model_id, **{"dtype": self.args.dtype} | kwargs)
 
     def make_source(self) -> AsyncRollouts:
-        """Workers, and the queue that they fill."""
+        """Create the workers and the queue that they fill."""
         args = self.args
         prompts = PromptStream(self.train_dataset, args.seed, args.shuffle_dataset)
         service = RolloutService(
@@ -91,30 +94,30 @@ class AsyncTrainer(OnlineTrainer):
 
     @property
     def scores_rewards(self) -> bool:
-        """Whether rollouts come with rewards that are to be looked at."""
+        """Whether rollouts have rewards that are checked."""
         return True
 
     @property
     def worker(self) -> Any:
-        """Generates rollouts; None before the first step, and on processes other than the main one."""
+        """Worker pool or a user's worker. None before the first step, and on other processes than the main one."""
         return self.source.service.worker
 
     @property
     def transfer(self) -> Any:
-        """Takes weights to the engines; None before the first step."""
+        """Transfer of weights to the engines. None before the first step."""
         return self.source.service.transfer
 
     @property
     def version(self) -> int:
-        """Of the weights that were pushed last."""
+        """Version of the weights that were pushed last."""
         return self.source.service.version
 
     def account(self) -> dict[str, float]:
-        """Where all rollouts are, in one moment: ``produced = trained + dropped + in_flight``."""
+        """Return the counts of all rollouts at one moment: ``produced = trained + dropped + in_flight``."""
         return self.source.account()
 
     def schedule_text(self, prompts: int | None) -> str:
-        """How rollouts and updates follow each other."""
+        """Describe the schedule of rollouts and updates."""
         args = self.args
         wanted = "" if prompts is None else f" {prompts} prompts are {prompts * args.num_generations} rollouts."
         return (
@@ -127,7 +130,7 @@ class AsyncTrainer(OnlineTrainer):
     # The loop ----------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train until ``max_steps``, or until ``num_train_epochs`` times as many prompts as there are have been trained."""
+        """Train until ``max_steps``, or until ``num_train_epochs`` times the number of prompts have been trained."""
         args = self.args
         max_steps, self._target = args.max_steps, math.inf
         if args.max_steps <= 0:
@@ -141,14 +144,14 @@ class AsyncTrainer(OnlineTrainer):
             logger.info("rollouts: %s", {k.removeprefix("async/"): int(v) for k, v in self.account().items() if v})
 
     def get_train_dataloader(self) -> DataLoader:
-        """One tick a step: the rollouts come from the queue."""
+        """Return a loader that yields one item per step. The rollouts come from the queue."""
         return DataLoader(_Ticks(), batch_size=None)
 
     def _hooks(self) -> Hooks:
         return dataclasses.replace(super()._hooks(), batches=self._batches)
 
     def _batches(self, run: Run, inputs: Any, index: int) -> list[Batch]:
-        """The rollouts of this process, of those of the step."""
+        """Return this process's rollouts of the step as batches."""
         batch = self.taken(self.source.next(self.args.samples_per_step or 1))
         tokens = sum(len(rollout.prompt_ids) + len(rollout.token_ids) for rollout in batch.rollouts)
         self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
@@ -158,11 +161,11 @@ class AsyncTrainer(OnlineTrainer):
         return collate(batch.every_row(), pad_token_id=self.pad_token_id, layout=layout)
 
     def taken(self, batch: RolloutBatch) -> RolloutBatch:
-        """What this process has of a step, with whatever its objective needs besides."""
+        """Add the data that the objective needs to this process's rollouts of a step."""
         return batch
 
     def before_update(self) -> None:
-        """Leave the update out when policy and sampler have been too far apart for too long."""
+        """Skip the update if policy and sampler have differed too much for too long."""
         local = [0.0, 0.0] if self.run.progress.sums is None else self.run.progress.sums.tolist()
         kl, tokens = parallel.all_reduce_sum(local, self.accelerator)
         self._skipping = self.mismatch.add(kl / max(tokens, 1.0))
@@ -171,7 +174,7 @@ class AsyncTrainer(OnlineTrainer):
                 parameter.grad = None
 
     def after_update(self, control: TrainerControl) -> None:
-        """Push weights when they are due, book what was trained, and stop when enough was."""
+        """Push weights if they are due, record the trained rollouts, and stop at the end."""
         main = self.accelerator.is_main_process
         if main and not self._skipping:
             self._count_groups({trajectory.group_id for trajectory in self.source.held})
@@ -185,48 +188,49 @@ class AsyncTrainer(OnlineTrainer):
             control.should_training_stop or self.state.global_step >= self.args.max_steps,
         )
         if (step % self.args.weight_sync_steps == 0 or self._skipping) and not last:
-            self.source.service.push_weights()  # Before the step is booked: what is written in its place gets the new version.
+            # Push before the step is recorded, so that new rollouts get the new version.
+            self.source.service.push_weights()
         if main:
             self.source.book(skipped=self._skipping)
         self._skipping = False
 
     def _count_groups(self, groups: set[int]) -> None:
-        """The rest of a group may come with a later step: it counts once."""
+        """Count each trained group once, even if its rollouts are trained in several steps."""
         self.trained_groups += len(groups - self._new_groups)
         self._new_groups = {g for g in self._new_groups | groups if g > max(groups) - self._remembered}
 
     @property
     def _remembered(self) -> int:
-        """Group ids this far back can still have rollouts on their way."""
+        """Number of recent group ids that may still have rollouts in progress."""
         return 2 * (self.args.max_inflight_tasks + self.args.queue_maxsize)
 
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The window's metrics, and the account of this moment."""
+        """Add the current counts of rollouts to the metrics of the log window."""
         metrics = super().postprocess_metrics(metrics)
         return metrics | (self.account() if "sample/staleness_mean" in metrics else {})
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
     def state_to_save(self) -> dict[str, Any]:
-        """With where prompts and counts stand."""
+        """Return the state with the position in the prompts and the counts."""
         return super().state_to_save() | {"async": self.source.state() | {"trained_groups": self.trained_groups}}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
-        """Undo `state_to_save`."""
+        """Restore the result of `state_to_save`."""
         super().load_saved_state(state)
         self.source.load(state["async"])
         self.trained_groups = state["async"]["trained_groups"]
 
 
 class _Ticks(IterableDataset):
-    """Something to count steps by."""
+    """Infinite dataset that counts steps."""
 
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
 
 
 class _StepCallback(TrainerCallback):
-    """Tells the trainer when an update is about to be made, and when it was."""
+    """Callback that calls the trainer before and after each update."""
 
     def __init__(self, trainer: AsyncTrainer) -> None:
         self.trainer = trainer
@@ -234,9 +238,9 @@ class _StepCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Gradients are there."""
+        """Check the mismatch before the update."""
         self.trainer.before_update()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The step counts."""
+        """Push weights and record the step."""
         self.trainer.after_update(control)

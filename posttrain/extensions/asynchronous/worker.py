@@ -1,4 +1,4 @@
-"""A process that works for the trainer without its device: started clean, heard from every second, ended for certain."""
+"""Worker processes: started without the trainer's device, monitored by heartbeats, and reliably ended."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from posttrain.errors import ArgumentTypeError, RolloutError
 
 
 class ActiveClock:
-    """A liveness clock that ignores time in which this process was suspended: a gap between two looks counts ``most`` seconds.
+    """A clock that ignores time in which this process was suspended: a gap between two reads counts at most ``most``
+    seconds.
 
-    By a wall clock everybody else would seem to have been silent in that time.
+    With a wall clock, all workers would seem to have been silent during a suspension.
 
     Args:
-        most: Seconds between two looks that count in full; a multiple of the time between two looks.
+        most: Maximum number of seconds between two reads that are counted; a multiple of the polling interval.
 
     >>> clock = ActiveClock(0.01)
     >>> time.sleep(0.1); clock.look() < 0.02
@@ -41,7 +42,7 @@ class ActiveClock:
         self._lock = threading.Lock()
 
     def look(self) -> float:
-        """Seconds so far, this look included."""
+        """Return the number of seconds so far."""
         with self._lock:
             real = time.monotonic()
             self.now += min(real - self._last, self.most)
@@ -50,11 +51,11 @@ class ActiveClock:
 
 
 BEAT_S = 1.0
-GAP_S = 3.0  # Of a look at the clock; longer ones are time in which nobody was there to look.
+GAP_S = 3.0  # Maximum gap in seconds between two reads of the clock. In longer gaps this process was suspended.
 TAIL_LINES, TAIL_BYTES = 30, 16_384
-JOIN_S = 15.0  # How long a worker may take to stop when asked.
+JOIN_S = 15.0  # Maximum number of seconds until a worker stops.
 
-# What a child must not inherit: it would take part in the trainer's process group, or write over its logs.
+# Environment variables that a worker must not inherit: it would join the trainer's process group or overwrite its logs.
 DISTRIBUTED = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "NCCL_DEBUG_FILE", "NCCL_ASYNC_ERROR_HANDLING",
@@ -65,28 +66,28 @@ _starting = threading.Lock()
 
 
 class WorkerJob(Protocol):
-    """What a worker does: picklable, and run in the new process until it is asked to stop."""
+    """Work of a worker. It is picklable and runs in the new process until it is stopped."""
 
     def run(self, link: Link) -> None:
-        """Make what is slow to make, call ``link.ready()``, then work until ``link.stopping`` is set."""
+        """Perform slow initialization, call ``link.ready()``, then work until ``link.stopping`` is set."""
         ...
 
 
 def check_picklable(parts: Mapping[str, Any]) -> None:
-    """Try what is to be sent to a process, before anything is loaded.
+    """Check that objects for a process are picklable, before anything is loaded.
 
     Args:
-        parts: Objects by the name a user knows them by; lists, tuples and dicts are looked into.
+        parts: Objects by their argument name. Lists, tuples and dicts are checked recursively.
 
     Raises:
-        ArgumentTypeError: Lists every object that cannot be pickled.
+        ArgumentTypeError: An object cannot be pickled. The message lists all such objects.
 
     >>> check_picklable({"reward_funcs": [len, "a-model"]})
     """
     bad = [text for name, value in parts.items() for text in _unpicklable(name, value)]
     if bad:
         raise ArgumentTypeError(
-            "rollout workers are processes of their own, and these cannot be sent to them: "
+            "rollout workers are separate processes, and these objects cannot be sent to them: "
             + "; ".join(bad)
             + ". Define "
             "functions and classes at the top level of a module, not inside a function and not as a lambda."
@@ -111,7 +112,7 @@ def _unpicklable(name: str, value: object) -> list[str]:
 
 @contextlib.contextmanager
 def without_device() -> Iterator[None]:
-    """The environment a worker inherits: no accelerator, none of the trainer's process group."""
+    """Set the environment for a worker: no accelerator, and no variables of the trainer's process group."""
     saved = dict(os.environ)
     with _starting:
         try:
@@ -127,18 +128,21 @@ def without_device() -> Iterator[None]:
 
 
 class Link:
-    """The worker's end of the pipe: one thread reads commands, another sends heartbeats.
+    """The worker's end of the pipe. One thread reads commands, another sends heartbeats.
 
     Attributes:
-        index: Of the worker.
-        tasks: Sent and not taken yet.
-        cancelled: Keys of tasks that are not wanted any more.
-        version: Newest weights version that was announced.
-        holders: Which servers hold it, where there are servers.
-        stopping: Set when there is nothing more to do.
-        on_news: Called on the reading thread when a version is announced, tasks are cancelled, or all is to stop.
-        on_orphaned: Called before this process ends because the trainer was killed: what that could not remove.
-        importing: Held by a thread that imports packages: another that unpickles would meet them half made.
+        index: Index of the worker.
+        tasks: Tasks that have not started.
+        cancelled: Keys of canceled tasks.
+        version: Newest announced version of the weights.
+        holders: Servers that have this version, if there are servers.
+        stopping: Event that is set when the worker must stop.
+        on_news: Function called on the reading thread when a version is announced, tasks are canceled, or the worker
+            must stop.
+        on_orphaned: Function called before this process ends because the trainer was killed. It removes what the
+            trainer left.
+        importing: Lock of a thread that imports packages. Unpickling at the same time would find partly initialized
+            modules.
     """
 
     def __init__(self, connection: Connection, index: int) -> None:
@@ -158,7 +162,7 @@ class Link:
             threading.Thread(target=work, daemon=True, name=f"link{work.__name__}").start()
 
     def send(self, kind: str, **content: Any) -> None:
-        """A message to the trainer; the end of this process where that is gone."""
+        """Send a message to the trainer. If the trainer has ended, this process ends."""
         data = ForkingPickler.dumps((kind, content))
         try:
             with self._sending:
@@ -167,15 +171,15 @@ class Link:
             self._orphaned()
 
     def ready(self) -> None:
-        """What takes long to make is made."""
+        """Report that initialization is done."""
         self.send("ready", pid=os.getpid())
 
     def progress(self) -> None:
-        """The working thread is alive."""
+        """Report that the working thread is alive."""
         self._alive = self._clock.look()
 
     def wait(self, seconds: float) -> None:
-        """Until there is news, or this long."""
+        """Wait for news, or for ``seconds``."""
         self._news.wait(seconds)
         self._news.clear()
 
@@ -185,13 +189,14 @@ class Link:
                 self._take(self.connection.recv_bytes())
         except (EOFError, OSError):
             self._orphaned()
-        except BaseException:  # A worker that hears nothing more would be waited for without end.
+        except BaseException:  # A worker that receives no more commands would never end.
             traceback.print_exc()
             os._exit(1)
 
     def _orphaned(self) -> NoReturn:
-        """The trainer is gone, and nobody else would ever end this process."""
-        self._ending.acquire()  # Never released: threads that notice it too must not end the process half way.
+        """End this process, because the trainer has ended."""
+        # The lock is never released, so that another thread cannot end the process at the same time.
+        self._ending.acquire()
         try:
             self.on_orphaned()
         finally:
@@ -220,10 +225,11 @@ class Link:
 
 
 def worker_main(payload: bytes, connection: Connection, log: str, index: int) -> None:
-    """Main function of the new process; its output goes to ``log``."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # The trainer's to handle: it needs its workers to end its step.
+    """Run the worker in the new process. Its output is written to ``log``."""
+    # The trainer handles these signals. It needs its workers to finish the step.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # Ends with the trainer, and may have children all the same (reward functions that run code do).
+    # The process ends with the trainer, but it may start processes, as reward functions that run code do.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process.
     os.dup2(file.fileno(), 2)
@@ -238,19 +244,19 @@ def worker_main(payload: bytes, connection: Connection, log: str, index: int) ->
         traceback.print_exc()
         file.flush()
         link.send("failed", error=f"{type(error).__name__}: {error}")
-        os._exit(1)  # Threads of tools that hang must not keep it alive.
+        os._exit(1)  # Hanging threads of tools must not keep the process alive.
     file.flush()
     os._exit(0)
 
 
 class WorkerProcess:
-    """The trainer's end: a spawned process, its pipe, its log and when it was last heard from.
+    """The trainer's end: a spawned process, its pipe, its log and the time of its last message.
 
     Args:
-        index: Of the worker.
+        index: Index of the worker.
         payload: A pickled `WorkerJob`.
-        folder: For its log, ``worker-<index>.log``.
-        clock: Of its time limits.
+        folder: Folder of its log, ``worker-<index>.log``.
+        clock: Clock for its time limits.
     """
 
     def __init__(
@@ -271,7 +277,7 @@ class WorkerProcess:
         self.failure: str | None = None
 
     def start(self) -> None:
-        """Spawn it; it sends `ready` later."""
+        """Spawn the process. It sends `ready` later."""
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
@@ -287,12 +293,12 @@ class WorkerProcess:
         self.began = self.heard = self.clock.look()
 
     def send(self, kind: str, content: Any = None) -> None:
-        """A command; a process that died is noticed elsewhere."""
+        """Send a command. A dead process is detected elsewhere."""
         with contextlib.suppress(OSError):
             self.connection.send((kind, content))
 
     def receive(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Messages that are there, heartbeats aside."""
+        """Yield the received messages except heartbeats."""
         try:
             while self.connection.poll():
                 kind, content = self.connection.recv()
@@ -313,7 +319,7 @@ class WorkerProcess:
         return self.process.is_alive()
 
     def problem(self, stale_after_s: float, ready_within_s: float) -> str | None:
-        """What is wrong with it, in words; None while all is well."""
+        """Return a description of the worker's problem, or None."""
         now = self.clock.look()
         if not self.alive:
             code = self.process.exitcode
@@ -322,10 +328,10 @@ class WorkerProcess:
         if not self.is_ready:
             return f"was not ready within {ready_within_s:g} s" if now - self.began > ready_within_s else None
         silent = max(now - self.heard, self.idle)
-        return f"gave no sign of work for {silent:.0f} s" if silent > stale_after_s else None
+        return f"made no progress for {silent:.0f} s" if silent > stale_after_s else None
 
     def tail(self) -> str:
-        """The last lines it wrote since it was started."""
+        """Return the last lines of its log since it was started."""
         with contextlib.suppress(OSError):
             with open(self.log, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -335,19 +341,19 @@ class WorkerProcess:
         return ""
 
     def describe(self, what: str) -> RolloutError:
-        """An error that says what happened to it and what it last wrote."""
+        """Return an error with the problem and the last lines of the log."""
         tail = self.tail()
-        said = f" The last it wrote to {self.log}:\n{tail}" if tail else f" It wrote nothing to {self.log}."
+        said = f" The last lines of {self.log}:\n{tail}" if tail else f" It wrote nothing to {self.log}."
         return RolloutError(f"rollout worker {self.index} (process {self.process.pid}) {what}.{said}")
 
     def stop(self, join_s: float = JOIN_S) -> None:
-        """Ask, then kill."""
+        """Ask the process to stop, then kill it."""
         self.send("stop")
         self.process.join(join_s)
         self.kill()
 
     def kill(self) -> None:
-        """At once."""
+        """Kill the process."""
         if self.alive:
             self.process.kill()
             self.process.join()

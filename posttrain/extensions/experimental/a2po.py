@@ -1,4 +1,4 @@
-"""`A2POTrainer`: estimate each prompt's optimal value once, then regress one completion's log-ratio on its advantage."""
+"""`A2POTrainer`: estimate the optimal value of each prompt once, then regress log-ratios on advantages."""
 
 from __future__ import annotations
 
@@ -52,15 +52,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Transforms that read other rewards than their own: not those of the values.
+# Transforms that depend on other rewards. They would differ between the estimate and training.
 
 
 def optimal_value(rewards: Sequence[float], beta1: float) -> float:
-    """``V* = beta1 log mean_i exp(r_i / beta1)`` over the rewards that are known; NaN where none is.
+    """Compute ``V* = beta1 log mean_i exp(r_i / beta1)`` over the rewards that are not NaN. Return NaN if there is
+    none.
 
     Args:
-        rewards: Of the reference's completions; NaN where no function applied.
-        beta1: Above 0.
+        rewards: Rewards of the reference's completions. NaN: no function applied.
+        beta1: Temperature, above 0.
 
     Reference: A*-PO, arXiv:2505.20686, equation 5.
 
@@ -76,13 +77,13 @@ def optimal_value(rewards: Sequence[float], beta1: float) -> float:
 
 
 def row_key(example: Mapping[str, Any]) -> str:
-    """A dataset row by its content: the prompt, and the columns that rewards read."""
+    """Return a hash of a dataset row: the prompt and the columns for reward functions."""
     text = json.dumps(dict(example), sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _computed_by(function: Callable) -> str:
-    """What a reward is computed by, as far as it tells: the source of a function, the weights of a model."""
+    """Return an identifier of a reward: the source of a function, or a hash of a model's weights."""
     if isinstance(model := getattr(function, "model", None), torch.nn.Module):
         return hash_module(model)
     try:
@@ -92,11 +93,11 @@ def _computed_by(function: Callable) -> str:
 
 
 class ValueCache:
-    """Rewards of the reference's completions by prompt, in memory and as lines of a file.
+    """Rewards of the reference's completions by prompt, in memory and in a file.
 
     Args:
-        path: JSON lines, appended to as they are found, so that an interrupted estimate goes on where it stopped.
-        run: What `fingerprint` gave; lines of other runs are left alone.
+        path: JSON lines file. Rewards are appended immediately, so that an interrupted estimate can continue.
+        run: Result of `fingerprint`. Lines of other runs are ignored.
     """
 
     def __init__(self, path: Path, run: str) -> None:
@@ -105,12 +106,12 @@ class ValueCache:
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
             entry = read_line(line)
             if entry is None:
-                logger.warning("%s has a line that was cut off; its prompt is sampled again.", path)
+                logger.warning("%s has an incomplete line; its prompt is sampled again.", path)
             elif entry["run"] == run:
                 self.rewards[entry["prompt"]] = entry["rewards"]
 
     def add(self, sampled: Mapping[str, list[float]], *, write: bool) -> None:
-        """Take over new rewards; ``write`` on one process only."""
+        """Add new rewards. ``write`` must be True on one process only."""
         new = {key: rewards for key, rewards in sampled.items() if key not in self.rewards}
         self.rewards.update(new)
         if write and new:
@@ -120,23 +121,24 @@ class ValueCache:
                     file.write(json.dumps({"run": self.run, "prompt": key, "rewards": rewards}) + "\n")
 
     def value(self, example: Mapping[str, Any], beta1: float) -> float:
-        """The value of a row's prompt; NaN where it has none."""
+        """Return the value of a row's prompt, or NaN."""
         return optimal_value(self.rewards[row_key(example)], beta1)
 
 
 FILE = "v_star.jsonl"
-# By which a reward may differ from 0 or 1 and still be one of them.
+# Maximum difference from 0 or 1 of a binary reward.
 TOLERANCE = 1e-6
-# Samples of values have seeds of their own.
+# Seed offset of the samples for values.
 VALUE_SEED = 20_000_003
 
 
 class A2POTrainer(OnlineTrainer):
-    """A*-PO: no group and no value model; a completion is measured against its prompt's value under the optimal policy.
+    """A*-PO: regress log-ratios on the difference of the reward and the prompt's optimal value (experimental).
 
-    Before the first step, ``num_value_samples`` completions of the frozen reference give each prompt's
-    ``V* = beta1 log mean exp(r / beta1)``; they are kept in ``output_dir/v_star.jsonl`` and in checkpoints, by what they
-    depend on. Then each step samples one completion a prompt. An experimental method.
+    There is no group and no value model. Before the first step, ``num_value_samples`` completions of the frozen
+    reference give each prompt's value ``V* = beta1 log mean exp(r / beta1)``. Values are stored in
+    ``output_dir/v_star.jsonl`` and in checkpoints, with a hash of everything that they depend on. Each step then
+    samples one completion per prompt.
 
     Args:
         model: Hub id, folder, model or peft model.
@@ -179,7 +181,7 @@ class A2POTrainer(OnlineTrainer):
         for name, dataset in named_sets({"train_dataset": train_dataset, "eval_dataset": eval_dataset}):
             if isinstance(dataset, datasets.IterableDataset):
                 raise DataError(
-                    f"{name} is a stream, and A2PO estimates the value of every prompt first. Give a Dataset."
+                    f"{name} is a stream, but A2PO estimates the value of every prompt first. Pass a Dataset."
                 )
 
         self._own_engine = rollout_engine is None
@@ -206,20 +208,20 @@ class A2POTrainer(OnlineTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
-        disable_dropout_in_model(self.model)  # The log-ratio would carry its noise.
-        self.cache: ValueCache | None = None  # Rewards of the reference by prompt, once they are estimated.
-        self._value_batch = 0  # Number of the batch of value samples; its seed follows from it.
+        disable_dropout_in_model(self.model)  # Dropout would add noise to the log-ratio.
+        self.cache: ValueCache | None = None  # Rewards of the reference by prompt, after they are estimated.
+        self._value_batch = 0  # Number of the batch of value samples, which determines its seed.
         self._restored: dict[str, Any] = {}
         self._filtered = False
 
     def make_reference(self) -> Reference:
-        """Always: values and log-ratios are relative to it."""
+        """Create the reference, which values and log-ratios always need."""
         return Reference(self.model, fresh_adapter=self.fresh_adapter)
 
     # Stage 1: values of all prompts ------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Estimate values, leave out prompts that nothing solves, then train."""
+        """Estimate values, exclude prompts that were never solved, then train."""
         self._restore_values(resume_from_checkpoint)
         self.estimate_values([self.train_dataset, *(d for _, d in named_sets({"eval_dataset": self.eval_dataset}))])
         if not self._filtered:
@@ -229,14 +231,14 @@ class A2POTrainer(OnlineTrainer):
         return super().train(resume_from_checkpoint, **kwargs)
 
     def evaluate(self, eval_dataset: EvalSets | None = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As every trainer's; prompts without a value get one first."""
+        """Evaluate like other trainers, after estimating missing values."""
         eval_dataset = plain_rows(eval_dataset)
         sets = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
         self.estimate_values([dataset for _, dataset in named_sets({"eval_dataset": sets})])
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def estimate_values(self, sets: Iterable[Any]) -> ValueCache:
-        """Sample and score completions of the reference for every prompt whose rewards are not known yet."""
+        """Sample and score completions of the reference for every prompt without rewards."""
         cache = self.cache = self.cache or self._open_cache()
         rows = {row_key(row): row for dataset in sets for row in dataset}
         todo = [(key, row) for key, row in rows.items() if key not in cache.rewards]
@@ -258,11 +260,12 @@ class A2POTrainer(OnlineTrainer):
         return cache
 
     def _sampled_rewards(self, part: Sequence[tuple[str, Any]]) -> dict[str, list[float]]:
-        """Weighted rewards of ``num_value_samples`` completions of each of these rows, transformed as those of training."""
+        """Return the weighted and transformed rewards of ``num_value_samples`` completions of each row."""
         n = self.args.num_value_samples
         examples = [row for _, row in part for _ in range(n)]
         if not examples:
-            self.sample([dict(self.spare_example)], self._value_settings())  # A collective.
+            # Sampling is a collective, so a rank without rows samples too.
+            self.sample([dict(self.spare_example)], self._value_settings())
             return {}
         generation = self.sample(examples, self._value_settings())
         table = score_rollouts(self.rewards, generation, self.processing_class, self.state)
@@ -271,17 +274,18 @@ class A2POTrainer(OnlineTrainer):
         return {key: rewards for (key, _), rewards in zip(part, totals.reshape(-1, n).tolist(), strict=True)}
 
     def _solvable(self, dataset: datasets.Dataset) -> list[int]:
-        """Rows to train on: with a value, and (for rewards of 0 and 1) solved at least once.
+        """Return the rows to train on: those with a value that (for binary rewards) were solved at least once.
 
         Raises:
-            DataError: None is left.
+            DataError: No row is left.
         """
         assert self.cache is not None
         rewards = [[r for r in self.cache.rewards[row_key(row)] if not math.isnan(r)] for row in dataset]
         binary = all(min(abs(r), abs(r - 1)) <= TOLERANCE for row in rewards for r in row)
         if self.args.filter_all_incorrect and not binary:
             logger.warning(
-                "filter_all_incorrect=True has no effect: rewards%s are not all 0 or 1, so a sum of 0 does not mean unsolved.",
+                "filter_all_incorrect=True has no effect: rewards%s are not all 0 or 1, so a sum of 0 does not "
+                "mean unsolved.",
                 "" if not self.args.reward_transform else f" after reward_transform={self.args.reward_transform}",
             )
         strict = self.args.filter_all_incorrect and binary
@@ -289,16 +293,21 @@ class A2POTrainer(OnlineTrainer):
         if not kept:
             raise DataError(
                 f"none of the {len(rewards)} training prompts is left: the reference solved none of them in "
-                f"{self.args.num_value_samples} attempts (filter_all_incorrect={self.args.filter_all_incorrect}). Fix: take "
-                "easier prompts, more num_value_samples, a better start, or check what the reward reads."
+                f"{self.args.num_value_samples} attempts (filter_all_incorrect={self.args.filter_all_incorrect}). "
+                "Fix: use easier prompts, more num_value_samples or a better initial model, or check the reward "
+                "function."
             )
-        logger.info("%d of %d training prompts have a value to learn from.", len(kept), len(rewards))
+        logger.info(
+            "%d of %d training prompts are used; the others have no value or were never solved.",
+            len(kept),
+            len(rewards),
+        )
         return kept
 
     def _open_cache(self) -> ValueCache:
         model, sampling = self.reference.copy or self.model, self._value_settings().sampling
         run = fingerprint(
-            # Without an adapter that is trained: the reference runs without it.
+            # The trained adapter is excluded, because the reference runs without it.
             model=hash_tensors({name: p for name, p in model.named_parameters() if not p.requires_grad}),
             sampling=sampling.unseeded(),
             samples=self.args.num_value_samples,
@@ -314,9 +323,9 @@ class A2POTrainer(OnlineTrainer):
 
     @contextlib.contextmanager
     def _reference_engine(self) -> Iterator[None]:
-        """Generate with the reference meanwhile, here in process where the engine has a copy of the policy's weights.
+        """Generate with the reference. An in-process engine is created if the engine has a copy of the policy.
 
-        An engine object that was given, and has none, samples from the policy, which is the reference at first.
+        A user's engine object without a copy samples from the policy, which equals the reference at the beginning.
         """
         engine, far = self.engine, self.engine.capabilities.needs_weight_sync
         with self.run.inference() as policy, self.reference.active(policy):
@@ -332,26 +341,26 @@ class A2POTrainer(OnlineTrainer):
                 self.engine = engine
 
     def _value_settings(self) -> SampleSettings:
-        """As those of evaluation; the samples of values have seeds of their own."""
+        """Return the sampling settings of evaluation with separate seeds."""
         settings = settings_of(self.run, "eval")
         seed = (self.args.seed * 1_000_003 + VALUE_SEED + self._value_batch) % 2**63
         return replace(settings, sampling=replace(settings.sampling, seed=seed))
 
     def _restore_values(self, checkpoint: Any) -> None:
-        """Values from the checkpoint, before the dataset is filtered by them: the place in it must not move."""
+        """Load values from the checkpoint before they filter the dataset, so that the position in it stays valid."""
         if checkpoint is True:
             checkpoint = last_complete_checkpoint(self.args.output_dir)
         self._restored = saved_state(checkpoint or None, self.accelerator).get("values") or {}
 
-    # Stage 2: one completion a prompt ----------------------------------------------------------------------------------
+    # Stage 2: one completion per prompt ------------------------------------------------------------------------------
 
     @property
     def prompt_limit(self) -> int | None:
-        """The question's end stays."""
+        """Maximum number of tokens of a prompt. A longer prompt loses its beginning."""
         return self.args.max_prompt_length
 
     def make_online(self) -> Online:
-        """As every online trainer's, with the value of each completion's prompt."""
+        """Create the sampling state with the value of each completion's prompt."""
         online = super().make_online()
 
         def logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
@@ -364,6 +373,6 @@ class A2POTrainer(OnlineTrainer):
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state_to_save(self) -> dict[str, Any]:
-        """With the rewards that values are made of."""
+        """Return the state with the rewards that values are computed from."""
         values = None if self.cache is None else {"run": self.cache.run, "rewards": self.cache.rewards}
         return super().state_to_save() | {"values": values}

@@ -1,4 +1,4 @@
-"""A*-PO: a regression of log-ratios on advantages over prompts' values under the optimal policy."""
+"""A*-PO: regression of log-ratios on advantages relative to the prompts' optimal values."""
 
 from __future__ import annotations
 
@@ -75,29 +75,32 @@ class A2POConfig(OnlineConfig):
 
     def __post_init__(self) -> None:
         self.top_k = self.top_k or 0
-        # First: the parent's advice, a beta, would be refused too.
-        check_rules(self, [("sync_ref_model", not self.sync_ref_model, "must be False: values are of one reference")])
+        # Check this first, because the parent's error would suggest a beta, which is not supported either.
+        check_rules(
+            self,
+            [("sync_ref_model", not self.sync_ref_model, "must be False: values are estimated with a fixed reference")],
+        )
         super().__post_init__()
         rules = {
             "num_generations": (
                 self.num_generations == 1,
-                "must be 1: the baseline is the prompt's value, not a group",
+                "must be 1: the baseline is the value of the prompt, not a group",
             ),
-            "beta": (self.beta == 0, "must be 0.0: the pull of the reference is beta2"),
-            "epsilon": (self.epsilon == 0.2 and self.epsilon_high is None, "is not read: nothing is clipped here"),
+            "beta": (self.beta == 0, "must be 0.0: use beta2 for the regularization towards the reference"),
+            "epsilon": (self.epsilon == 0.2 and self.epsilon_high is None, "is not supported: the loss has no clip"),
             "num_iterations": (self.num_iterations == 1, "must be 1: the regression has no importance ratio"),
-            "dynamic_sampling": (self.dynamic_sampling == 0, "must be 0: one completion a prompt has no variance"),
+            "dynamic_sampling": (self.dynamic_sampling == 0, "must be 0: one completion per prompt has no variance"),
             "reward_transform": (
                 not transform_names(self.reward_transform) & set(OF_OTHERS),
-                f"holds one of {', '.join(OF_OTHERS)}, which depends on other rewards; values and rewards need one scale. Take "
-                "clip, log1p or tanh",
+                f"contains one of {', '.join(OF_OTHERS)}, which depend on other rewards, but values and rewards need "
+                "the same scale. Use clip, log1p or tanh",
             ),
         }
         check_rules(self, ((name, *rule) for name, rule in rules.items()))
 
 
 def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerms:
-    """``mean_i (beta2 sum_t (logp - ref_logp) - (r_i - V*_i))^2`` over the completions that were scored.
+    """Compute ``mean_i (beta2 sum_t (logp - ref_logp) - (r_i - V*_i))^2`` over the scored completions.
 
     Reference: A*-PO, arXiv:2505.20686, equation 6.
     """
@@ -110,12 +113,12 @@ def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerm
 
 
 def _judged(batch: Batch) -> Tensor:
-    """Completions with a reward: the others carry no token of loss, ``(S,)`` bool."""
+    """Return ``(S,)`` bool, completions with a reward. Others have no loss token."""
     return sequence_sum(batch.loss_mask.float(), *batch.by_sequence) > 0
 
 
 class A2PO(Method[A2POConfig]):
-    """A*-PO: no group and no value model; a completion is measured against its prompt's value under the optimal policy.
+    """A*-PO: regress log-ratios on the difference of the reward and the prompt's optimal value.
 
     Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
     """
@@ -125,15 +128,15 @@ class A2PO(Method[A2POConfig]):
 
     @property
     def temperature(self) -> float:
-        """1: the loss compares models, not samplers; there is no importance ratio in it."""
+        """Always 1, because the loss has no importance ratio to the sampler."""
         return 1.0
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return False: the regression has no importance ratio."""
+        """Return False, because the regression has no importance ratio."""
         return False
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """``r - V*``; a completion without a reward (or a prompt without a value) is left out."""
+        """Compute ``r - V*``. Completions without a reward or a value are excluded."""
         values = torch.tensor(ranks.gather([value for (value,) in logps["v_star"]]))
         totals = weighted_total(rewards.values, rewards.weights)
         unknown = (totals - values).isnan()
@@ -148,9 +151,9 @@ class A2PO(Method[A2POConfig]):
         )
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """See `a2po_objective`."""
+        """Compute the loss with `a2po_objective`."""
         return a2po_objective(outputs, batch, self.cfg)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Completions that were scored: what the loss is a mean over."""
+        """Count the scored completions, the denominator of the loss."""
         return {"judged": float(sum(int(_judged(batch).sum()) for batch in batches))}

@@ -1,4 +1,4 @@
-"""TRL's distillation methods by their names and signatures: GKD, IW-OPD, MiniLLM, SDFT, SDPO, SSD."""
+"""Trainers for TRL's distillation methods IW-OPD, MiniLLM, SDFT, SDPO and SSD."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 
 
 class IWOPDTrainer(DistillationTrainer):
-    """On-policy distillation whose early tokens weigh more, against the log-probs that they were sampled with.
+    """On-policy distillation in which early tokens have larger weights, with an importance ratio to the sampling
+    weights.
 
     Reference: IW-OPD, arXiv:2606.22600.
     """
@@ -122,7 +123,8 @@ class IWOPDTrainer(DistillationTrainer):
 
 
 class MiniLLMTrainer(DistillationTrainer):
-    """The reverse KL to the teacher as a reward of each token, beside rewards of whole completions if there are any.
+    """Distillation with the reverse KL to the teacher as a per-token reward, optionally with rewards of whole
+    completions.
 
     Reference: MiniLLM, arXiv:2306.08543.
     """
@@ -188,7 +190,7 @@ class MiniLLMTrainer(DistillationTrainer):
         )
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """``GRPO(A + sum gamma^i (log p - log q)) + KL(q || p)``."""
+        """Compute ``GRPO(A + sum gamma^i (log p - log q)) + KL(q || p)``."""
         args, returns = self.args, None
         if args.rkl_advantage:
             gap = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
@@ -202,7 +204,7 @@ class MiniLLMTrainer(DistillationTrainer):
 
 
 class SDFTTrainer(DistillationTrainer):
-    """The student learns what it would say if it saw the ``privileged_context`` of the row.
+    """Self-distillation: the teacher is the student with the row's ``privileged_context`` in its prompt.
 
     Reference: Self-Distillation Fine-Tuning, arXiv:2601.19897.
     """
@@ -268,7 +270,7 @@ class SDFTTrainer(DistillationTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Refuse a dataset without ``privileged_context``, and a row where it is None."""
+        """Tokenize a dataset. Reject one without ``privileged_context``, or a row where it is empty."""
         _require_context(dataset, name)
         for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
             joined_text(value, f"{name} row {row}: ")
@@ -279,7 +281,7 @@ class SDFTTrainer(DistillationTrainer):
         return self.teacher_prompt(example, args.teacher_prompt_template, shown, args.max_prompt_length)
 
     def student_samples(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """As the parent's, from the teacher's prompts where that is asked for."""
+        """Sample completions, from the teacher's prompts if ``generate_from_teacher`` is set."""
         if not self.args.generate_from_teacher:
             return super().student_samples(examples, settings)
         single = SingleTurn(self.weight_sync, self.prompt_source, self.processing_class)
@@ -289,7 +291,7 @@ class SDFTTrainer(DistillationTrainer):
         return single.batch_of(examples, rollouts)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """The teacher's prompt of each completion, whose lengths were counted: its first tokens may carry no loss."""
+        """Return the teacher's prompt of each completion, and exclude first tokens from the loss if configured."""
         if skip := self.args.num_loss_tokens_to_skip:
             keep = [[int(i >= skip) for i in range(len(rollout.token_ids))] for rollout in rollouts.rollouts]
             found = replace(found, keep=keep)
@@ -297,7 +299,7 @@ class SDFTTrainer(DistillationTrainer):
 
 
 class SDPOTrainer(DistillationTrainer):
-    """The student learns from itself after it saw a successful completion of the same prompt.
+    """Self-distillation: the teacher is the student with a successful completion of the same prompt in its prompt.
 
     Reference: Self-Distillation Policy Optimization, arXiv:2601.20802.
     """
@@ -335,7 +337,7 @@ class SDPOTrainer(DistillationTrainer):
         environment_factory: Callable | Mapping[str, Callable] | None = None,
     ) -> None:
         if reward_funcs is None:
-            raise ConfigError("SDPO needs reward_funcs: they say which completions succeeded.")
+            raise ConfigError("SDPO needs reward_funcs, which determine the successful completions.")
         super().__init__(
             model,
             teacher_model,
@@ -365,15 +367,15 @@ class SDPOTrainer(DistillationTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Refuse a dataset without ``privileged_context`` where it is to be shown."""
+        """Tokenize a dataset. Reject one without ``privileged_context`` if the teacher's prompt uses it."""
         if self.args.include_environment_feedback:
             _require_context(dataset, name)
         return super().prepare(dataset, name, training=training)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """The teacher's prompt of each completion, and which have one of their own (column ``active``)."""
+        """Return the teacher's prompt of each completion, and the column ``active``: whether it has a hint."""
         size, rewards = rollouts.group_size, found.totals.tolist()
-        # Of all ranks: a group may lie on several.
+        # Gather from all ranks, because a group may be on several ranks.
         texts = parallel.all_gather_objects([rollout.text or "" for rollout in rollouts.rollouts], self.accelerator)
         draw = torch.Generator().manual_seed(self.args.seed + batch_number(self.run, rollouts.mode))
         prompts, active = [], []
@@ -396,7 +398,7 @@ class SDPOTrainer(DistillationTrainer):
         return [j for j in successes if j != own or not args.dont_reprompt_on_self_success]
 
     def _hint(self, example: dict[str, Any], successes: list[str], draw: torch.Generator) -> dict[str, str]:
-        """What the teacher sees beside the prompt; empty texts where there is nothing."""
+        """Return the texts that are added to the teacher's prompt. They may be empty."""
         args, hint = self.args, {"solution": "", "feedback": ""}
         if successes:
             chosen = successes[int(torch.randint(len(successes), (), generator=draw))]
@@ -412,7 +414,7 @@ class SDPOTrainer(DistillationTrainer):
         return self.teacher_prompt(example, self.args.reprompt_template, hint, self.args.max_reprompt_len)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """``(1 - w) GRPO + w divergence``, the divergence over completions whose teacher saw more."""
+        """Compute ``(1 - w) GRPO + w divergence``. The divergence is over completions whose teacher has a hint."""
         loss = super().objective(outputs, batch)
         if self.axes.policy:
             policy = self.policy_terms(outputs, batch)
@@ -422,7 +424,7 @@ class SDPOTrainer(DistillationTrainer):
 
 
 class SSDTrainer(DistillationTrainer):
-    """Simple self-distillation: supervised fine-tuning on the model's own samples, at another temperature.
+    """Simple self-distillation: supervised fine-tuning on the model's own samples at another temperature.
 
     Reference: arXiv:2604.01193.
     """
@@ -488,7 +490,7 @@ class SSDTrainer(DistillationTrainer):
         )
 
     def keep(self, rollouts: RolloutBatch, found: Advantages) -> Advantages:
-        """As the parent's; completions that say nothing are left out."""
+        """Store the completions like the parent, and exclude blank or very short completions."""
         texts, left_out = [(rollout.text or "").strip() for rollout in rollouts.rollouts], rollouts.left_out
         if self.args.filter_empty:
             left_out = {i for i, text in enumerate(texts) if not text or ("\n" not in text and len(text) < SHORT)}

@@ -1,4 +1,4 @@
-"""TRL's distillation methods as rows of one table: a config with its defaults, and what the common trainer has not."""
+"""Configs and methods of TRL's distillation variants."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
 THINKING = re.compile(r"<think>.*?</think>\s*|(<think>.*)", re.DOTALL)
-SHORT = 10  # A single line of fewer characters is no answer (SSD).
-# Of GRPO's trainer, and not of its loss.
+SHORT = 10  # A completion of one line with fewer characters counts as empty (SSD).
+# Options of GRPO's trainer that these losses do not have.
 OF_GRPO: dict[str, tuple[Any, str]] = {
-    "cast_lm_head_to_fp32": (False, "Leave it out: the loss computes the logits of both models in float32."),
+    "cast_lm_head_to_fp32": (False, "Remove it: the loss computes the logits of both models in float32."),
     "entropy_coef": (0.0, "Use GRPOTrainer for an entropy bonus."),
-    "mask_zero_variance_groups": (False, "Leave it out: groups with equal rewards still learn from the teacher."),
+    "mask_zero_variance_groups": (False, "Remove it: groups with equal rewards still learn from the teacher."),
     "sync_ref_model": (False, "Set teacher_model_kind='ema' for a teacher that follows the student."),
-    "top_entropy_quantile": (1.0, "Leave it out: the teacher scores every token."),
+    "top_entropy_quantile": (1.0, "Remove it: the teacher scores every token."),
     "use_adaptive_entropy": (False, "Use GRPOTrainer for an entropy bonus."),
 }
 OF_BUFFER: dict[str, tuple[Any, str]] = {
     "vllm_sync_frequency": (
         1,
-        "Leave it out: weights are pushed after every update. Raise steps_per_generation to push less often.",
+        "Remove it: weights are pushed after every update. Raise steps_per_generation to push less often.",
     ),
     "log_completions_steps": (100, "Use logging_steps."),
 }
-# Of a teacher and its divergence, which SSD has not.
+# Options of a teacher and its divergence, which SSD does not have.
 OF_TEACHER: dict[str, tuple[Any, str]] = {
-    name: (default, "Leave it out: SSD trains on its own samples without a teacher.")
+    name: (default, "Remove it: SSD trains on its own samples without a teacher.")
     for name, default in {
         "beta": 1.0, "loss_top_k": 0, "loss_add_tail": True, "seq_kd": False, "teacher_model_kind": "model",
         "teacher_model_name_or_path": None, "teacher_model_server_url": None, "teacher_scores": None, "teacher_weights": None,
@@ -54,13 +54,13 @@ OF_TEACHER: dict[str, tuple[Any, str]] = {
 def _template_rule(
     config: Any, field: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> tuple[str, bool, str]:
-    """A rule of a config: the template has these names in braces, and no others."""
+    """Return a config rule: the template must contain the names in ``needed`` and only known names in braces."""
     fields = template_fields(getattr(config, field))
     shown, known = (
         " and ".join(f"{{{name}}}" for name in names) for names in (needed, dict.fromkeys((*needed, *optional)))
     )
     other = "" if len(needed) == len(known.split(" and ")) else f", of {known}"
-    rule = f"must have {shown} in it{other}; other braces are written twice"
+    rule = f"must contain {shown}{other}; write other braces twice"
     return field, set(needed) <= fields <= {*needed, *optional}, rule
 
 
@@ -102,14 +102,14 @@ class IWOPDConfig(DistillationConfig):
         jsd = self.distillation_objective == "jsd"
         return [
             *super()._rules(),
-            *((name, jsd or kept, "is not read with iw_opd. Fix: distillation_objective='jsd'")
+            *((name, jsd or kept, "is not used with iw_opd. Fix: set distillation_objective='jsd'")
               for name, kept in (("beta", self.beta == 1), ("loss_top_k", self.loss_top_k in (0, 1)))),
-            ("lmbda", jsd or self.lmbda == 1, "with iw_opd: its gradient is right for the student's own tokens alone. Fix: "
-             "lmbda=1.0, or distillation_objective='jsd'"),
+            ("lmbda", jsd or self.lmbda == 1, "with iw_opd: its gradient is only correct for the student's own "
+                                              "samples. Fix: set lmbda=1.0, or distillation_objective='jsd'"),
         ]  # fmt: skip
 
     def axes(self) -> Axes:
-        """The sampled token's policy gradient, or the divergence."""
+        """Return the loss: the policy gradient of the sampled token, or the divergence."""
         if self.distillation_objective == "jsd":
             return super().axes()
         prefix = (self.iw_opd_gamma, self.iw_opd_epsilon)
@@ -117,7 +117,8 @@ class IWOPDConfig(DistillationConfig):
 
 
 class IWOPD(Distillation):
-    """On-policy distillation whose early tokens weigh more, against the log-probs that they were sampled with.
+    """On-policy distillation in which early tokens have larger weights, with an importance ratio to the sampling
+    weights.
 
     Reference: IW-OPD, arXiv:2606.22600.
     """
@@ -132,19 +133,24 @@ class IWOPD(Distillation):
 @preset(
     loss_top_k=(1, "Number of token ids per position that servers return. beta=0 accepts any number, else it must be 1."),
     vllm_server_port=8001,
-    unread={"reverse_kl_top_1_mode": ("sampled", "A server scores the tokens that it is given, and no others.")},
+    unread={"reverse_kl_top_1_mode": ("sampled", "A server scores only the tokens of the completion.")},
 )  # fmt: skip
 class ServerDistillationConfig(DistillationConfig):
-    """Arguments of `ServerDistillationTrainer`; ``vllm_server_port``, the student's, leaves 8000 to the teacher."""
+    """Arguments of `ServerDistillationTrainer`. The default of ``vllm_server_port`` (the student's server) avoids the
+    teacher's port 8000.
+    """
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         fits = self.loss_top_k >= 1 if self.beta == 0 else self.loss_top_k == 1
-        rule = f"with beta={self.beta}: a server gives its own likeliest ids and the sampled token. Fix: 1, or beta=0"
+        rule = (
+            f"with beta={self.beta}: a server returns its most likely ids and the sampled token. Fix: set "
+            "loss_top_k=1, or beta=0"
+        )
         return [*super()._rules(), ("loss_top_k", fits, rule)]
 
 
 class ServerDistillation(Distillation):
-    """On-policy distillation from teachers that servers hold: of each position they tell their likeliest ids.
+    """On-policy distillation from teachers on servers, which return their most likely ids at each position.
 
     Reference: GKD, arXiv:2306.13649.
     """
@@ -203,17 +209,19 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
             (
                 "rkl_advantage",
                 read,
-                "with single_step_decomposition=False: the teacher would not be read. Fix: set one, or GRPO",
+                "with single_step_decomposition=False: the teacher would not be used. Fix: set one of them, or "
+                "use GRPO",
             ),
         ]
 
     def axes(self) -> Axes:
-        """The reverse KL, over the vocabulary and as a reward."""
+        """Return the loss: the reverse KL, over the vocabulary and as a reward."""
         return replace(super().axes(), policy=1.0)
 
 
 class MiniLLM(Distillation):
-    """The reverse KL to the teacher as a reward of each token, beside rewards of whole completions if there are any.
+    """Distillation with the reverse KL to the teacher as a per-token reward, optionally with rewards of whole
+    completions.
 
     Reference: MiniLLM, arXiv:2306.08543.
     """
@@ -271,12 +279,12 @@ class SelfDistillationFields(DistillationFields):
         sampled = mode != "sampled_token" or alpha == 1
         return [
             *super()._rules(),
-            ("distillation_alpha", sampled, "with sampled_token, which estimates the reverse KL alone. Fix: 1.0"),
+            ("distillation_alpha", sampled, "with sampled_token, which only estimates the reverse KL. Fix: 1.0"),
             ("distillation_topk", mode != "topk_logits" or k, "must be set with topk_logits"),
         ]
 
     def axes(self) -> Axes:
-        """By ``distillation_mode``; every sequence weighs the same."""
+        """Return the loss for ``distillation_mode``. Every sequence has the same weight."""
         modes: dict[str, Support] = {"sampled_token": "sampled", "full_logits": "full", "topk_logits": "student_topk"}
         support, tail = modes[self.distillation_mode], self.distillation_add_tail
         row = replace(super().axes(), support=support, top_k=self.distillation_topk or 0, tail=tail)
@@ -305,7 +313,7 @@ class SDFTConfig(SelfDistillationFields, DistillationConfig):
 
 
 class SDFT(Distillation):
-    """The student learns what it would say if it saw the ``privileged_context`` of the row.
+    """Self-distillation: the teacher is the student with the row's ``privileged_context`` in its prompt.
 
     Reference: Self-Distillation Fine-Tuning, arXiv:2601.19897.
     """
@@ -315,7 +323,7 @@ class SDFT(Distillation):
     privileged = True
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """As the parent's. Samples from the teacher's prompt need none: no ratio says how likely the student drew them."""
+        """Return the parent's result, but False for samples from the teacher's prompt, which have no importance ratio."""
         return not self.cfg.generate_from_teacher and super().needs_old_logp(outlived)
 
 
@@ -324,7 +332,7 @@ class SDFT(Distillation):
     distillation_alpha=1.0, distillation_mode="sampled_token", distillation_topk=None, teacher_model_kind="ema",
     epsilon_high=(0.2, "Upper clip of the importance ratio: 1 + epsilon_high. None: epsilon."),
     unread=OF_GRPO | {
-        "diagnostics_warning_interval": (10, "Leave it out: checks during training warn about groups with equal rewards."),
+        "diagnostics_warning_interval": (10, "Remove it: checks during training warn about groups with equal rewards."),
         "diagnostics_flat_tolerance": (1e-8, "Use min_group_std."),
     },
 )  # fmt: skip
@@ -374,18 +382,19 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
             _template_rule(self, "reprompt_template", needed, tuple(read)),
             _template_rule(self, "solution_template", ("successful_previous_attempt",)),
             _template_rule(self, "feedback_template", ("feedback_raw",)),
-            ("use_successful_as_teacher", any(read.values()), "with include_environment_feedback=False: the teacher would "
-             "see no more than the student. Fix: set one of them"),
+            ("use_successful_as_teacher", any(read.values()), "with include_environment_feedback=False: the teacher "
+                                                            "would have no more information than the student. Fix: "
+                                                            "set one of them"),
         ]  # fmt: skip
 
     def axes(self) -> Axes:
-        """The mean over sequences whose teacher sees more."""
+        """Return the loss, averaged over sequences whose teacher has a hint."""
         w = self.distillation_weight
         return replace(super().axes(), reduction="active", weight=w, policy=1 - w)
 
 
 class SDPO(Distillation):
-    """The student learns from itself after it saw a successful completion of the same prompt.
+    """Self-distillation: the teacher is the student with a successful completion of the same prompt in its prompt.
 
     Reference: Self-Distillation Policy Optimization, arXiv:2601.20802.
     """
@@ -402,7 +411,7 @@ class SDPO(Distillation):
 @config
 @preset(
     unread=OF_TEACHER, learning_rate=5e-5, max_prompt_length=512, max_completion_length=256, disable_dropout=True,
-    temperature=(1.0, "Sampling only: the cross-entropy is at temperature 1; > 0."),
+    temperature=(1.0, "Divisor of the logits in sampling, above 0. The loss uses temperature 1."),
 )  # fmt: skip
 class SSDConfig(DistillationConfig):
     """Arguments of `SSDTrainer`, which fine-tunes the model on its own samples."""
@@ -412,12 +421,12 @@ class SSDConfig(DistillationConfig):
     )
 
     def axes(self) -> Axes:
-        """Cross-entropy alone."""
+        """Return the loss: cross-entropy only."""
         return Axes("none", weight=0.0, cross_entropy=1.0)
 
 
 class SSD(Distillation):
-    """Simple self-distillation: supervised fine-tuning on the model's own samples, at another temperature.
+    """Simple self-distillation: supervised fine-tuning on the model's own samples at another temperature.
 
     Reference: arXiv:2604.01193.
     """

@@ -1,4 +1,4 @@
-"""`GMPOTrainer`."""
+"""`GMPOTrainer`: GRPO with the geometric mean of token ratios."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from posttrain.trainers.grpo import GRPOTrainer
 
 
 class GMPOTrainer(GRPOTrainer):
-    """Geometric-mean policy optimisation: GRPO whose ratio is the geometric mean of a completion's clipped token ratios.
+    """Geometric-mean policy optimization: GRPO whose ratio is the geometric mean of clipped token ratios
+    (experimental).
 
-    A single token far off cannot decide the loss of its completion: its log-ratio is clipped and averaged. An
-    experimental method.
+    A single outlier token cannot dominate the loss of its completion, because its log-ratio is clipped and averaged.
 
     Reference: Geometric-mean policy optimization, arXiv:2507.20673, equation 4.
     """

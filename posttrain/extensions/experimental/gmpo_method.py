@@ -1,4 +1,4 @@
-"""GMPO: GRPO whose ratio is the geometric mean of a completion's clipped token ratios."""
+"""Config and method of GMPO, GRPO with the geometric mean of token ratios."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GMPOConfig(GRPOConfig):
 
 
 class GMPO(GRPO[GMPOConfig]):
-    """Geometric-mean policy optimisation: GRPO whose ratio is the geometric mean of a completion's clipped token ratios.
+    """Geometric-mean policy optimization: GRPO whose ratio is the geometric mean of clipped token ratios.
 
     Reference: Geometric-mean policy optimization, arXiv:2507.20673, equation 4.
     """

@@ -1,4 +1,4 @@
-"""GOLD: GKD, and losses between models of different tokenizers, whose tokens are aligned by the bytes they spell."""
+"""GOLD: GKD, with a loss for student and teacher with different tokenizers, whose tokens are aligned by their bytes."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from posttrain.trainers.distillation import DistillationTrainer
 from posttrain.types import Advantages, Batch, Rollout, Row
 
 PROBE = "The quick brown fox."
-# What a text is put behind, to be encoded without what a tokenizer writes at its beginning.
+# Prefixes for encoding a text without the tokens that a tokenizer adds at its beginning.
 ANCHORS = ("\n", "x", ".", "0")
 
 
 def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
-    """Shortest runs of tokens of both sides that spell the same bytes; what follows the last common end is left out.
+    """Return the shortest pairs of token runs with equal bytes. Tokens after the last common boundary are excluded.
 
     >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
     [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
     """
-    # Of both sides: where in the text each token ends, and how many tokens there are until then.
+    # For both sides: the end of each token in bytes, and the number of tokens up to there.
     mine, theirs = (dict(zip(accumulate(map(len, side)), count(1), strict=False)) for side in (first, second))
     groups, i, j = [], 0, 0
     for end in sorted(mine.keys() & theirs.keys()):
@@ -67,8 +67,8 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
     unread=OF_BUFFER | {
         "wandb_log_unique_prompts": (True, "Use log_unique_prompts."),
         "callbacks": (None, "Pass callbacks to the trainer."),
-        "uld_skip_student_eos": (True, "Leave it out: a stop token has no text to align."),
-        "uld_skip_teacher_eos": (True, "Leave it out: a stop token has no text to align."),
+        "uld_skip_student_eos": (True, "Remove it: a stop token has no text to align."),
+        "uld_skip_teacher_eos": (True, "Remove it: a stop token has no text to align."),
     },
     learning_rate=1e-7, top_p=0.95, vllm_server_port=8001,
     temperature=(0.9, "Divisor of the logits in sampling, and in the loss without use_uld_loss, above 0."),
@@ -124,7 +124,10 @@ class GOLDConfig(GKDConfig):
     def _rules(self) -> list[tuple[str, bool, str]]:
         matched, unmatched = self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight
         far = self.seq_kd or self.teacher_scores or self.teacher_model_server_url or self.loss_top_k
-        text = "with seq_kd, teacher_scores, teacher_model_server_url or loss_top_k: samples and scores are of another "
+        text = (
+            "with seq_kd, teacher_scores, teacher_model_server_url or loss_top_k: their samples and scores belong to "
+            "another "
+        )
         return [
             *super()._rules(),
             (
@@ -136,7 +139,7 @@ class GOLDConfig(GKDConfig):
         ]
 
     def axes(self) -> Axes:
-        """Aligned groups with ``use_uld_loss``."""
+        """Return the loss: aligned groups with ``use_uld_loss``."""
         if not self.use_uld_loss:
             return super().axes()
         return Axes(
@@ -150,7 +153,7 @@ class GOLDConfig(GKDConfig):
 
 
 class GOLD(Distillation):
-    """General online logit distillation: GKD, also from a teacher with another tokenizer.
+    """General online logit distillation: GKD that also supports a teacher with another tokenizer.
 
     Reference: Universal Logit Distillation, arXiv:2402.12030.
     """
@@ -159,7 +162,7 @@ class GOLD(Distillation):
 
 
 class GOLDTrainer(DistillationTrainer):
-    """General online logit distillation: GKD, also from a teacher with another tokenizer.
+    """General online logit distillation: GKD that also supports a teacher with another tokenizer.
 
     Reference: Universal Logit Distillation, arXiv:2402.12030.
     """
@@ -236,39 +239,41 @@ class GOLDTrainer(DistillationTrainer):
         if args.use_uld_loss and tokenizer is None:
             if not known:
                 raise ConfigError(
-                    "use_uld_loss=True and the teacher is a model object, whose tokenizer is not known. Fix: "
-                    "teacher_processing_class, or teacher_tokenizer_name_or_path."
+                    "use_uld_loss=True needs the teacher's tokenizer, which is unknown for a model object. Fix: pass "
+                    "teacher_processing_class or teacher_tokenizer_name_or_path."
                 )
             tokenizer = own_tokenizer(known, required=True, trust_remote_code=args.trust_remote_code)
         super()._other_teacher(teacher, tokenizer, name)
 
     @property
     def shares_tokens(self) -> bool:
-        """Not where tokens are aligned."""
+        """Whether the teacher uses the student's token ids. False if tokens are aligned."""
         return not self.args.use_uld_loss
 
     @property
     def keeps_completions(self) -> bool:
-        """The teacher's tokens of each completion."""
+        """Whether additional data of completions is stored. With alignment it is the teacher's token ids."""
         return self.args.use_uld_loss or super().keeps_completions
 
     def check_vocabularies(self, teacher: Any, tokenizer: Tokenizer) -> None:
-        """Tokens of both must be known as bytes; otherwise as the parent's."""
+        """Reject tokenizers whose tokens have no byte representation. Without alignment, compare vocabularies."""
         if not self.args.use_uld_loss:
             return super().check_vocabularies(teacher, tokenizer)
         match = compare_tokenizers(self.processing_class, tokenizer)
         lossy = [kind for kind in match.bytes if kind not in ("bytes", "byte-fallback")]
         if lossy:
             raise ConfigError(
-                f"use_uld_loss=True needs tokenizers that spell every byte, and these are {match.bytes[0]} (student) and "
-                f"{match.bytes[1]} (teacher). Fix: a teacher with a byte-level or byte-fallback tokenizer."
+                f"use_uld_loss=True needs tokenizers that represent every byte, but these are {match.bytes[0]} "
+                f"(student) and {match.bytes[1]} (teacher). Fix: use a teacher with a byte-level or byte-fallback "
+                "tokenizer."
             )
         self._mine, self._theirs = token_bytes(self.processing_class), token_bytes(tokenizer)
         spelled = b"".join(self._theirs[i] for i in continued(tokenizer, self._theirs, PROBE))
         if spelled != PROBE.encode():
             raise ConfigError(
-                f"use_uld_loss=True, and the teacher's tokenizer spells {PROBE!r} as {spelled.decode(errors='replace')!r}: "
-                "hardly any token would have a partner. Fix: a teacher whose tokenizer keeps the text as it is."
+                f"use_uld_loss=True, but the teacher's tokenizer converts {PROBE!r} to "
+                f"{spelled.decode(errors='replace')!r}, so hardly any token could be aligned. Fix: use a teacher "
+                "whose tokenizer does not change the text."
             )
         sizes = (len(self.processing_class), len(tokenizer))
         self._widths = (min(sizes[0], logit_width(self.model)), min(sizes[1], logit_width(teacher)))
@@ -276,7 +281,7 @@ class GOLDTrainer(DistillationTrainer):
         pairs = sorted((i, theirs[s]) for i, s in self._mine.items() if s in theirs and i < self._widths[0])
         if not pairs and self.args.uld_use_hybrid_loss:
             raise ConfigError(
-                "uld_use_hybrid_loss=True, and the tokenizers have no token in common. Fix: set it to False."
+                "uld_use_hybrid_loss=True, but the tokenizers have no token in common. Fix: set it to False."
             )
         self._pairs = torch.tensor(pairs, device=self.args.device).reshape(-1, 2).T
         share = len(pairs) / self._widths[1]
@@ -286,14 +291,17 @@ class GOLDTrainer(DistillationTrainer):
         return None
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """The teacher's ids of prompt and completion; the column ``aligned`` has its token of each group, counted from 1."""
+        """Return the teacher's ids of prompt and completion, and the column ``aligned``.
+
+        ``aligned`` is the number (from 1) of the teacher's token for each group.
+        """
         if not self.args.use_uld_loss:
             return super().facts(rollouts, found)
         facts, columns = [], []
         stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
         groups_made = 0
         for example, rollout in zip(rollouts.examples, rollouts.rollouts, strict=True):
-            # What a template writes behind the stop token follows another text in the teacher's.
+            # Text of a template after the stop token differs from the teacher's template.
             written = takewhile(lambda token: token not in stops, rollout.token_ids)
             spelled = [self._mine.get(token, b"") for token in written]
             text = b"".join(spelled)
@@ -319,13 +327,13 @@ class GOLDTrainer(DistillationTrainer):
         return facts, replace(found, token_columns={**found.token_columns, "aligned": columns})
 
     def _prompt(self, example: dict[str, Any], rollout: Rollout) -> list[int]:
-        """Messages in the teacher's own template; of a plain text what the student's prompt ids spell, where it may be cut."""
+        """Return the teacher's prompt ids: messages in its own template, or the text of the student's prompt."""
         if self.vision.images:
             return list(self.teacher_vision.prompt(example, [image.picture for image in rollout.pictures]))
         if isinstance(example["prompt"], str):
             special = set(self.processing_class.all_special_ids)
             text = _longest_text(b"".join(self._mine.get(i, b"") for i in rollout.prompt_ids if i not in special))
-            # Some tokenizers write a space before a text; the teacher's writes its own.
+            # Some tokenizers add a space before a text; the teacher's tokenizer adds its own.
             example = {"prompt": text if example["prompt"].endswith(text) else text.removeprefix(" ")}
         kwargs = self.args.chat_template_kwargs or {}
         return tokenize_prompts([example], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]
@@ -336,7 +344,7 @@ class GOLDTrainer(DistillationTrainer):
         return [(range(i, i + 1), range(i, i + 1)) for i in range(min(len(mine), len(theirs)))]
 
     def comparison(self, batch: Batch) -> Any:
-        """The teacher's own tokens at the groups."""
+        """Return the comparison with the teacher's tokens at the aligned groups."""
         if not self.args.use_uld_loss:
             return super().comparison(batch)
         rows, index, offset = [], [], 0
@@ -364,11 +372,11 @@ class GOLDTrainer(DistillationTrainer):
 
 
 def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> list[int]:
-    """Ids of a text behind another: without the space that SentencePiece tokenizers write before the first word of a text."""
+    """Encode a text that follows another text, without the space that SentencePiece adds before the first word."""
     value = text.encode()
 
     def spells(ids: list[int]) -> int:
-        """Bytes at the beginning of the text that the ids spell."""
+        """Return the number of leading bytes of the text that the ids represent."""
         return common_prefix(b"".join(spelled[i] for i in ids), value)
 
     best = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -382,7 +390,7 @@ def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> 
 
 
 def _longest_text(value: bytes) -> str:
-    """The longest beginning that is valid UTF-8: a teacher cannot be asked about half a character."""
+    """Return the longest prefix that is valid UTF-8, because a partial character cannot be encoded."""
     try:
         return value.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""`PPOTrainer`: sample, score, estimate how much better each token was than its state promised, take clipped steps."""
+"""`PPOTrainer`: proximal policy optimization with a value function."""
 
 from __future__ import annotations
 
@@ -75,21 +75,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-TABLE_TEMPERATURE = 0.01  # Sample tables show what the model says at its most certain.
-# A mean divergence that stays below is no noise of the k1 estimate.
+TABLE_TEMPERATURE = 0.01  # Sampling temperature of sample tables.
+# A mean KL below KL_LOW for KL_UPDATES rollout batches is not explained by noise of the k1 estimate.
 KL_LOW, KL_UPDATES = -1.0, 5
 
 
-VALUE_FILE = "value_function.safetensors"  # In checkpoints only: a saved policy is a plain model.
+VALUE_FILE = "value_function.safetensors"  # Only in checkpoints; a saved policy is a plain model.
 
 
 class TokenPrompts(PromptSource):
-    """Prompts of a PPO run, of which each is completed once; rows may hold token ids.
+    """Prompts of a PPO run, with one completion each. Rows may contain token ids.
 
     Args:
         args: Of the trainer.
-        tokenizer: Of the policy.
-        collator: The user's, which turns rows with ``input_ids`` into a padded batch first; None needs none.
+        tokenizer: Tokenizer of the policy.
+        collator: The user's collator, which converts rows with ``input_ids`` to a padded batch. None: there is none.
     """
 
     args: PPOConfig
@@ -99,15 +99,15 @@ class TokenPrompts(PromptSource):
         self.collator, self.drops_columns = collator, False
 
     def token_ids(self, rows: list[dict[str, Any]]) -> list[Any]:
-        """As the parent's; rows with ``input_ids`` are prompts already."""
+        """Return prompt token ids. Rows with ``input_ids`` are used as they are."""
         return [list(row["input_ids"]) for row in rows] if "input_ids" in rows[0] else super().token_ids(rows)
 
     def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """With the text of token ids, and with the ids that a rollout brings."""
+        """Return rows with text and dummy prompt ids, to test reward functions."""
         return [{**row, "prompt_ids": [0]} for row in self.readable(head[:2])]
 
     def checked_rows(self, dataset: AnyDataset, name: str) -> list[dict[str, Any]]:
-        """As the parent's; rows with ``input_ids`` must hold a token that is no padding."""
+        """Validate rows. ``input_ids`` must contain a token that is not padding."""
         first = next(iter(dataset), None)
         if first is None or "input_ids" not in first:
             return check_prompts(dataset, name, self.tokenizer)
@@ -117,16 +117,16 @@ class TokenPrompts(PromptSource):
             rows = dataset.take(64)
         for index, row in enumerate(rows):
             if not self._real(row):
-                raise DataError(f"{name} row {index}, column 'input_ids': it holds no token but padding. Drop the row.")
+                raise DataError(f"{name} row {index}, column 'input_ids' contains only padding. Remove the row.")
         return [row for _, row in zip(range(2), dataset, strict=False)]
 
     def repeats(self) -> tuple[int, int]:
-        """Prompts of a rollout batch, and how many micro-batches are trained on it."""
+        """Return the number of prompts per rollout batch, and the number of micro-batches that are trained on it."""
         args = self.args
         return args.batch_size, args.updates * args.gradient_accumulation_steps
 
     def readable(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows as rewards see them: token ids without padding, and the text they stand for."""
+        """Return rows for reward functions: token ids without padding, and their text."""
         if not inputs or "input_ids" not in inputs[0]:
             return [dict(row) for row in inputs]
         plain = inputs
@@ -142,7 +142,7 @@ class TokenPrompts(PromptSource):
         return rows
 
     def _real(self, row: dict[str, Any]) -> list[int]:
-        """A row's tokens without padding: what its mask keeps, or what stands between pad tokens."""
+        """Return a row's tokens without padding, using its mask or the pad token."""
         ids, mask = [int(token) for token in row["input_ids"]], row.get("attention_mask")
         if mask is not None:
             return [token for token, kept in zip(ids, mask, strict=True) if kept]
@@ -152,7 +152,7 @@ class TokenPrompts(PromptSource):
 
 
 class PPOTrainer(OnlineTrainer):
-    """Proximal policy optimisation with a learned value function and a divergence charged to the rewards.
+    """Proximal policy optimization with a learned value function. The KL to a reference is part of the reward.
 
     Args:
         args: `PPOConfig`.
@@ -181,7 +181,7 @@ class PPOTrainer(OnlineTrainer):
     args: PPOConfig
     prompt_source: TokenPrompts
     reference: Reference
-    # Optimiser step after which the last sample table was made.
+    # Optimizer step of the last sample table.
     _table_of = -1
 
     def __init__(
@@ -214,7 +214,7 @@ class PPOTrainer(OnlineTrainer):
         args = copy.copy(as_config(PPOConfig, args or f"{Path(name).name or 'model'}-PPO"))
         self._given_collator, self._owns_tokenizer = data_collator, processing_class is None
         self._low_kl = 0
-        self._clock: tuple[float, float] | None = None  # Episodes and time at which this run began.
+        self._clock: tuple[float, float] | None = None  # Number of episodes and time at the beginning of this run.
         model, self._given_reference, self._given_value = _opened(args, model, ref_model, value_model)
         args.plan(len(train_dataset) if isinstance(train_dataset, Sized) else None)
         self.reward_model, rewards = reward_model, _reward_functions(reward_model, args)
@@ -245,13 +245,13 @@ class PPOTrainer(OnlineTrainer):
             reward.pad_token_id = self.pad_token_id
         self.buffers["table"] = MetricBuffer()
         self.counters.setdefault("episode", 0.0)
-        self.end_ids = {self.processing_class.eos_token_id, *self.stops}  # One of them shows that a response ended.
+        self.end_ids = {self.processing_class.eos_token_id, *self.stops}  # Tokens that mark the end of a response.
 
     def _token_rewards(self) -> list[TokenReward]:
         return [function for function in self.rewards.functions if isinstance(function, TokenReward)]
 
     def _join_value(self) -> None:
-        """Make the value function a part of the policy, in a layout that both can read."""
+        """Attach the value function to the policy, with a layout that both support."""
         value = attach_value(self.model, self._given_value)
         if self.args.disable_dropout:
             disable_dropout_in_model(value)
@@ -265,22 +265,22 @@ class PPOTrainer(OnlineTrainer):
         """Tokens at which generation stops."""
         chosen, vocabulary = self.args.stop_token_id, len(self.processing_class)
         if chosen is not None and not 0 <= chosen < vocabulary:
-            raise ConfigError(f"stop_token_id={chosen} is no token. Fix: give an id from 0 to {vocabulary - 1}.")
+            raise ConfigError(f"stop_token_id={chosen} is not a token. Fix: use an id from 0 to {vocabulary - 1}.")
         if self.args.stop_token == "eos":
             return tuple(self.stop_ids)
         if chosen is None:
             logger.warning(
-                "stop_token=None: nothing ends a response, all have response_length=%d tokens and go on behind an end token. "
-                "Set stop_token='eos' to stop there.", self.args.response_length,
+                "stop_token=None: responses do not stop at an end token and all have response_length=%d tokens. Set "
+                "stop_token='eos' to stop there.", self.args.response_length,
             )  # fmt: skip
         return () if chosen is None else (chosen,)
 
     def make_prompt_source(self) -> TokenPrompts:
-        """Prompts as text, messages or token ids."""
+        """Create the source of prompts as text, messages or token ids."""
         return TokenPrompts(self.args, self.processing_class, collator=self._given_collator)
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Refuse what cannot be generated from or scored, before the policy loads."""
+        """Prepare the datasets, and reject tokenizers and models that cannot be used, before the policy is loaded."""
         _check_pad(self.processing_class, may_change=self._owns_tokenizer)
         for reward in self._token_rewards():
             check_vocabulary(self.processing_class, reward.model, "reward_model")
@@ -289,7 +289,7 @@ class PPOTrainer(OnlineTrainer):
         return super().prepare_datasets(train, evaluation)
 
     def make_reference(self) -> Reference:
-        """The model that was given, a named adapter, the policy without its adapter, or a frozen copy."""
+        """Create the reference: the passed model, a named adapter, the policy without its adapter, or a frozen copy."""
         ref_model, adapter = self._given_reference, self.args.ref_adapter_name
         if ref_model is not None and self.args.disable_dropout:
             disable_dropout_in_model(ref_model)
@@ -298,17 +298,17 @@ class PPOTrainer(OnlineTrainer):
 
     @property
     def policy_model(self) -> Any:
-        """What is trained and saved."""
+        """The policy, which is trained and saved."""
         return self.model
 
     @property
     def ref_model(self) -> Any:
-        """The frozen reference; None where it is the policy with another adapter, or none."""
+        """The frozen reference. None: it is the policy with another adapter or without its adapter."""
         return self.reference.copy
 
     @property
     def value_model(self) -> Any:
-        """The value function: the model that was given, or the head on the policy's trunk."""
+        """The value function: the passed model, or the head on the policy."""
         return value_of(self.model)
 
     # One rollout batch -----------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class PPOTrainer(OnlineTrainer):
         return replace(super()._hooks(), batches=self._batches, eval_batches=self._eval_batches)
 
     def _batches(self, run: Run, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
-        """The next piece of a mini-batch; a new rollout batch first, when all passes over the last are done."""
+        """Return the next micro-batch. A new rollout batch is generated after all passes over the last one."""
         args = self.args
         pieces = args.num_mini_batches * args.gradient_accumulation_steps
         self.window.passes = args.num_ppo_epochs * pieces
@@ -326,7 +326,7 @@ class PPOTrainer(OnlineTrainer):
         return rollout.collated(run, share_prompts(self._piece(rows, *divmod(self.window.step - 1, pieces)))[0])
 
     def _piece(self, rows: list[Row], epoch: int, number: int) -> list[Row]:
-        """Micro-batch ``number`` of a pass: every pass deals the responses anew, and each to one mini-batch."""
+        """Return micro-batch ``number`` of a pass. Every pass assigns the responses to mini-batches at random."""
         args = self.args
         seed = (args.seed * 1_000_003 + self.window.generations) * 1_009 + epoch
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed % 2**63))
@@ -341,7 +341,7 @@ class PPOTrainer(OnlineTrainer):
         return rollout.collated(run, share_prompts(rows)[0])
 
     def make_online(self) -> Online:
-        """As every online trainer's; sampling at the temperature of the log-probs, until a stop token where one is set."""
+        """Create the sampling state with the temperature of the log-probs and the stop tokens."""
         online = super().make_online()
 
         def sampling(run: Run) -> Sampling:
@@ -350,18 +350,18 @@ class PPOTrainer(OnlineTrainer):
         return replace(online, sampling=sampling, logps=self._measured, slices=self._training_rows)
 
     def _training_rows(self, run: Run, rollouts: RolloutBatch) -> list[list[Row]]:
-        """A rollout batch, ready to be dealt to mini-batches."""
+        """Convert a rollout batch to rows for mini-batches."""
         return [training_rows(rollouts, self.args.response_length, self.pad_token_id)]
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """As every online trainer's, with prompts' ids, which reward models read, and which responses contain an end token."""
+        """Sample responses, and add prompt ids for reward models and whether each response contains an end token."""
         batch = super().sample(examples, settings)
         ended = [float(not self.end_ids.isdisjoint(one.token_ids)) for one in batch.rollouts]
         prompts = [one.prompt_ids for one in batch.rollouts]
         return replace(batch, columns={"ended": ended}, extra=batch.extra | {"prompt_ids": prompts})
 
     def _measured(self, run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-        """Log-probs and values under the policy in one pass, then log-probs under the reference."""
+        """Compute log-probs and values under the policy in one pass, then log-probs under the reference."""
         rows = plain_rows(rollouts, self.args.response_length, self.pad_token_id)
         with self.run.inference() as policy:
             measured = self.measure(policy, rows, frozenset({"logp", "values"}))
@@ -374,10 +374,10 @@ class PPOTrainer(OnlineTrainer):
 
     @torch.no_grad()
     def measure(self, model: nn.Module, rows: Sequence[Row], needs: frozenset[str]) -> dict[str, list[list[float]]]:
-        """Per-token numbers of every response, by the forward that trains."""
+        """Compute per-token values of every response with the training forward pass."""
         chunk = self.args.logits_chunk_size
         size, result = self.args.local_rollout_forward_batch_size, {name: [[]] * len(rows) for name in needs}
-        batches: list[tuple[Batch, list[int]]] = []  # And where the responses of each stand among the rows.
+        batches: list[tuple[Batch, list[int]]] = []  # Batches, with the indices of their responses among the rows.
         for start in range(0, len(rows), size):
             part, places = share_prompts(rows[start : start + size])
             here = [start + place for place in places]
@@ -389,14 +389,14 @@ class PPOTrainer(OnlineTrainer):
                 model, batch.to(self.args.device), needs, temperature=self.method.temperature, chunk_size=chunk
             )
             for name in needs if counts else ():
-                # On the host, where the batch is: one copy, not one a response.
+                # Copy to the host once, not once per response.
                 pieces = split_by_sequence(getattr(outputs, name).cpu(), batch.to("cpu"))
                 for origin, piece in zip(batch.origin, pieces, strict=True):
                     result[name][places[origin]] = piece.tolist()
         return result
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
-        """As every online trainer's; the divergence is watched, and responses are counted."""
+        """Compute advantages, count responses, and check the KL."""
         found = super().advantages(rollouts, rewards, logps)
         divergence, eos_id = found.metrics["objective/kl"], self.processing_class.eos_token_id
         eos = sum(rollout.token_ids.count(eos_id) for rollout in rollouts.rollouts)
@@ -411,16 +411,16 @@ class PPOTrainer(OnlineTrainer):
         self._low_kl = self._low_kl + 1 if kl < KL_LOW else 0
         if self._low_kl == KL_UPDATES:
             logger.warning(
-                "objective/kl has been below %g for %d rollout batches (now %.2f), and a divergence cannot be negative: the "
-                "policy is not the one whose samples are judged. Usual causes: a ref_model that is not the model training "
-                "began with, tokenizers that differ, sampling that leaves tokens out (top-k, top-p), a wrong temperature.",
+                "objective/kl has been below %g for %d rollout batches (now %.2f), but a KL cannot be negative: the "
+                "policy differs from the model that samples. Common causes: a ref_model that is not the initial "
+                "model, different tokenizers, truncated sampling (top-k, top-p), a wrong temperature.",
                 KL_LOW, KL_UPDATES, kl,
             )  # fmt: skip
 
     # One optimiser step ----------------------------------------------------------------------------------------------
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """As transformers', with a rate that stands still during the steps of one rollout batch."""
+        """Create the learning-rate scheduler of transformers. The rate is constant for the steps of one rollout batch."""
         users_own = self.lr_scheduler is not None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if not users_own and isinstance(scheduler, LambdaLR):
@@ -431,7 +431,7 @@ class PPOTrainer(OnlineTrainer):
         return scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds ``lr``, ``episode`` and ``eps``, responses a second since training began."""
+        """Add ``lr``, ``episode`` and ``eps``, the number of responses per second since training began."""
         if "loss" in logs and self._clock is not None:
             done, (before, began) = self.counters["episode"], self._clock
             logs |= {"lr": logs.get("learning_rate", math.nan), "episode": done}
@@ -441,13 +441,13 @@ class PPOTrainer(OnlineTrainer):
     # Saving and loading ----------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is not None:  # Gathered: the policy's own tensors alone.
+        if state_dict is not None:  # The gathered state has also the value function; keep only the policy's tensors.
             state_dict = {k: v for k, v in state_dict.items() if "v_head." not in k and "value_model." not in k}
         with without_value(self.model):
             super()._save(output_dir, state_dict)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The policy; a checkpoint holds the value function too, in a file of its own."""
+        """Save the policy. A checkpoint also has the value function in a separate file."""
         super().save_model(output_dir, _internal_call)
         if _internal_call and output_dir and self.args.should_save and not parallel.shards_parameters(self.accelerator):
             tensors = {key: tensor.contiguous() for key, tensor in value_state(self.model).items()}
@@ -462,15 +462,15 @@ class PPOTrainer(OnlineTrainer):
 
     def _load_parts(self, folder: str, load_policy: Callable[[], None]) -> None:
         if parallel.shards_parameters(self.accelerator):
-            load_policy()  # The sharded state holds both.
+            load_policy()  # The sharded state contains both.
             return
         with without_value(self.model):
             load_policy()
         path = Path(folder, VALUE_FILE)
         if not path.is_file():
             raise CheckpointError(
-                f"the checkpoint {folder!r} has no {VALUE_FILE}: it is not one of a PPO run, or it is incomplete. Fix: resume "
-                "from another one, or start with its model as a new run."
+                f"the checkpoint {folder!r} has no {VALUE_FILE}: it is not from a PPO run, or it is incomplete. Fix: "
+                "resume from another checkpoint, or start a new run with its model."
             )
         load_value_state(self.model, load_file(path))
 
@@ -482,17 +482,17 @@ class PPOTrainer(OnlineTrainer):
         if not wanted or self.eval_dataset is None or self._table_of == step:
             return
         if step % max(1, self.state.max_steps // wanted) == 0:
-            self._table_of = step  # The loop comes by once more when training is over.
+            self._table_of = step  # The training loop calls this once more at the end.
             self.generate_completions(sampling=True)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
-        """Answers to the prompts of ``eval_dataset`` at temperature 0.01, scored; kept in ``eval_completions.parquet``.
+        """Sample answers to ``eval_dataset`` at temperature 0.01, score them, and write ``eval_completions.parquet``.
 
         Args:
-            sampling: Only those of the first evaluation batch.
+            sampling: Whether to use only the first evaluation batch.
 
         Returns:
-            One row an answer, of all processes: prompt, completion and rewards.
+            One row per answer of all processes: prompt, completion and rewards.
         """
         rows: list[dict[str, Any]] = []
         datasets = self.eval_dataset
@@ -509,7 +509,7 @@ class PPOTrainer(OnlineTrainer):
         return rows
 
     def _answers(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
-        """Of one evaluation batch; a rank without rows samples along, because the others do."""
+        """Sample answers to one evaluation batch. A rank without rows samples too, because sampling is a collective."""
         examples = self.prompt_source.readable(inputs or [dict(self.spare_example)])
         settings = rollout.settings_of(self.run, "table")
         cold = replace(settings.sampling, temperature=TABLE_TEMPERATURE)
@@ -518,17 +518,19 @@ class PPOTrainer(OnlineTrainer):
 
 
 def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any) -> tuple[Any, Any, Any]:
-    """Policy, reference and value function: strings loaded.
+    """Return policy, reference and value function. Strings are loaded.
 
     Raises:
-        ConfigError: The reference is the policy itself, or an adapter that the policy does not have.
+        ConfigError: The reference is the policy itself, or its adapter does not exist.
     """
     if isinstance(ref_model, nn.Module):
         check_reference(ref_model, model)
     known = sorted(adapters_of(model))
     for name in (args.model_adapter_name, args.ref_adapter_name):
         if name is not None and name not in known:
-            raise ConfigError(f"the model has no adapter {name!r}; it has {known}{did_you_mean(name, known)}.")
+            raise ConfigError(
+                f"the model has no adapter {name!r}; its adapters are {known}{did_you_mean(name, known)}."
+            )
     if args.model_adapter_name is not None:
         model.set_adapter(args.model_adapter_name)
     if isinstance(ref_model, str):
@@ -540,11 +542,11 @@ def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any)
 
 
 def _reward_functions(reward_model: Any, args: PPOConfig) -> list[Any]:
-    """Models as readers of token ids, functions as they are."""
+    """Wrap reward models as functions of token ids. Other reward functions are returned unchanged."""
     rewards = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
     if not rewards or any(reward is None for reward in rewards):
         raise ConfigError(
-            "reward_model is None. Fix: give a sequence classifier, a reward function, or a list of them."
+            "reward_model is None. Fix: pass a sequence classifier, a reward function, or a list of them."
         )
     functions: list[Any] = []
     for reward in rewards:
@@ -565,14 +567,14 @@ def _classifier(model: nn.Module, args: PPOConfig) -> Any:
 
 
 def _check_pad(tokenizer: Tokenizer, *, may_change: bool) -> None:
-    """Padding and the end of a response must be two tokens, or rows that come padded could not be told apart.
+    """Reject a pad token that equals the eos token, because padded rows would be ambiguous.
 
     Args:
-        tokenizer: Of the policy.
-        may_change: Whether it is ours, so that another pad token may be set.
+        tokenizer: Tokenizer of the policy.
+        may_change: Whether the trainer loaded the tokenizer and may set another pad token.
 
     Raises:
-        ConfigError: They are one token.
+        ConfigError: Both are the same token.
     """
     if tokenizer.pad_token_id is None:
         resolve_pad_token(tokenizer)
@@ -582,11 +584,14 @@ def _check_pad(tokenizer: Tokenizer, *, may_change: bool) -> None:
     free = [token for token in (tokenizer.unk_token, *added, tokenizer.bos_token) if token]
     other = next((token for token in free if token != tokenizer.eos_token), None)
     if may_change and other is not None:
-        logger.info("the pad token equals the eos token %r; %r pads instead.", tokenizer.eos_token, other)
+        logger.info(
+            "the pad token equals the eos token %r; %r is used for padding instead.", tokenizer.eos_token, other
+        )
         tokenizer.pad_token = other
         return
     fix = f"tokenizer.pad_token = {other!r}" if other else "tokenizer.add_special_tokens({'pad_token': '[PAD]'})"
     raise ConfigError(
-        f"the pad token of processing_class equals its eos token {tokenizer.eos_token!r} (id {tokenizer.eos_token_id}): the "
-        f"end of a response would be taken for padding. Set another one before training: {fix}."
+        f"the pad token of processing_class equals its eos token {tokenizer.eos_token!r} (id "
+        f"{tokenizer.eos_token_id}), so the end of a response would be treated as padding. Set another one before "
+        f"training: {fix}."
     )

@@ -1,4 +1,4 @@
-"""`PPOConfig`: one rollout batch, the passes over it, and how rewards become advantages."""
+"""`PPOConfig`: options of rollout batches, of the passes over them, and of advantages."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from posttrain.rewards.runner import transform_names
 from posttrain.rollouts.engines import EXACT
 
 ESTIMATORS = ("k1", "k3")
-WHITEN_LEAST = 8  # Responses of a mini-batch on one process below which whitened rewards are mostly noise.
+WHITEN_LEAST = 8  # Minimum number of responses per mini-batch and process for whitened rewards. Fewer are mostly noise.
 
 
 class _OneCompletion:
-    """What `OnlineTrainer` asks of its config, answered for a method that samples one completion a prompt, unfiltered."""
+    """Values of `OnlineTrainer` options for a method that samples one completion per prompt."""
 
     num_generations = 1
     num_generations_eval = None
-    num_iterations = 1  # Of a micro-batch; passes are ``num_ppo_epochs``.
+    num_iterations = 1  # Of a micro-batch. The number of passes is ``num_ppo_epochs``.
     dynamic_sampling = 0
     mask_truncated_completions = False
-    beta = 0.0  # The divergence is charged to the rewards by ``kl_coef``; no term of the loss holds it.
+    beta = 0.0  # The KL is part of the reward (``kl_coef``), not of the loss.
     top_p = 1.0
     top_k = 0
     min_p = None
@@ -203,18 +203,19 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
         check_gathering(self)
         if "rank" in transform_names(self.reward_transform):
             raise ConfigError(
-                "reward_transform='rank' compares the completions of a prompt, and PPO samples one: every rank would be 0.5. "
-                "Take clip:a:b, log1p, tanh:s, zscore or running."
+                "reward_transform='rank' compares the completions of a prompt, but PPO samples one, so every rank "
+                "would be 0.5. Use clip:a:b, log1p, tanh:s, zscore or running."
             )
         if self.total_episodes is not None and self.max_steps > 0:
             raise ConfigError(
-                f"total_episodes={self.total_episodes} and max_steps={self.max_steps} both say how long to train. Set one."
+                f"total_episodes={self.total_episodes} and max_steps={self.max_steps} both set the length of the "
+                "run. Set one of them."
             )
         if self.auto_find_batch_size:
-            raise ConfigError("auto_find_batch_size=True would change what a rollout batch is. Turn it off.")
+            raise ConfigError("auto_find_batch_size=True would change the size of a rollout batch. Disable it.")
 
     def refused_engines(self) -> dict[str, str]:
-        """Engines that PPO rules out for ``rollout_engine="auto"``, with the reasons."""
+        """Return the engines that PPO excludes for ``rollout_engine="auto"``, with reasons."""
         foreign = "PPO does not correct log-probs of another attention or of a copy of the weights"
         return {"vllm": foreign, "paged": foreign}
 
@@ -225,12 +226,11 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
             )
         if self.stop_token not in (None, "eos"):
             raise ConfigError(
-                f"stop_token={self.stop_token!r} is not known. Choose 'eos' or None; for another token give its id as "
-                "stop_token_id."
+                f"stop_token={self.stop_token!r} is unknown. Use 'eos' or None. For another token set stop_token_id."
             )
 
     def _resolve_batches(self) -> None:
-        """Sizes of the rollout batch and its mini-batches, in responses."""
+        """Compute the sizes of rollout batch and mini-batches in responses."""
         rule = "num_mini_batches must divide per_device_train_batch_size x gradient_accumulation_steps"
         self.micro_batch_size = self.per_device_train_batch_size * self.world_size
         self.local_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps
@@ -239,15 +239,15 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
         self.mini_batch_size = exact_div(self.batch_size, self.num_mini_batches, rule)
         if self.whiten_rewards and self.local_mini_batch_size < WHITEN_LEAST:
             raise ConfigError(
-                f"whiten_rewards=True with mini-batches of {self.local_mini_batch_size} responses a process: their spread is "
-                f"too uncertain to divide by. Take at least {WHITEN_LEAST}, or turn whitening off."
+                f"whiten_rewards=True with mini-batches of {self.local_mini_batch_size} responses per process: their "
+                f"standard deviation is too noisy. Use at least {WHITEN_LEAST} responses, or set whiten_rewards=False."
             )
 
     def plan(self, rows: int | None) -> None:
-        """Fill in how many rollout batches and optimiser steps there will be, and micro-batches of a step.
+        """Set the number of rollout batches, optimizer steps, and micro-batches per step.
 
         Args:
-            rows: Of the training set; None where it is not known.
+            rows: Number of rows of the training set. None: unknown.
         """
         self.gradient_accumulation_steps = self.passes_per_step
         if self.total_episodes is None and self.max_steps > 0:
@@ -260,38 +260,40 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
 
     @property
     def passes_per_step(self) -> int:
-        """Micro-batches of a mini-batch, which is an optimiser step."""
+        """Number of micro-batches per mini-batch, which is one optimizer step."""
         return max(1, math.ceil(self.local_mini_batch_size / int(self.per_device_train_batch_size)))
 
     def take_batch_size(self, size: int) -> None:
-        """See `PostTrainingConfig.take_batch_size`; rollout batch and mini-batch stay, in other pieces."""
+        """Set the per-device batch size. Rollout batch and mini-batch keep their sizes; see
+        `PostTrainingConfig.take_batch_size`.
+        """
         self.per_device_train_batch_size, self.auto_batch_size = size, False
         self.micro_batch_size = size * self.world_size
         self.gradient_accumulation_steps = self.passes_per_step
 
-    # What `OnlineTrainer` reads, in its own words --------------------------------------------------------------------
+    # Names that `OnlineTrainer` uses ---------------------------------------------------------------------------------
 
     @property
     def max_completion_length(self) -> int:
-        """Most tokens of a response."""
+        """Maximum number of tokens of a response."""
         return self.response_length
 
     @property
     def generation_batch_size(self) -> int:
-        """Responses of one rollout batch, over all processes."""
+        """Number of responses of a rollout batch, over all processes."""
         return self.batch_size
 
     @property
     def steps_per_generation(self) -> int:
-        """Batches of ``per_device_train_batch_size`` rows that the loader hands out at once."""
+        """Number of batches of ``per_device_train_batch_size`` rows that the loader returns at once."""
         return self.local_batch_size // self.per_device_train_batch_size
 
     @property
     def updates(self) -> int:
-        """Optimiser steps of one rollout batch."""
+        """Number of optimizer steps per rollout batch."""
         return self.num_ppo_epochs * self.num_mini_batches
 
     @property
     def generations_per_step(self) -> float:
-        """Rollout batches of one optimiser step."""
+        """Number of rollout batches per optimizer step."""
         return 1 / self.updates

@@ -1,4 +1,4 @@
-"""PPO in one function: the clipped surrogate of the policy, and the clipped error of the value function."""
+"""PPO: the clipped policy loss and the clipped value loss."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from posttrain.rewards.runner import RewardTable
     from posttrain.types import LogProbs
 
-STATES = "states"  # Count of states with a value, which is not that of trained tokens.
+STATES = "states"  # Name of the count of states with a value, which differs from the number of trained tokens.
 
 
 def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
-    """``-min(r A, clip(r, 1 - c, 1 + c) A)`` a token, plus ``vf_coef`` times the clipped value loss a state.
+    """Compute ``-min(r A, clip(r, 1 - c, 1 + c) A)`` per token plus ``vf_coef`` times the clipped value loss per state.
 
-    Both are means over the whole mini-batch: the first over its tokens, the second over its states, one more a response
-    that ended early.
+    Both are averaged over the mini-batch: the policy loss over its tokens, the value loss over its states. A response
+    that ended early has one state more than tokens.
 
     Args:
-        out: ``logp``, ``values`` and, for the log, ``entropy``, ``(B, T)``.
+        out: ``logp``, ``values`` and (for metrics) ``entropy``, ``(B, T)``.
         batch: ``advantages`` and ``old_logp (B, T)``; columns ``old_values``, ``returns`` and ``states (B, T)``.
-        cfg: ``cliprange``, ``cliprange_value``, ``vf_coef``.
+        cfg: Config with ``cliprange``, ``cliprange_value`` and ``vf_coef``.
 
     Reference: PPO, arXiv:1707.06347, equations 7 and 9.
     """
@@ -55,7 +55,7 @@ def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
     value = clipped_value_loss(out.values, old_values, returns, cliprange=cfg.cliprange_value)
     moved = log_ratio.detach()
     ratio = moved.exp()
-    excess = ratio - 1.0  # Centred, so that a variance of 1e-9 survives float32.
+    excess = ratio - 1.0  # Centered, so that a variance of 1e-9 is representable in float32.
     value_error = (out.values.detach() - returns).square() / 2
     metrics = {
         "loss/policy_avg": mean(policy, mask),
@@ -74,19 +74,19 @@ def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
 
 
 def states_mask(batch: Batch) -> Tensor:
-    """``(B, T)`` bool, where the value function is trained."""
+    """Return ``(B, T)`` bool, positions at which the value function is trained."""
     return batch.columns["states"] > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """S responses of one rank on a ``(S, T)`` grid, T the most tokens a response may have.
+    """S responses of one rank on a ``(S, T)`` grid. T is the maximum number of tokens of a response.
 
     Attributes:
-        advantages: Whitened over the rollout batch of all ranks; 0 outside ``tokens``.
-        returns: What the value function is pulled to.
-        tokens: Which entries are tokens of a response that was scored.
-        states: Which entries are states with a value.
+        advantages: Advantages, whitened over the rollout batch of all ranks; 0 outside ``tokens``.
+        returns: Targets of the value function.
+        tokens: Mask of tokens of scored responses.
+        states: Mask of states with a value.
         metrics: ``objective/*``.
     """
 
@@ -98,10 +98,10 @@ class Episodes:
 
 
 def plain_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
-    """One row a response; one that ended early has a pad token more, which is never trained.
+    """Convert each response to a row. A response that ended early gets one pad token, which is not trained.
 
-    The pad stands for the state after the last token: what predicts it is that token's hidden state, whose value is what
-    `token_rewards` credits the score to.
+    The pad token represents the state after the last token. The hidden state that predicts it is that of the last
+    token, whose value `token_rewards` assigns the score to.
     """
     rows = []
     for rollout in generation.rollouts:
@@ -114,14 +114,14 @@ def plain_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list
 def episodes(
     rollouts: RolloutBatch, logps: LogProbs, scores: Tensor, cfg: PPOConfig, merged: Callable[[Moments], Moments]
 ) -> Episodes:
-    """Charge the divergence, credit the score, estimate advantages, whiten over all ranks.
+    """Subtract the KL, add the score, estimate advantages, and whiten them over all ranks.
 
     Args:
         rollouts: This rank's responses.
-        logps: ``old_logp``, ``ref_logp`` and ``old_values`` a token, as of `plain_rows`.
-        scores: ``(S,)``, NaN where no reward function said anything: such a response trains nothing.
-        cfg: ``response_length``, ``kl_coef``, ``kl_estimator``, ``gamma``, ``lam``, ``whiten_rewards``.
-        merged: Moments of this rank's numbers to those of all ranks'.
+        logps: ``old_logp``, ``ref_logp`` and ``old_values`` per token of `plain_rows`.
+        scores: ``(S,)`` scores. NaN: no reward function applied, and the response is not trained.
+        cfg: Config with ``response_length``, ``kl_coef``, ``kl_estimator``, ``gamma``, ``lam`` and ``whiten_rewards``.
+        merged: Function that merges moments of this rank with those of all ranks.
     """
     width, scored = cfg.response_length, ~scores.isnan()
     grids = {name: _grid(logps[name], width) for name in ("old_logp", "ref_logp", "old_values")}
@@ -152,7 +152,7 @@ def _whitened(values: Tensor, mask: Tensor, merged: Callable[[Moments], Moments]
 
 
 def _grid(lists: list[list[float]], width: int) -> Tensor:
-    """Lists of different lengths as ``(S, T)`` float64, 0 behind their ends."""
+    """Convert lists of different lengths to ``(S, T)`` float64, padded with 0."""
     grid = torch.zeros(len(lists), width, dtype=torch.float64)
     for row, numbers in enumerate(lists):
         grid[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
@@ -160,7 +160,7 @@ def _grid(lists: list[list[float]], width: int) -> Tensor:
 
 
 def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
-    """`plain_rows` with the columns of `ppo_objective`, of a generation with its advantages."""
+    """Return `plain_rows` with the columns of `ppo_objective`."""
     names, columns = ("old_logp", "old_values", "advantages", "returns", "states"), generation.token_columns
     return [
         replace(
@@ -173,14 +173,14 @@ def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> l
 
 
 def token_lists(found: Episodes, sizes: Sequence[int]) -> dict[str, list[list[float]]]:
-    """`Episodes` as one list a response, as long as the row of `plain_rows`."""
+    """Convert `Episodes` to one list per response, with the length of the row of `plain_rows`."""
     grids = {"advantages": found.advantages, "returns": found.returns}
     grids |= {"states": found.states.double(), "trained": found.tokens.double()}
     return {name: [row[:size].tolist() for row, size in zip(grid, sizes, strict=True)] for name, grid in grids.items()}
 
 
 class PPO(Method[PPOConfig]):
-    """Proximal policy optimisation with a learned value function.
+    """Proximal policy optimization with a learned value function.
 
     Reference: PPO, arXiv:1707.06347.
     """
@@ -196,13 +196,13 @@ class PPO(Method[PPOConfig]):
 
     @property
     def temperature(self) -> float:
-        """A hair above the option's, in sampling and in every log-prob alike."""
+        """The config's temperature plus 1e-7, as in TRL, for sampling and all log-probs."""
         return self.cfg.temperature + 1e-7
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """GAE over the rewards with the divergence charged, whitened over all ranks; returns, for the value function.
+        """Compute whitened GAE advantages over rewards with the KL subtracted, and returns for the value function.
 
-        ``rollouts.columns["ended"]`` says which responses hold a token that ends one.
+        ``rollouts.columns["ended"]`` marks responses with an end token.
         """
         cfg, mine = self.cfg, slice(rewards.start, rewards.start + len(rollouts.rollouts))
         totals = weighted_total(rewards.values, rewards.weights)
@@ -223,15 +223,15 @@ class PPO(Method[PPOConfig]):
         )
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """See `ppo_objective`."""
+        """Compute the loss with `ppo_objective`."""
         return ppo_objective(outputs, batch, self.cfg)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """States with a value, which the value loss is a mean over."""
+        """Count the states with a value, the denominator of the value loss."""
         return {STATES: float(sum(states_mask(batch).sum() for batch in batches))}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The ratio's mean and variance from those of its distance to 1."""
+        """Compute mean and variance of the ratio from those of its difference to 1."""
         if "val/ratio" in metrics:
             excess = metrics["val/ratio"]
             metrics["val/ratio_var"] = max(metrics["val/ratio_var"] - excess * excess, 0.0)

@@ -1,4 +1,4 @@
-"""`ServerDistillationTrainer`: the student learns from teachers that servers hold, and none is in this process."""
+"""`ServerDistillationTrainer`: distillation from teachers on servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from posttrain.trainers.distillation import DistillationTrainer
 
 
 class ServerDistillationTrainer(DistillationTrainer):
-    """On-policy distillation from a teacher that a server holds, or from several.
+    """On-policy distillation from one or several teachers on servers.
 
     Args:
         model: The student: hub id, folder, model or peft model.
@@ -71,8 +71,8 @@ class ServerDistillationTrainer(DistillationTrainer):
         args = as_config(self.config_class, args)
         if teacher_server is None and (args is None or not args.teacher_model_server_url):
             raise ConfigError(
-                f"{type(self).__name__} has no server to ask. Fix: teacher_model_server_url, an address or several by name, or "
-                "DistillationTrainer for a teacher in this process."
+                f"{type(self).__name__} needs a teacher server. Fix: set teacher_model_server_url (an address, or "
+                "several by name), or use DistillationTrainer for a teacher in this process."
             )
         super().__init__(
             model,

@@ -6,10 +6,10 @@ import logging
 
 
 def serve(argv: list[str]) -> int:
-    """Start a rollout server for machines without vLLM; a trainer updates its weights.
+    """Start a rollout server for machines without vLLM. A trainer updates its weights.
 
     Returns:
-        0 after a requested shutdown.
+        0 after a normal shutdown.
     """
     from posttrain.cli.parser import PosttrainArgumentParser
     from posttrain.extensions.serve.config import ServeConfig

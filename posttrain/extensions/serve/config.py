@@ -1,4 +1,4 @@
-"""Options of the thin rollout server."""
+"""`ServeConfig`: options of `posttrain serve`."""
 
 from __future__ import annotations
 
@@ -20,25 +20,40 @@ class ServeConfig:
     """
 
     model: str = field(metadata={"help": "Hub id or folder of the model to serve."})
-    revision: str | None = option(None, "Branch, tag or commit on the hub.")
-    host: str = option("127.0.0.1", f"Address to listen on; others than loopback need a token in ${API_KEY_VARIABLE}.")
-    port: Port = option(8000, "Port to listen on; 0 takes a free one.")
+    revision: str | None = option(None, "Branch, tag or commit of the model on the Hub. None: the default branch.")
+    host: str = option(
+        "127.0.0.1", f"Address to listen on. Addresses other than loopback need a token in ${API_KEY_VARIABLE}."
+    )
+    port: Port = option(8000, "Port to listen on. 0 selects a free port.")
     engine: Literal["native", "hf"] = option(
-        "native", "native, or hf: transformers' generate, for models native cannot run."
+        "native",
+        "Engine that samples. 'native': fast, for most text models. 'hf': transformers' generate, for models "
+        "that native does not support.",
     )
-    dtype: str = option("auto", "Precision of the weights; 'auto' follows the checkpoint.")
-    max_model_len: PositiveInt | None = option(None, "Most tokens of prompt and completion; None: the model's context.")
+    dtype: str = option("auto", "Precision of the weights, for example 'bfloat16'. 'auto' uses that of the checkpoint.")
+    max_model_len: PositiveInt | None = option(
+        None, "Maximum number of tokens of prompt and completion. None: the model's context length."
+    )
     max_num_seqs: PositiveInt | None = option(
-        None, "Completions that native writes at once; None: 64 on a CPU, 256 on a GPU."
+        None,
+        "Maximum number of completions that the native engine samples at the same time. None: 64 on a CPU, 256 "
+        "on a GPU.",
     )
-    trust_remote_code: bool = option(False, "Run code that comes with the model.")
-    api_key: str | None = option(None, f"Bearer token that every request must bring; or ${API_KEY_VARIABLE}.")
+    trust_remote_code: bool = option(
+        False, "Allow Python code from the model's repository to run. Enable it only for repositories that you trust."
+    )
+    api_key: str | None = option(
+        None,
+        f"Bearer token that every request must send. None: the environment variable ${API_KEY_VARIABLE}, or a new "
+        "token in a file on loopback addresses.",
+    )
 
     def __post_init__(self) -> None:
         self.api_key = self.api_key or os.environ.get(API_KEY_VARIABLE) or None
         check_fields(self, beside=object)
         if self.engine == "hf" and self.max_num_seqs is not None:
             raise ConfigError(
-                f"max_num_seqs={self.max_num_seqs} with engine='hf': it writes all that waits in one call. Fix: leave it out."
+                f"max_num_seqs={self.max_num_seqs} with engine='hf': this engine samples all waiting requests in "
+                "one call. Fix: remove it."
             )
         check_token(self.host, self.api_key)

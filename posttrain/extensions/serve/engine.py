@@ -1,4 +1,4 @@
-"""The engine of `posttrain serve`: one thread that writes what waits, takes weights, and scores given sequences."""
+"""`ServedEngine`: the engine of `posttrain serve`. One thread samples, loads weights and scores sequences."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from posttrain.rollouts.base import RolloutEngine
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout
 
-# Seconds without a new request after which those that wait are begun: clients send the prompts of a step one by one.
+# Seconds without a new request after which waiting requests start, because clients send the prompts of a step one by
+# one.
 GATHER_S = 0.01
-NOT_WHOLE = "the weights are not whole: an update failed midway. Push all of them again."
-UPDATING = "the weights are not whole: an update of them has not ended. End it, or push all of them again."
-# Positions whose logits exist at once while a sequence is scored.
+NOT_WHOLE = "the weights are incomplete, because an update failed. Push all weights again."
+UPDATING = "the weights are incomplete, because an update has not ended. End it, or push all weights again."
+# Number of positions whose logits exist at the same time during scoring.
 CHUNK = 256
 
 
 @dataclass(eq=False)
 class Job:
-    """One prompt on its way.
+    """One prompt that is being served.
 
     Attributes:
-        request: With its own sampling.
-        version: Of the weights that wrote its completions.
-        rollouts: Its completions, or the error that ended it.
-        left: Whether its client has left.
+        request: Request with its own sampling settings.
+        version: Version of the weights that sampled its completions.
+        rollouts: Future of its completions or of its error.
+        left: Whether its client has disconnected.
     """
 
     request: Prompt
@@ -47,22 +48,23 @@ class Job:
 
 
 class ServedEngine:
-    """An engine whose calls, weight updates and scores run in one thread, one after the other.
+    """An engine whose calls, weight updates and scores run one after the other in one thread.
 
-    Generation is held while it is paused, and from the beginning of a weight update until its end. Requests that come
-    meanwhile wait.
+    Generation is paused during a pause and from the beginning to the end of a weight update. Requests that arrive then
+    wait.
 
     Args:
-        engine: Samples from its ``model``, whose parameters new weights are copied into.
+        engine: Engine that samples from its ``model``, into whose parameters new weights are copied.
 
     Attributes:
-        version: Of the weights, as the trainer calls them; ``default``: those of the checkpoint.
-        base_version: Of the weights below an adapter.
-        state: ``whole``; ``updating``; ``complete``: all buckets of an update came; ``failed``: they are not of one version.
-        paused: Whether generation is held.
-        waiting: Jobs that are in no call yet.
-        running: Completions of the call under way.
-        called: Jobs of the call under way.
+        version: Trainer's version name of the weights. ``default``: those of the checkpoint.
+        base_version: Version name of the weights without the adapter.
+        state: ``whole``: complete weights. ``updating``: an update is running. ``complete``: all buckets of an update
+            arrived. ``failed``: the weights are of several versions.
+        paused: Whether generation is paused.
+        waiting: Jobs that are not in an engine call yet.
+        running: Number of completions in the current engine call.
+        called: Jobs of the current engine call.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -74,27 +76,28 @@ class ServedEngine:
         self.waiting: deque[Job] = deque()
         self.running = 0
         self.called: Sequence[Job] = ()
-        # Held while the call under way is interrupted, so that the next one is not.
+        # Held while the current call is interrupted, so that the next one is not.
         self._calling = threading.Lock()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._known: dict[str, Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
         self._known |= dict(self.model.named_parameters(remove_duplicate=False))
         self._loaded: set[int] = set()
-        # By name, what an adapter was added to, as it was before.
+        # Original weights, by name, to which an adapter was added.
         self._bases: dict[str, Tensor] = {}
 
-    # Generation. All methods but `submit` and `let_go` are called in the engine's thread.
+    # Generation. All methods except `submit` and `let_go` are called in the engine's thread.
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Queue jobs; they are begun with the others that wait, after the call under way."""
+        """Queue jobs. They start with other waiting jobs after the current call."""
         self.waiting += jobs
         self.thread.submit(self.write_waiting)
 
     def let_go(self, jobs: Iterable[Job]) -> bool:
-        """Note that the client of some jobs has left, and end the call under way if nobody waits for any of it.
+        """Record that the client of some jobs has disconnected, and end the current call if no client waits for it.
 
         Returns:
-            Whether the call was interrupted. An engine that has not begun it yet may miss that: ask again until it has ended.
+            Whether the call was interrupted. An engine that has not started the call may miss it, so call again until
+            it has ended.
         """
         for job in jobs:
             job.left = True
@@ -105,7 +108,7 @@ class ServedEngine:
         return unread
 
     def write_waiting(self) -> None:
-        """Complete the jobs that wait, in as few calls of the engine as they allow."""
+        """Complete the waiting jobs with as few engine calls as possible."""
         if not self.waiting or self.paused or self.state != "whole":
             return
         seen = 0
@@ -118,7 +121,7 @@ class ServedEngine:
         for job in everyone:
             self.waiting.remove(job)
         self._write([job for job in everyone if job.rollouts.set_running_or_notify_cancel()])
-        # Behind the pauses, updates and scores that came during the call.
+        # Run after pauses, updates and scores that were queued during the call.
         self.thread.submit(self.write_waiting)
 
     def _write(self, jobs: Sequence[Job]) -> None:
@@ -130,7 +133,7 @@ class ServedEngine:
             self.called = jobs
         call = jobs[0].request.sampling
         if self.engine.capabilities.per_request_sampling:
-            # Requests without a seed must not take that of the first one.
+            # Requests without a seed must not use the seed of the first request.
             call = replace(call, seed=None)
         try:
             stream = iter(self.engine.generate([job.request for job in jobs], call))
@@ -139,7 +142,7 @@ class ServedEngine:
             if len(jobs) == 1:
                 jobs[0].rollouts.set_exception(error)
                 return
-            # One request that cannot be served (a guide that does not compile, say) must not end the others.
+            # An invalid request (for example, a guide that does not compile) must not fail the others.
             for job in jobs:
                 self._write([job])
             return
@@ -154,32 +157,32 @@ class ServedEngine:
     # Weights
 
     def begin_update(self) -> None:
-        """New weights are on their way: nothing is sampled until they are whole."""
+        """Begin a weight update. Nothing is sampled until it is complete."""
         self.state, self._loaded = "updating", set()
         self.version = self.base_version = INCOMPLETE
         self._bases = {}
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors into the parameters of their names.
+        """Copy tensors into the parameters with their names.
 
         Raises:
-            ModelError: A name that the model does not have, or a tensor of another shape.
+            ModelError: A name is unknown, or a shape differs.
         """
         for name, tensor in tensors:
             target = self._known.get(name)
             if target is None or target.shape != tensor.shape:
-                theirs = "does not know it" if target is None else f"has the shape {tuple(target.shape)} there"
+                theirs = "has no such weight" if target is None else f"has the shape {tuple(target.shape)} there"
                 came = f"{name} of shape {tuple(tensor.shape)}"
-                raise ModelError(f"{came} came, and the server {theirs}. Fix: serve the model that is trained.")
+                raise ModelError(f"received {came}, but the server {theirs}. Fix: serve the model that is trained.")
             target.copy_(tensor)
             self._loaded.add(id(target))
 
     def complete_update(self) -> None:
-        """All buckets came.
+        """Record that all buckets arrived.
 
         Raises:
-            ModelError: A parameter that nothing came for.
+            ModelError: A parameter was not received.
         """
         # Tied weights are one parameter with two names.
         missing = [name for name, parameter in self.model.named_parameters() if id(parameter) not in self._loaded]
@@ -191,7 +194,7 @@ class ServedEngine:
         self.state = "complete"
 
     def end_update(self, version: str | None) -> None:
-        """The weights are whole and called ``version`` from now on; None: the update failed, and what waits is refused."""
+        """End an update. ``version`` is the new name of the weights. None: the update failed, and waiting jobs fail."""
         if version is None:
             self.state, self.version, self.base_version = "failed", INCOMPLETE, INCOMPLETE
             while self.waiting:
@@ -204,25 +207,26 @@ class ServedEngine:
 
     @torch.no_grad()
     def load_adapter(self, name: str, scale: float, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """``W + scale B A`` in the place of each adapted weight W of the base model, which are called ``name`` from now on.
+        """Replace each adapted weight W of the base model by ``W + scale B A``. ``name`` is the new name of the
+        weights.
 
-        The sum is taken in float32 and rounded once, as in merged weights. All is checked before anything is changed.
+        The sum is computed in float32 and rounded once, as for merged weights. All names and shapes are checked first.
 
         Args:
-            name: Of the version.
-            scale: Of the adapter.
-            pairs: By the names of weights, A ``(r, in)`` and B ``(out, r)``.
+            name: Version name.
+            scale: Scale of the adapter.
+            pairs: Matrices A ``(r, in)`` and B ``(out, r)`` by the name of the weight.
 
         Raises:
-            ModelError: A weight that the model does not have, or matrices that do not fit it: an adapter of another base.
+            ModelError: A name is unknown, or shapes differ, because the adapter has another base model.
         """
         for weight, (a, b) in pairs.items():
             target = self._known.get(weight)
             if target is None or target.shape != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1]:
-                theirs = "does not know it" if target is None else f"has the shape {tuple(target.shape)} there"
+                theirs = "has no such weight" if target is None else f"has the shape {tuple(target.shape)} there"
                 raise ModelError(
-                    f"an adapter for {weight} of shape {(b.shape[0], a.shape[1])} (rank {a.shape[0]} and {b.shape[1]}) came, and "
-                    f"the server {theirs}. Fix: serve the base model that is trained."
+                    f"received an adapter for {weight} of shape {(b.shape[0], a.shape[1])} (rank {a.shape[0]} and "
+                    f"{b.shape[1]}), but the server {theirs}. Fix: serve the base model that is trained."
                 )
         for weight, base in self._bases.items():
             self._known[weight].copy_(base)
@@ -235,7 +239,7 @@ class ServedEngine:
         self._weights_moved()
 
     def _weights_moved(self) -> None:
-        # What the engine kept was computed with the old weights.
+        # The engine's caches were computed with the old weights.
         self.engine.load_weights((), self.engine.version + 1)
         self.thread.submit(self.write_waiting)
 
@@ -244,17 +248,17 @@ class ServedEngine:
     def score(
         self, prompts: Sequence[Sequence[int]], top: int, left: threading.Event | None = None
     ) -> list[dict[str, Any]]:
-        """Return `score_choice` of each prompt, all by the same weights; none after ``left`` was set.
+        """Return `score_choice` of each prompt with the same weights. Stop when ``left`` is set.
 
         Raises:
-            WeightSyncError: Some weights are of one version and some of another: an update is under way, or failed.
+            WeightSyncError: The weights are incomplete: an update is running or has failed.
         """
         if self.state != "whole":
             raise WeightSyncError(NOT_WHOLE if self.state == "failed" else UPDATING, phase="generate")
         return [score_choice(self.model, ids, top) for ids in prompts if left is None or not left.is_set()]
 
     def facts(self) -> dict[str, Any]:
-        """What a trainer compares with its own model, and how it may send weights."""
+        """Return properties that a trainer compares with its model, and how it can send weights."""
         text = causal_lm(self.model).config.get_text_config()
         weight = next(self.model.parameters())
         return {
@@ -273,16 +277,16 @@ class ServedEngine:
 
 
 def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, Any]:
-    """The log-probs of a given sequence, as a choice of ``/v1/completions`` with ``prompt_logprobs`` and no completion.
+    """Score a sequence, and return a choice of ``/v1/completions`` with ``prompt_logprobs`` and no completion.
 
     Args:
-        model: That scores.
+        model: Model that scores.
         ids: T token ids.
-        top: k; beside each token its k most likely ones are told.
+        top: Number k of most likely tokens to return at each position.
     """
     inner: Any = causal_lm(model)
     rule, tokens = LogitRule.of(inner.config), torch.tensor(list(ids), device=next(model.parameters()).device)
-    # Nothing predicts the first token.
+    # The first token has no prediction.
     entries: list[dict[str, Any] | None] = [None]
     with evaluating(model):
         if vars(inner).get("own_logits"):  # See `posttrain.models.probe.probe_head`.
@@ -293,7 +297,7 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
         for logits, own in zip(parts, tokens[1:].split(CHUNK), strict=True):
             logps = logits.log_softmax(-1)  # (c, V)
             told = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
-            # A token that the model never says, in vLLM's way: JSON has no word for minus infinity.
+            # JSON has no minus infinity, so use vLLM's value.
             found = logps.gather(1, told).clamp(min=-9999.0)
             lines = zip(told.tolist(), found.tolist(), strict=True)
             entries += [{str(i): {"logprob": logp} for i, logp in zip(*line, strict=True)} for line in lines]

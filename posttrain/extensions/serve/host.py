@@ -1,4 +1,4 @@
-"""`posttrain serve`: vLLM's endpoints over the native and hf engines, for machines without vLLM."""
+"""HTTP endpoints of `posttrain serve`: vLLM's endpoints for the native and hf engines."""
 
 from __future__ import annotations
 
@@ -43,33 +43,35 @@ from posttrain.types import Rollout, Sampling
 if TYPE_CHECKING:
     from torch import nn
 
-# Lists end at their first error: a list of a million would be a hundred times as long as its input.
+# Validation of lists stops at the first error, because the errors of a long list would be 100 times as long as the
+# list.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1, fail_fast=True)]
-# What divides logits: a smaller number makes them infinite, which no engine can sample from.
+# Range of numbers that divide logits. Smaller numbers would make logits infinite.
 LEAST_DIVISOR, MOST_DIVISOR = 1e-5, 1e5
 MOST_BIAS = 1e9
-# Of a picture: encoded, and decoded (a small file may hold an image that fills the memory).
+# Maximum size of an image in encoded bytes and in pixels. A small file may contain an image that fills the memory.
 MOST_BYTES, MOST_PIXELS = 32 * 2**20, 64 * 10**6
-# Seconds between two looks at a call whose clients have left.
+# Seconds between two attempts to interrupt a call whose clients have disconnected.
 LET_GO_S = 0.05
-# By how much sums of float32 probabilities may miss the mass that they make.
+# Maximum rounding error of a sum of float32 probabilities.
 MASS_ROUNDING = 1e-5
 
 
 MOST_PICTURES = 1024
-# Of a guide: compiling takes the engine's thread, and a second for 20,000 characters, eleven for 100,000.
+# Maximum number of characters of a guide. Compiling blocks the engine's thread: one second for 20,000 characters,
+# eleven for 100,000.
 MOST_GUIDE_CHARACTERS = 2**15
 
 
 class Strict(BaseModel):
-    """Unknown fields are refused: an option that is left out in silence would change what is sampled."""
+    """Base class of request bodies. Unknown fields are rejected, because ignoring them could change the samples."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, value: Any) -> Any:
-        """Refuse unknown fields in one error: pydantic makes one for each of a million."""
+        """Reject unknown fields with one error. pydantic would create one error per field."""
         if isinstance(value, dict) and (unknown := value.keys() - cls.model_fields.keys()):
             named = ", ".join(repr(name)[:100] for name in sorted(unknown)[:3])
             raise ValueError(f"{len(unknown)} unknown fields: {named}")
@@ -77,24 +79,24 @@ class Strict(BaseModel):
 
 
 def _biases(value: Any) -> Any:
-    """Refuse the first entry that is no bias."""
+    """Reject the first invalid entry."""
     for token, bias in value.items() if isinstance(value, dict) else ():
         if not (str(token).isdecimal() and isinstance(bias, int | float) and abs(bias) <= MOST_BIAS):
             raise ValueError(
-                f"{str(token)[:100]!r}: {str(bias)[:100]} is no token id with a bias of up to {MOST_BIAS:g}"
+                f"{str(token)[:100]!r}: {str(bias)[:100]} is not a token id with a bias of up to {MOST_BIAS:g}"
             )
     return value
 
 
 def _few(value: Any) -> Any:
-    """Refuse more images than a prompt holds."""
+    """Reject more images than a prompt may have."""
     if isinstance(value, dict) and len(value) > MOST_PICTURES:
-        raise ValueError(f"{len(value)} images; at most {MOST_PICTURES} are read")
+        raise ValueError(f"{len(value)} images, but the maximum is {MOST_PICTURES}")
     return value
 
 
 class PlacedPicture(Strict):
-    """Where a picture of ``pictures`` is in the prompt, and how the trainer shows it."""
+    """Position of an image of ``pictures`` in the prompt, and how the trainer preprocesses it."""
 
     digest: str
     start: Annotated[int, Field(ge=0)]
@@ -104,7 +106,7 @@ class PlacedPicture(Strict):
 
 
 class Completions(Strict):
-    """``/v1/completions``; with ``prompt_logprobs`` the prompts are scored and nothing is generated."""
+    """Body of ``/v1/completions``. With ``prompt_logprobs`` the prompts are scored and nothing is generated."""
 
     model: str | None = None
     prompt: TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
@@ -136,17 +138,17 @@ class Completions(Strict):
     placed: Annotated[list[PlacedPicture], Field(fail_fast=True)] = []
 
     def requests(self, stops: Sequence[int], context: int | None, vocabulary: int, encoder: Any = None) -> list[Prompt]:
-        """One request a prompt, each shown to fit the context and the vocabulary.
+        """Create one request per prompt, and validate that it fits the context and the vocabulary.
 
         Args:
             stops: Token ids that end a completion unless ``ignore_eos``.
-            context: Most tokens of prompt and completion; None: no limit.
-            vocabulary: Of the model.
-            encoder: Of pictures; None: the model reads text alone.
+            context: Maximum number of tokens of prompt and completion. None: no limit.
+            vocabulary: Vocabulary size of the model.
+            encoder: Image encoder. None: the model supports text only.
 
         Raises:
-            ConfigError: ``structured_outputs`` that cannot be followed.
-            BadRequest: A prompt that does not fit, or pictures that cannot be read or are expanded otherwise here.
+            ConfigError: ``structured_outputs`` is invalid.
+            BadRequest: A prompt is too long, or images are invalid or have other placeholders here.
         """
         sampling = Sampling(
             max_new_tokens=self.max_tokens,
@@ -164,24 +166,24 @@ class Completions(Strict):
         )
         if sampling.guide is not None and len(sampling.guide[1]) > MOST_GUIDE_CHARACTERS:
             raise BadRequest(
-                f"structured_outputs has {len(sampling.guide[1])} characters, and {MOST_GUIDE_CHARACTERS} are compiled. Fix: a "
-                "shorter guide."
+                f"structured_outputs has {len(sampling.guide[1])} characters, but the maximum is "
+                f"{MOST_GUIDE_CHARACTERS}. Fix: use a shorter guide."
             )
         never = sampling.left_out.never
         sampling = replace(sampling, top_logps=self.logprobs + len(never) if self.logprobs else 0)
         others = tuple(pair for pair in sampling.logit_bias if pair[0] not in never)
         if self.logprobs and reshapes(replace(sampling, logit_bias=others)):
             raise BadRequest(
-                "logprobs above 0 with a repetition penalty, a guide, min_tokens, or a bias that does not forbid is not "
-                "offered. Fix: logprobs=0, or vLLM's server."
+                "logprobs above 0 with a repetition penalty, a guide, min_tokens, or a finite bias is not supported. "
+                "Fix: set logprobs=0, or use vLLM's server."
             )
         prompts: Any = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
         if self.placed and (encoder is None or len(prompts) > 1):
-            raise BadRequest("pictures belong to one prompt a request, and to a model with images. Fix: send them so.")
-        if self.placed and self.prompt_logprobs is not None:
             raise BadRequest(
-                "a prompt with pictures cannot be scored here. Fix: leave out prompt_logprobs, or the pictures."
+                "images are supported only in requests with one prompt, and for a model with image inputs."
             )
+        if self.placed and self.prompt_logprobs is not None:
+            raise BadRequest("a prompt with images cannot be scored here. Fix: remove prompt_logprobs or the images.")
         try:
             pictures = self._held(prompts[0], encoder) if self.placed else ()
             requests = [Prompt(ids, self.n, sampling, pictures=pictures) for ids in prompts]
@@ -192,27 +194,27 @@ class Completions(Strict):
         return requests
 
     def _held(self, ids: Sequence[int], encoder: Any) -> list[Placed]:
-        """The pictures, read and placed by this process.
+        """Return the images, decoded and placed by this process.
 
         Raises:
-            DataError: They cannot be read, are too large, or have other placeholders here (PT-G016).
+            DataError: Images are invalid, too large, or have other placeholders here (PT-G016).
         """
         pictures = []
         for number, sent in enumerate(self.placed):
             where = f"picture {number}"
             address = f"data:;base64,{self.pictures.get(sent.digest, '')}"
             if math.prod(sent.size) > MOST_PIXELS:
-                raise DataError(f"{where} is shown with {math.prod(sent.size)} pixels; at most {MOST_PIXELS} are.")
+                raise DataError(f"{where} has {math.prod(sent.size)} pixels, but the maximum is {MOST_PIXELS}.")
             pictures.append(read_picture(address, where, sent.background, MOST_PIXELS).resized(sent.size))
         placed = encoder.processor.place(ids, pictures)
         theirs, ours = [(p.start, p.count) for p in self.placed], [(p.start, p.count) for p in placed]
         if theirs != ours:
-            raise DataError(f"PT-G016: pictures are at {ours} (start, count) here and at {theirs} at the trainer.")
+            raise DataError(f"PT-G016: images are at {ours} (start, count) here, but at {theirs} in the trainer.")
         return placed
 
 
 class Update(Strict):
-    """``/update_weights``: one bucket in shared memory, or, with ``complete``, that all buckets came."""
+    """Body of ``/update_weights``: one bucket in shared memory, or ``complete`` after all buckets."""
 
     path: str = ""
     checksum: str = ""
@@ -220,11 +222,11 @@ class Update(Strict):
 
 
 def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
-    """The completions of a job as choices of ``/v1/completions``; texts are left out.
+    """Convert the completions of a job to choices of ``/v1/completions``, without texts.
 
     Args:
-        job: That has ended.
-        top: Most likely tokens of every position that are told beside the sampled one.
+        job: A finished job.
+        top: Number of most likely tokens to return at every position, in addition to the sampled one.
     """
     return [
         {
@@ -239,8 +241,8 @@ def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
 
 
 def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
-    """Log-probs of the distribution that tokens were drawn from (vLLM's ``processed_logprobs``), tokens as ``token_id:ID``."""
-    # vLLM tells those of greedy sampling at temperature 1, untruncated.
+    """Return log-probs of the sampled distribution (vLLM's ``processed_logprobs``), with tokens as ``token_id:ID``."""
+    # For greedy sampling, vLLM returns log-probs at temperature 1 without truncation.
     greedy = sampling.temperature == 0 and not reshapes(sampling)
     drawn = (not greedy and rollout.processed_logp) or rollout.logp
     best, never = rollout.top_logps or [[]] * len(drawn), sampling.left_out.never
@@ -253,12 +255,12 @@ def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
 
 
 def _left(at: Sequence[tuple[int, float]], gain: float, whole: bool) -> Iterator[tuple[int, float]]:
-    """The likeliest tokens that may be drawn, with their log-probs among those.
+    """Yield the most likely tokens that may be sampled, with their log-probs in the truncated distribution.
 
     Args:
-        at: Ids that are not forbidden and log-probs before anything was left out, the likeliest first.
-        gain: What leaving out added to each log-prob: minus the logarithm of the mass that is left.
-        whole: Whether all of them may be drawn; else the likeliest, up to that mass.
+        at: Allowed ids and their log-probs before truncation, most likely first.
+        gain: Increase of each log-prob by truncation: minus the logarithm of the remaining probability.
+        whole: Whether all ids may be sampled. False: the most likely ids up to that probability.
     """
     mass = 0.0
     for token, logp in at:
@@ -268,7 +270,7 @@ def _left(at: Sequence[tuple[int, float]], gain: float, whole: bool) -> Iterator
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """Return a finite value, or None, because JSON has no NaN or infinity."""
     return value if math.isfinite(value) else None
 
 
@@ -278,18 +280,18 @@ logger = logging.getLogger(__name__)
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    """An error as vLLM's server words it."""
+    """Return an error in the format of vLLM's server."""
     return JSONResponse(error_body(status, message), status_code=status)
 
 
 class Host:
-    """The endpoints, by the names of vLLM's server.
+    """The endpoints, with the names of vLLM's server.
 
     Args:
-        served: The engine.
-        config: Of the server.
+        served: Engine that serves requests.
+        config: Config of the server.
         stops: Token ids that end a completion unless ``ignore_eos``.
-        context: Most tokens of prompt and completion; None: no limit.
+        context: Maximum number of tokens of prompt and completion. None: no limit.
     """
 
     def __init__(
@@ -301,41 +303,41 @@ class Host:
         self.completed = prometheus_client.Counter("posttrain_completions", "Completions", registry=self.registry)
         running = prometheus_client.Gauge("posttrain_running", "Completions being written", registry=self.registry)
         running.set_function(lambda: served.running)
-        # Bodies are read here, one after the other: the event loop answers everyone else meanwhile.
+        # Bodies are parsed in this thread one after the other, so that the event loop can serve other requests.
         self.reading = ThreadPoolExecutor(1, thread_name_prefix="reading")
 
     async def do(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function in the engine's thread, after the call under way."""
+        """Run a function in the engine's thread, after the current call."""
         return await asyncio.wrap_future(self.served.thread.submit(function, *args))
 
     # State
 
     async def health(self) -> Response:
-        """200: the process answers."""
+        """Return status 200."""
         return Response()
 
     async def models(self) -> dict[str, Any]:
-        """The card of the one model."""
+        """Return the description of the model."""
         card = {"id": self.config.model, "root": self.config.model, "parent": None, "max_model_len": self.context}
         return {"object": "list", "data": [card]}
 
     async def weight_info(self) -> dict[str, Any]:
-        """The version of the weights."""
+        """Return the version of the weights."""
         return {"weight_version": self.served.version, "base_version": self.served.base_version}
 
     async def metrics(self) -> Response:
-        """Counters for Prometheus."""
+        """Return counters for Prometheus."""
         return Response(prometheus_client.generate_latest(self.registry), media_type="text/plain; version=0.0.4")
 
     async def collective_rpc(self, method: Annotated[Literal["posttrain_facts"], Body(embed=True)]) -> dict[str, Any]:
-        """``posttrain_facts``: what a trainer compares with its own model."""
+        """Return properties that a trainer compares with its model, for the method ``posttrain_facts``."""
         known = {"model": self.config.model, "revision": self.config.revision, "max_model_len": self.context}
         return {"results": [self.facts | known | {"logprobs_mode": "processed_logprobs"}]}
 
     # Generation
 
     async def completions(self, request: Request) -> Response:
-        """Complete prompts; with ``prompt_logprobs`` score them only. What a client that left waits for is ended.
+        """Complete prompts, or only score them with ``prompt_logprobs``. If the client disconnects, its jobs end.
 
         The body is a `Completions`.
         """
@@ -360,18 +362,18 @@ class Host:
             choices = [choice for job in jobs for choice in choices_of(job, body.logprobs or 0)]
             self.completed.inc(len(choices))
         listed = [choice | {"index": index} for index, choice in enumerate(choices)]
-        # Validation by FastAPI would cost more than sampling a short completion.
+        # Validation by FastAPI would take longer than sampling a short completion.
         return JSONResponse({"object": "text_completion", "model": self.config.model, "choices": listed})
 
     async def read(self, function: Callable[[bytes], Any], raw: bytes) -> Any:
-        """Run a function on the bytes of a body in the thread that reads bodies."""
+        """Run a function on the bytes of a body in the thread that parses bodies."""
         return await asyncio.wrap_future(self.reading.submit(function, raw))
 
     def _requests(self, raw: bytes) -> tuple[Completions, list[Prompt]]:
-        """Return a body and its requests.
+        """Parse a body and create its requests.
 
         Raises:
-            BadRequest: The body is no `Completions`, or see `Completions.requests`.
+            BadRequest: The body is invalid; see also `Completions.requests`.
         """
         try:
             body = Completions.model_validate_json(raw)
@@ -381,13 +383,13 @@ class Host:
         return body, body.requests(self.stops, self.context, self.facts["vocab_size"], encoder)
 
     async def pause(self, mode: Literal["wait"] = "wait") -> dict[str, Any]:
-        """Hold generation once the call under way has ended; requests that are not in it wait for `resume`."""
+        """Pause generation after the current call. Other requests wait for `resume`."""
         self.served.paused = True
         await self.do(lambda: None)
         return {"status": "paused"}
 
     async def resume(self) -> dict[str, Any]:
-        """Go on; fine without a pause."""
+        """Resume generation. Without a pause it has no effect."""
         self.served.paused = False
         self.served.submit([])
         return {"status": "resumed"}
@@ -395,12 +397,12 @@ class Host:
     # Weights
 
     async def reset_prefix_cache(self) -> dict[str, Any]:
-        """Nothing is kept from one call to the next."""
+        """Return success, because nothing is cached between calls."""
         return {"success": True}
 
     async def start_weight_update(self, request: Request) -> dict[str, Any]:
-        """Nothing is sampled until `finish_weight_update`."""
-        # A connection that ends with its answer (``Connection: close``) is reset where a body is unread, and the answer is lost.
+        """Begin a weight update. Nothing is sampled until `finish_weight_update`."""
+        # Read the body: a connection with ``Connection: close`` and an unread body is reset, and the response is lost.
         await request.body()
         await self.do(self.served.begin_update)
         return {"message": "Weight update started"}
@@ -408,11 +410,11 @@ class Host:
     async def update_weights(
         self, update_info: Annotated[Update, Body(embed=True)], request: Request
     ) -> dict[str, Any]:
-        """One bucket, or that all came; where it fails, the update has failed.
+        """Load one bucket, or finish the buckets. An error makes the whole update fail.
 
         Raises:
-            HTTPException: 409, no update was begun, or the bucket is not what was announced; 403, the request came from
-                another machine, whose memory is not ours.
+            HTTPException: Status 409: no update was started, or the bucket is invalid. Status 403: the request is from
+                another machine, whose memory is not shared.
         """
         if self.served.state != "updating":
             raise HTTPException(409, "start_weight_update must be called before update_weights.")
@@ -431,20 +433,22 @@ class Host:
     async def finish_weight_update(
         self, weight_version: Annotated[str | None, Body(embed=True)] = None
     ) -> dict[str, Any]:
-        """End an update: with a version the weights are whole, without one they stay mixed."""
+        """End an update. Without a version, the update has failed and the weights are incomplete."""
         if self.served.state == "whole" or (weight_version is not None and self.served.state != "complete"):
-            raise HTTPException(409, "finish_weight_update came before start_weight_update, or before all weights did.")
+            raise HTTPException(
+                409, "finish_weight_update was called before start_weight_update, or before all weights were received."
+            )
         await self.do(self.served.end_update, weight_version)
         return {"message": "Weight update finished"}
 
     async def load_lora_adapter(
         self, lora_name: Annotated[str, Body()], lora_path: Annotated[str, Body()], request: Request
     ) -> dict[str, Any]:
-        """Sample from the base model with this adapter from now on, and call the weights by its name.
+        """Add an adapter to the base model and sample with it. Its name is the new version of the weights.
 
         Raises:
-            HTTPException: 403, the request came from another machine.
-            WeightSyncError: The weights are not whole.
+            HTTPException: Status 403: the request is from another machine.
+            WeightSyncError: The weights are incomplete.
         """
         _same_machine(request)
         if self.served.state != "whole":
@@ -454,17 +458,17 @@ class Host:
         return {"message": f"LoRA adapter '{lora_name}' added"}
 
     async def unload_lora_adapter(self, lora_name: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
-        """Nothing: an adapter goes when the next one comes."""
+        """Do nothing, because the next adapter replaces the current one."""
         return {"message": f"LoRA adapter '{lora_name}' removed"}
 
     async def update_weight_version(self, new_version: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
-        """Call the weights otherwise."""
+        """Rename the version of the weights."""
         self.served.version = self.served.base_version = new_version
         return {"success": True, "new_version": new_version}
 
 
 async def _unless_gone(request: Request, awaitable: Awaitable[Any]) -> Any:
-    """Wait for a result, and cancel it when the client leaves, which returns ``None``."""
+    """Wait for a result. If the client disconnects, cancel it and return ``None``."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -477,28 +481,29 @@ async def _unless_gone(request: Request, awaitable: Awaitable[Any]) -> Any:
         left.cancel()
     if not wanted.done():
         wanted.cancel()
-        await asyncio.gather(wanted, return_exceptions=True)  # Or asyncio logs that nobody read its end.
+        # Otherwise asyncio logs an exception that was never retrieved.
+        await asyncio.gather(wanted, return_exceptions=True)
         return None
     return await wanted
 
 
 def _same_machine(request: Request) -> None:
-    """Refuse files in shared memory that another machine names."""
+    """Reject a request with files in shared memory from another machine."""
     if request.client is None or request.client.host not in LOOPBACK or "x-forwarded-for" in request.headers:
-        raise HTTPException(403, "a bucket in shared memory can come from this machine alone.")
+        raise HTTPException(403, "buckets in shared memory are only accepted from this machine.")
 
 
 def create_app(host: Host) -> FastAPI:
-    """The endpoints of a host, under the paths of vLLM's server."""
+    """Create the FastAPI application with the endpoints of a host, under the paths of vLLM's server."""
 
     class Read(Request):
-        """A request whose JSON is read in the host's thread for bodies."""
+        """A request whose JSON is parsed in the host's thread for bodies."""
 
         async def json(self) -> Any:
             """Parse the body.
 
             Raises:
-                HTTPException: 400, see `read_json`. FastAPI hides the message of any other error.
+                HTTPException: Status 400; see `read_json`. FastAPI hides the message of other errors.
             """
             try:
                 return await host.read(read_json, await self.body())
@@ -506,10 +511,10 @@ def create_app(host: Host) -> FastAPI:
                 raise HTTPException(400, str(error)) from error
 
     class Route(APIRoute):
-        """The route of such requests."""
+        """Route that uses such requests."""
 
         def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
-            """See `APIRoute.get_route_handler`."""
+            """Return the handler; see `APIRoute.get_route_handler`."""
             handler = super().get_route_handler()
 
             async def answer(request: Request) -> Response:
@@ -546,7 +551,7 @@ def create_app(host: Host) -> FastAPI:
 
 
 def _answer(_: Request, error: Exception) -> JSONResponse:
-    """An error as a reply."""
+    """Convert an error to a response."""
     if isinstance(error, AnyHTTPException):
         return _error(error.status_code, error.detail)
     if isinstance(error, RequestValidationError):
@@ -557,11 +562,11 @@ def _answer(_: Request, error: Exception) -> JSONResponse:
 
 
 def make_host(config: ServeConfig) -> Host:
-    """Load model and tokenizer."""
+    """Load the model and the tokenizer, and create the host."""
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or "main"}
     tokenizer = load_tokenizer(config.model, **options)
     model: Any = create_model_from_path(config.model, dtype=config.dtype, **options).requires_grad_(False).eval()
-    # Weights were mapped from the checkpoint's file, and a page that is first written in a push costs more than the rest.
+    # Weights are memory-mapped from the checkpoint. Copy them now, because the first write to a page is slow.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -573,13 +578,13 @@ def make_host(config: ServeConfig) -> Host:
         engine.max_slots = config.max_num_seqs
     limits = (config.max_model_len, context_length(model.config.get_text_config()))
     context = min((limit for limit in limits if limit is not None), default=None)
-    # The checkpoint's generation config says which tokens end a text, and nothing of how requests are sampled.
+    # The checkpoint's generation config is used only for stop tokens, not for sampling settings.
     stops = terminal_token_ids(tokenizer, model.generation_config)
     return Host(ServedEngine(engine), config, stops=stops, context=context)
 
 
 def _let_hold_pictures(model: nn.Module, path: str, options: dict[str, Any]) -> None:
-    """Let prompts hold pictures where the model has a tower and its processor is of a known family; else it reads text."""
+    """Enable images in prompts if the model has a vision tower and a supported processor."""
     if not has_tower(model):
         return
     from posttrain.models.vision import install_pictures
@@ -588,4 +593,4 @@ def _let_hold_pictures(model: nn.Module, path: str, options: dict[str, Any]) -> 
     try:
         install_pictures(model, load_processor(path, **options))
     except ModelError as error:
-        logger.warning("%s is served for text alone: %s", path, error)
+        logger.warning("%s is served for text only: %s", path, error)

@@ -1,4 +1,4 @@
-"""`posttrain serve`, from options to an exit code."""
+"""`run_server`: runs `posttrain serve`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from posttrain.integrations.network import host_and_port
 logger = logging.getLogger(__name__)
 
 
-# Seconds that a shutdown waits for running requests.
+# Maximum number of seconds that a shutdown waits for running requests.
 DRAIN_S = 120
 
 
 def run_server(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT, which let running requests end; a second SIGINT does not. Returns 0.
+    """Serve until SIGTERM or SIGINT, and return 0. Running requests finish, unless a second SIGINT arrives.
 
     Raises:
         MissingDependencyError: fastapi, uvicorn, pydantic or prometheus_client is not installed.
-        ConfigError: Options that cannot work.
+        ConfigError: An option is invalid.
 
     >>> run_server(ServeConfig("HuggingFaceTB/SmolLM2-135M-Instruct"))  # doctest: +SKIP
     """
@@ -38,7 +38,7 @@ def run_server(config: ServeConfig) -> int:
 
     raise_file_limit()
     host = make_host(config)
-    # uvicorn raises the signal that ended it once more, when the requests have ended. One that comes before ends the loading.
+    # uvicorn raises the signal again after the requests have ended. An earlier signal ends the loading.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     listener, token = _listen(config), None
@@ -54,21 +54,21 @@ def run_server(config: ServeConfig) -> int:
     finally:
         if token is not None:
             token.unlink(missing_ok=True)
-    # The process ends when the engine's thread does: what the shutdown has not waited for is given up.
+    # The process ends with the engine's thread. Unfinished work after the shutdown is dropped.
     host.served.paused = True
     host.served.engine.interrupt()
     return 0
 
 
 def _listen(config: ServeConfig) -> socket.socket:
-    """Bind the address.
+    """Bind the address and return the socket.
 
     Raises:
-        ConfigError: The port is in use, or the host is not of this machine.
+        ConfigError: The port is in use, or the address does not belong to this machine.
     """
     try:
         return listen(config.host, config.port)
     except OSError as error:
         raise ConfigError(
-            f"--host {config.host} --port {config.port} cannot be listened on: {error}. Fix: --port 0 takes a free port."
+            f"cannot listen on --host {config.host} --port {config.port}: {error}. Fix: use --port 0 for a free port."
         ) from error

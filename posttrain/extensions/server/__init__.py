@@ -1,1 +1,1 @@
-"""Rollouts from servers: the client, a pool of servers, pushes of weights, and what both ends of HTTP share."""
+"""Rollouts from servers: the client, a pool of servers, pushes of weights, and code that clients and servers share."""

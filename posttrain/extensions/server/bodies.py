@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from posttrain.errors import BadRequest
 
-# Of an error message: validation errors that it shows, and its characters.
+# Maximum number of validation errors, and of characters, in an error message.
 SHOWN, MOST_CHARACTERS = 3, 1000
 
 
@@ -17,7 +17,8 @@ def read_json(raw: bytes) -> Any:
     """Parse a body.
 
     Raises:
-        BadRequest: The body is not valid JSON, nests too deeply, or holds a lone surrogate, which no tokenizer reads.
+        BadRequest: The body is not valid JSON, is nested too deeply, or contains a lone surrogate, which cannot be
+            tokenized.
     """
     try:
         return from_json(raw)
@@ -39,6 +40,6 @@ def first_errors(errors: Sequence[Mapping[str, Any]]) -> str:
 def _line(error: Mapping[str, Any]) -> str:
     place = ".".join(str(part)[:100] for part in error["loc"])
     value = error.get("input")
-    # Of a missing field the input is all of the body.
+    # For a missing field the input is the whole body.
     came = f" ({value!r:.60})" if isinstance(value, str | int | float) else ""
     return f"{place + ': ' if place else ''}{error['msg'][:500]}{came}"

@@ -113,8 +113,8 @@ def _flags(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
     if length is not None and length <= needs.completion:
         yield finding(
             "PT-S010", "error",
-            f"max_model_len={length} leaves no room for a prompt with max_completion_length={needs.completion}.", url,
-            "every request would be refused, or every completion truncated.",
+            f"max_model_len={length} leaves no space for a prompt with max_completion_length={needs.completion}.", url,
+            "every request would be rejected, or every completion truncated.",
             f"restart it: {_restart(info, needs)} --max{dash}model{dash}len {needs.completion + 512}.",
         )  # fmt: skip
     if info.get("takes_no_weights"):

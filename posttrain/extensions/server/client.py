@@ -1,4 +1,6 @@
-"""`VLLMClient`: one server that speaks vLLM's endpoints; every call with a time-out, retried where that cannot do harm."""
+"""`VLLMClient`: client of one server with vLLM's endpoints. Every call has a timeout, and calls without side effects
+are retried.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +56,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds to connect, and to be answered where nothing is to be computed: health, versions.
+# Timeout in seconds for connecting, and for responses that need no computation: health, versions.
 QUICK_SECONDS = 5.0
 GENERATE_TIMEOUT, PAUSE_TIMEOUT, UPDATE_TIMEOUT = 600.0, 300.0, 720.0
-# Of a request's time-out, beyond 30 s.
+# Additional timeout per token in seconds, beyond 30 s.
 SECONDS_PER_TOKEN = 0.02
-# Requests of one call that are on their way at once; servers batch them by themselves.
+# Maximum number of concurrent requests of one call. Servers batch them.
 AT_ONCE = 256
-# Seconds before the second try, doubled at each further one up to the longest.
+# Seconds before the second attempt, doubled for each further one up to the maximum.
 BACK_OFF, LONGEST_WAIT = 0.5, 8.0
-# Statuses after which the same request is sent again.
+# Status codes after which a request is retried.
 UNMADE = (429, 502, 503, 504)
 # Phase of `WeightSyncError` by path.
 PHASES = {
@@ -75,31 +77,32 @@ PHASES = {
 }
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 ROLES = {"rollout": "vllm_server_base_url", "teacher": "teacher_model_server_url"}
-# Sampling that changes nothing; all of it is sent, so that defaults of the model's folder do not count.
+# Neutral sampling settings. All are sent, so that the model's generation config has no effect.
 NEUTRAL = {"temperature": 1.0, "max_tokens": 16, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-# Further fields of a request.
+# Additional fields of a request.
 FURTHER = {"ignore_eos", "stop_token_ids", "min_tokens", "stop", "logit_bias", "structured_outputs", "seed"}
 FURTHER |= {"frequency_penalty", "presence_penalty"}
 
 
 class VLLMClient:
-    """Talks to one rollout server: vLLM's own (`posttrain vllm-serve`, ``vllm serve``) or `posttrain serve`.
+    """Client of one rollout server: vLLM (`posttrain vllm-serve`, ``vllm serve``) or `posttrain serve`.
 
     Args:
-        base_url: ``http://host:port``; None builds it from ``host`` and ``server_port``.
-        host: Where the server listens; ``0.0.0.0`` is this machine.
-        server_port: Its port.
-        group_port: Port of the weight-update group on GPUs; 0 takes a free one.
-        connection_timeout: Seconds to wait for the server to be healthy; 0 asks once.
-        request_timeout: Seconds a generation may take; None: 600, or 30 and 20 ms a requested token where that is more.
-        sync_timeout: Seconds one call of a weight update may take.
-        api_key: Sent as bearer token. ``None`` (default): that of ``$POSTTRAIN_API_KEY``; without one, the token that a server of
-            this user and machine wrote to its file.
-        reader: Of pictures in prompts, as the trainer reads them; None: prompts are text.
-        role: ``rollout`` or ``teacher``: what errors call the server, and which option of a config has its address.
+        base_url: ``http://host:port``. None: use ``host`` and ``server_port``.
+        host: Host of the server. ``0.0.0.0`` is this machine.
+        server_port: Port of the server.
+        group_port: Port of the weight-update group on GPUs. 0: a free port.
+        connection_timeout: Maximum number of seconds to wait until the server is healthy. 0: try once.
+        request_timeout: Maximum number of seconds of a generation. None: 30 plus 0.02 per requested token, and at least
+            600.
+        sync_timeout: Maximum number of seconds of one call of a weight update.
+        api_key: Bearer token. ``None`` (default): the value of ``$POSTTRAIN_API_KEY``, or the token that a server of
+            the same user on this machine has written to a file.
+        reader: Image processor for prompts, the same as in the trainer. None: prompts are text.
+        role: ``rollout`` or ``teacher``. It determines the name of the server and of the config option in errors.
 
     Raises:
-        ServerUnreachable: No healthy answer within ``connection_timeout``.
+        ServerUnreachable: The server is not healthy within ``connection_timeout``.
 
     >>> client = VLLMClient("http://127.0.0.1:8000", connection_timeout=60)  # doctest: +SKIP
     >>> client.generate([[1, 2, 3]], n=4, max_tokens=16)["completion_ids"]  # doctest: +SKIP
@@ -124,39 +127,41 @@ class VLLMClient:
         try:
             parts = urlsplit(self.base_url)
             valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # A port that is no number, a bracket that is not closed.
+        except ValueError:  # The port is not a number, or a bracket is not closed.
             valid = False
         if not valid:
-            raise ConfigError(f"base_url={base_url!r} is no address of a server. It looks like 'http://10.0.0.5:8000'.")
-        # 0.0.0.0 is an address to listen on, not one to connect to.
+            raise ConfigError(
+                f"base_url={base_url!r} is not a server address. Use an address like 'http://10.0.0.5:8000'."
+            )
+        # 0.0.0.0 is an address for listening, not for connecting.
         self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1).replace("//[::]", "//[::1]", 1)
         self.host = str(urlsplit(self.base_url).hostname)
-        # Errors and logs show the address without user and password.
+        # Remove user and password from the address in errors and logs.
         user, _, password = urlsplit(self.base_url).netloc.rpartition("@")[0].partition(":")
         self.base_url = re.sub(r"(?<=://)[^/]*@", "", self.base_url)
         self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
         self.communicator: Any = None  # `posttrain.extensions.server.weight_sync.NcclSender`
         self.facts: dict[str, Any] = {}
-        self.adapter = ""  # Of a vLLM: the LoRA adapter that is asked, by the version it is named after.
+        self.adapter = ""  # vLLM only: the name of the LoRA adapter to sample from, which contains its version.
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self.session = httpx2.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             auth=self._auth(unquote(user), unquote(password), api_key),
             limits=CONNECTIONS,
-            trust_env=not self.is_local,  # A proxy of the environment knows no way back to this machine.
+            trust_env=not self.is_local,  # A proxy in the environment cannot reach this machine.
         )
         self.check_server(connection_timeout)
         self.info()
 
     def _auth(self, user: str, password: str, api_key: str | None) -> httpx2.Auth | None:
-        """Return credentials: user and password of the address, or the token of a server of this machine's user."""
+        """Return credentials: user and password of the address, or the token of this user's server on this machine."""
         if user:
             return httpx2.BasicAuth(user, password)
         return LocalToken(urlsplit(self.base_url).port or 80) if self.is_local and not api_key else None
 
     @property
     def is_local(self) -> bool:
-        """Whether the server runs on this machine, so that memory can be shared with it."""
+        """Whether the server runs on this machine, so that shared memory can be used."""
         return self.host in LOOPBACK
 
     # HTTP
@@ -170,20 +175,21 @@ class VLLMClient:
         timeout: float = PAUSE_TIMEOUT,
         retries: int = 0,
     ) -> dict[str, Any]:
-        """One request and its answer, sent again up to ``retries`` times where nothing came, or a 502, 503, 504 or 429.
+        """Send a request and return the response. Retry up to ``retries`` times without response or after 429, 502, 503
+        or 504.
 
         Args:
             method: ``GET`` or ``POST``.
-            path: Below the server's address.
-            body: Sent as JSON; a ``POST`` without one sends an empty object.
-            timeout: Seconds to be answered.
-            retries: Further tries.
+            path: Path on the server.
+            body: JSON body. A ``POST`` without a body sends an empty object.
+            timeout: Maximum number of seconds until the response.
+            retries: Maximum number of retries.
 
         Raises:
-            ServerUnreachable: No connection, no answer in time, or one that breaks off.
-            BadRequest: 400, 413 or 422.
-            ServerBusy: 429, 502, 503 or 504 with no try left.
-            WeightSyncError: 409, or any failure of an update.
+            ServerUnreachable: There is no connection, no response in time, or an incomplete response.
+            BadRequest: The status is 400, 413 or 422.
+            ServerBusy: The status is 429, 502, 503 or 504 after all retries.
+            WeightSyncError: The status is 409, or a weight update failed.
         """
         again = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(retries + 1),
@@ -196,22 +202,22 @@ class VLLMClient:
 
     def _once(self, method: str, path: str, body: Any, timeout: float) -> dict[str, Any]:
         url, limit = self.base_url + path, httpx2.Timeout(timeout, connect=QUICK_SECONDS)
-        # After an error vLLM closes the connection: the next request of an update, which is sent once, takes a new one.
+        # vLLM closes the connection after an error. Requests of an update are sent once, so each uses a new connection.
         headers = {"Connection": "close"} if path in PHASES else None
         body = {} if body is None and method == "POST" else body
         try:
             response = self.session.request(method, url, timeout=limit, headers=headers, json=body)
-            # Health and others answer nothing but 200, or null; adapters a sentence.
+            # Some endpoints respond with status 200 and no body, or null. Adapter endpoints respond with text.
             said = response.status_code == 200 and response.content and path not in ADAPTER_PATHS
             answer = (response.json() if said else None) or {}
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
-            text = f"{url} gave no answer within {timeout:g} s. {network_advice(error, url)}"
+            text = f"{url} did not respond within {timeout:g} s. {network_advice(error, url)}"
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
         except (httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
-            # A ValueError: what came is half of a JSON text. A RuntimeError: the server was taken off the list meanwhile, and
-            # its connections were closed.
+            # A ValueError means incomplete JSON. A RuntimeError means that the server was removed from the list and its
+            # connections were closed.
             raise ServerUnreachable(
-                f"{url} could not be reached, or its answer broke off: {error}. {network_advice(error, url)}",
+                f"{url} could not be reached, or its response was incomplete: {error}. {network_advice(error, url)}",
                 url=self.base_url,
             ) from error
         if response.status_code != 200:
@@ -225,17 +231,18 @@ class VLLMClient:
         status, url, reason = response.status_code, self.base_url, response.text[:500]
         with contextlib.suppress(ValueError, KeyError, TypeError):
             reason = response.json()["error"]["message"]
-        text = f"{url}{path} answered {status}: {reason}"
+        text = f"{url}{path} returned {status}: {reason}"
         if path in PHASES or status == 409 or (status == 404 and self.adapter and self.adapter in reason):
             return WeightSyncError(text, phase=PHASES.get(path, "generate"), url=url)
         kinds = {400: BadRequest, 413: BadRequest, 422: BadRequest} | dict.fromkeys(UNMADE, ServerBusy)
         return kinds.get(status, RolloutServerError)(text, url=url)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait until the server says that it is healthy; any other answer counts as none.
+        """Wait until the server reports that it is healthy.
 
         Raises:
-            ServerUnreachable: Not within ``total_timeout`` seconds; holds the last answer.
+            ServerUnreachable: It is not healthy within ``total_timeout`` seconds. The message contains the last
+                response.
         """
         waiting = tenacity.Retrying(
             stop=tenacity.stop_before_delay(total_timeout),
@@ -247,20 +254,23 @@ class VLLMClient:
             waiting(self.health)
         except RolloutServerError as last:
             raise ServerUnreachable(
-                f"no healthy {self.role} server at {self.base_url} within {total_timeout:g} s. The last answer: {last} Fix: "
-                f"start one with 'posttrain serve --model MODEL' (vLLM: 'posttrain vllm-serve'), or correct {ROLES[self.role]}.",
+                f"no healthy {self.role} server at {self.base_url} within {total_timeout:g} s. Last response: {last} "
+                "Fix: start one with 'posttrain serve --model MODEL' (vLLM: 'posttrain vllm-serve'), or correct "
+                f"{ROLES[self.role]}.",
                 url=self.base_url,
             ) from last
 
     def health(self) -> None:
-        """Raise where the server is not healthy."""
-        # Once more: after an error a server closes the connection that would be used again.
+        """Raise if the server is not healthy."""
+        # Retry once, because a server closes its connection after an error.
         self.call("GET", "/health", timeout=QUICK_SECONDS, retries=1)
 
-    # What the server is
+    # Properties of the server
 
     def info(self) -> dict[str, Any]:
-        """Model, limits and ``weight_version``, as far as the server says; ``takes_no_weights`` says what it lacks."""
+        """Return the reported model, limits and ``weight_version``. ``takes_no_weights`` is a reason why pushes are
+        impossible.
+        """
         if not self.facts:
             reply = self.call("GET", "/v1/models", timeout=QUICK_SECONDS, retries=2)
             with reading(reply, self.base_url):
@@ -272,11 +282,13 @@ class VLLMClient:
                 self.facts["placeholder"] = self.reader.token_id
         known = self.facts | {"weight_version": self.weight_version()}
         if not known["weight_version"]:
-            known.setdefault("takes_no_weights", "it does not tell the version of its weights, as vLLM does from 0.27")
+            known.setdefault(
+                "takes_no_weights", "it does not report the version of its weights, as vLLM does from 0.27 on"
+            )
         return known
 
     def _facts(self) -> dict[str, Any]:
-        """By the worker extension; without it, by the server's own config, which developer mode shows."""
+        """Return properties from the worker extension, else from vLLM's config in developer mode."""
         try:
             body = {"method": "posttrain_facts", "kwargs": {}}
             reply = self.call("POST", "/collective_rpc", body, timeout=QUICK_SECONDS, retries=2)
@@ -294,15 +306,17 @@ class VLLMClient:
         known = {"engine": "vllm", "transfer": backend, "checkpoint_names": True}
         known |= {name: model.get(name) for name in ("dtype", "revision", "quantization")}
         if backend != "nccl":
-            known["takes_no_weights"] = f"it runs without our worker extension, and its weight transfer is {backend}"
+            known["takes_no_weights"] = (
+                f"it runs without posttrain's worker extension, and its weight transfer is {backend}"
+            )
         return known
 
     def _generates_from_pictures(self) -> bool:
-        """Whether a vLLM has `GENERATE` (0.32: with ``--enable-scale-out``)."""
+        """Return whether a vLLM server has the endpoint `GENERATE` (0.32: with ``--enable-scale-out``)."""
         try:
             self.call("POST", GENERATE, {}, timeout=QUICK_SECONDS)
         except BadRequest:
-            return True  # It misses the token ids.
+            return True  # The error is about missing token ids, so the endpoint exists.
         except ServerUnreachable:
             raise
         except RolloutServerError:
@@ -310,21 +324,21 @@ class VLLMClient:
         return False
 
     def pictures_fields(self, request: Request) -> dict[str, Any]:
-        """A request's pictures as fields that this server takes, for ``own`` of `complete`."""
+        """Return the request fields for images, for ``own`` of `complete`."""
         if self.reader is not None and self.facts["engine"] == "vllm":
             return content_parts(request, self.reader)
         return pictures_body(request)
 
     def weight_version(self) -> str:
-        """What the server calls its weights: the name that was pushed last; empty where it does not say."""
+        """Return the server's name of its weights, the one that was pushed last. "": it does not report it."""
         if self.adapter:
             cards = self.call("GET", "/v1/models", timeout=QUICK_SECONDS, retries=2).get("data") or []
-            # Where it was restarted it has lost it, and says what its base model is.
+            # After a restart the adapter is missing; then report the base model.
             self.adapter = self.adapter if self.adapter in [card.get("id") for card in cards] else ""
         return self.adapter or self._weight_info()[0]
 
     def base_version(self) -> str:
-        """What the server calls its own weights, below an adapter; empty where it does not say."""
+        """Return the server's name of its base weights, without an adapter. "": it does not report it."""
         return self._weight_info()[1]
 
     def _weight_info(self) -> tuple[str, str]:
@@ -349,25 +363,27 @@ class VLLMClient:
         own: Sequence[dict[str, Any]] | None = None,
         **body: Any,
     ) -> list[dict[str, Any]]:
-        """Completions by ``/v1/completions``: ``n`` choices of each prompt, in order; each prompt is a request of its own.
+        """Request ``n`` completions of each prompt with ``/v1/completions``, in order. Each prompt is a separate
+        request.
 
-        A request that is sent again is computed again: with a seed it says the same, and nothing else depends on it.
+        A retried request is computed again. With a seed the result is the same.
 
         Args:
-            prompts: Token ids of each, or texts (which `posttrain serve` does not take).
-            n: Completions a prompt.
-            seeds: One a prompt; None: the server draws them.
-            retries: Further tries where nothing came, or a 502, 503 or 504.
-            own: Further fields of each prompt.
-            body: Further fields.
+            prompts: Token ids, or texts (which `posttrain serve` does not support).
+            n: Number of completions per prompt.
+            seeds: One seed per prompt. None: the server selects seeds.
+            retries: Maximum number of retries without response or after 502, 503 or 504.
+            own: Additional fields per prompt.
+            body: Additional fields.
 
         Returns:
-            Choices as the server words them; each names by ``weight_version`` the weights that wrote it.
+            Choices of the response, with ``weight_version`` added.
 
         Raises:
-            WeightSyncError: The weights are not whole, or changed while a server sampled that does not say which wrote what.
+            WeightSyncError: The weights are incomplete, or changed during sampling on a server that does not report the
+                version of each choice.
         """
-        # vLLM refuses several of what can only be one.
+        # vLLM rejects n above 1 for greedy decoding.
         drawn = 1 if body.get("temperature") == 0 else n
         adapter = self.adapter
         body = {"model": adapter or self.facts.get("served"), "n": drawn, "logprobs": 0, "max_tokens": 16} | body
@@ -396,12 +412,12 @@ class VLLMClient:
             choices = [choice for choices_of_reply in answers for choice in choices_of_reply]
         if tells:
             return choices
-        if adapter:  # It answers by this name alone, and its base is held by nobody who would change it.
+        if adapter:  # The server samples from this adapter by name, and its base weights do not change.
             return [choice | {"weight_version": adapter} for choice in choices]
         after = self._whole_version()
         if after != before:
             raise WeightSyncError(
-                f"the weights of {self.base_url} changed from version {before} to {after} while it sampled.",
+                f"the weights of {self.base_url} changed from version {before} to {after} during sampling.",
                 phase="reply",
                 url=self.base_url,
             )
@@ -411,14 +427,14 @@ class VLLMClient:
         version = self.weight_version()
         if version == INCOMPLETE:
             raise WeightSyncError(
-                f"the weights of {self.base_url} are not whole: a push failed midway. Push all of them again.",
+                f"the weights of {self.base_url} are incomplete, because a push failed. Push all weights again.",
                 phase="generate",
                 url=self.base_url,
             )
         return version
 
     def time_for(self, tokens: int) -> float:
-        """Seconds a generation of this many tokens may take."""
+        """Return the maximum number of seconds of a generation with this number of tokens."""
         return self.request_timeout or max(GENERATE_TIMEOUT, 30 + SECONDS_PER_TOKEN * tokens)
 
     def generate(
@@ -431,28 +447,28 @@ class VLLMClient:
         generation_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> dict[str, Any]:
-        """Sample ``n`` completions a prompt; arguments and reply are those of TRL's client.
+        """Sample ``n`` completions per prompt, with the arguments and the result of TRL's client.
 
         Args:
             prompts: Texts or token ids.
-            n: Completions a prompt.
-            logprobs: 0: of the sampled token; k: of the k most likely too; None: none in the reply.
-            structured_outputs_regex: Pattern that completions match.
-            generation_kwargs: Further fields of a request: ``seed``, ``stop``, ``min_tokens``, and so on.
-            sampling: ``temperature``, ``max_tokens``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``; what is left out
-                is at its neutral value, and ``max_tokens`` at 16.
+            n: Number of completions per prompt.
+            logprobs: 0: log-prob of the sampled token. k: also of the k most likely tokens. None: no log-probs.
+            structured_outputs_regex: Regular expression that completions must match.
+            generation_kwargs: Additional fields of a request, such as ``seed``, ``stop`` and ``min_tokens``.
+            sampling: ``temperature``, ``max_tokens``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``. Defaults
+                are neutral, and ``max_tokens`` is 16.
 
         Returns:
             ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``logprob_token_ids`` by rank, ``finish_reasons``,
             ``weight_versions``.
 
         Raises:
-            BadRequest: Fields that servers do not know.
+            BadRequest: A field is unknown to servers.
         """
         body = NEUTRAL | sampling | dict(generation_kwargs or {})
-        # vLLM would leave them out in silence.
+        # vLLM would ignore them silently.
         if unknown := sorted(body.keys() - NEUTRAL.keys() - FURTHER):
-            raise BadRequest(f"{', '.join(unknown)}: servers have no such field.", url=self.base_url)
+            raise BadRequest(f"{', '.join(unknown)}: unknown fields.", url=self.base_url)
         if structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": structured_outputs_regex}
         choices = self.complete(prompts, n=n, logprobs=logprobs or 0, **body)
@@ -469,27 +485,30 @@ class VLLMClient:
         }
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, top: int = 0) -> list[Scores]:
-        """Log-probs of given sequences under the served weights, at temperature 1: for teachers, and for comparisons.
+        """Compute log-probs of given sequences under the served weights at temperature 1, for teachers and comparisons.
 
-        Sequences are sent as requests of their own, 16 at once; the server batches them.
+        Each sequence is a separate request. Up to 16 are sent concurrently, and the server batches them.
 
         Args:
-            sequences: Token ids, prompts included.
-            prompt_lengths: First tokens of each that are not scored.
-            top: k most likely tokens returned at every position, with their log-probs; 0: the given token's alone.
+            sequences: Token ids, including prompts.
+            prompt_lengths: Number of first tokens of each sequence that are not scored.
+            top: Number k of most likely tokens to return at every position. 0: only the given token.
 
         Returns:
-            One `Scores` a sequence, of ``len(sequence) - prompt_length`` positions.
+            One `Scores` per sequence, with ``len(sequence) - prompt_length`` positions.
 
         Raises:
-            ConfigError: Lists of unequal length.
+            ConfigError: The lists have different lengths.
 
         >>> scores = client.score([[1, 2, 3, 4]], [2], top=20)[0]  # doctest: +SKIP
         >>> scores.logps, scores.top_ids, scores.top_logps  # (2,), (2, 20), (2, 20)  # doctest: +SKIP
         """
         if len(sequences) != len(prompt_lengths):
-            raise ConfigError(f"{len(sequences)} sequences and {len(prompt_lengths)} prompt_lengths: give one of each.")
-        most = int(self.facts.get("max_model_len") or 10**9) - 1  # vLLM generates one token too, which must fit.
+            raise ConfigError(
+                f"{len(sequences)} sequences, but {len(prompt_lengths)} prompt_lengths. Pass one per sequence."
+            )
+        # vLLM also generates one token, which must fit into the context.
+        most = int(self.facts.get("max_model_len") or 10**9) - 1
 
         def ask(ids: Sequence[int], begin: int) -> Scores:
             body = {
@@ -508,44 +527,44 @@ class VLLMClient:
     # State
 
     def reset_prefix_cache(self) -> None:
-        """Forget keys and values of earlier requests.
+        """Clear the server's prefix cache.
 
         Raises:
-            WeightSyncError: The server did not.
+            WeightSyncError: The server did not clear it.
         """
         if self.call("POST", "/reset_prefix_cache").get("success") is False:
-            raise WeightSyncError(f"{self.base_url} refused to forget keys and values.", phase="end", url=self.base_url)
+            raise WeightSyncError(f"{self.base_url} did not clear its prefix cache.", phase="end", url=self.base_url)
 
     def pause(self) -> None:
-        """Hold generation once what runs has ended; requests that come meanwhile wait."""
+        """Pause generation after running requests have ended. New requests wait."""
         self.call("POST", "/pause?mode=wait", timeout=self.sync_timeout, retries=3)
 
     def resume(self) -> None:
-        """Go on after `pause`; fine without one."""
+        """Resume generation after `pause`. Without a pause it has no effect."""
         self.call("POST", "/resume", retries=3)
 
     # Weights
 
     def begin_update(self) -> None:
-        """Hold generation and begin an update; until `end_update` the weights are called incomplete.
+        """Pause generation and begin a weight update. Until `end_update` the weights count as incomplete.
 
         Raises:
-            WeightSyncError: The server takes no weights.
+            WeightSyncError: The server cannot receive weights.
         """
         why = self.facts.get("takes_no_weights")
         if self.facts.get("transfer") == "shared memory" and not self.is_local:
-            why = "it takes them through shared memory, and runs on another machine"
+            why = "it receives weights through shared memory, but runs on another machine"
         if why:
             raise WeightSyncError(
-                f"{self.base_url} takes no weights from here: {why}. Fix: 'posttrain vllm-serve --model "
-                f"{self.facts.get('model')}' on this machine; from another one with --weight-transfer-config "
-                '\'{"backend": "nccl"}\'.',
+                f"{self.base_url} cannot receive weights: {why}. Fix: start 'posttrain vllm-serve --model "
+                f"{self.facts.get('model')}' on this machine. For a server on another machine, also pass "
+                '--weight-transfer-config \'{"backend": "nccl"}\'.',
                 phase="begin",
                 url=self.base_url,
             )
-        # A server that hangs is noticed now, not at the end of a longer call.
+        # Detect a hanging server now, not at the end of a longer call.
         self.health()
-        self.adapter = ""  # What is pushed now is whole, or below the next one.
+        self.adapter = ""  # The pushed weights are complete, or are the base of the next adapter.
         if self.facts.get("transfer") == "nccl" and self.communicator is None:
             self.init_communicator()
         self.pause()
@@ -556,22 +575,22 @@ class VLLMClient:
         except WeightSyncError as error:
             if "already active" not in str(error):
                 raise
-            # The trainer that began it died.
+            # The trainer that began the previous update has ended.
             self.call("POST", "/finish_weight_update", {}, timeout=self.sync_timeout)
             start()
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Load a LoRA adapter from a folder of this machine, beside those it has, and ask it from now on.
+        """Load a LoRA adapter from a folder on this machine, and sample from it.
 
         Raises:
-            WeightSyncError: The server does not take it: its rank, its names, or it takes no adapters.
+            WeightSyncError: The server does not support its rank, its names, or adapters at all.
         """
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
             self.call("POST", "/v1/load_lora_adapter", body, timeout=self.sync_timeout)
         except WeightSyncError as error:
             raise WeightSyncError(
-                f"{error} Fix: serve the base model that is trained, with --enable-lora and --max-lora-rank (posttrain "
+                f"{error} Fix: serve the base model of the training with --enable-lora and --max-lora-rank (posttrain "
                 "vllm-serve), or set adapter_sync='merged'.",
                 phase="adapter",
                 url=self.base_url,
@@ -579,25 +598,26 @@ class VLLMClient:
         self.adapter = "" if self.facts.get("tells_versions") else name
 
     def unload_adapter(self, name: str) -> None:
-        """Let an adapter go that nothing asks any more; requests under way with it end as they began."""
+        """Unload an adapter that is no longer used. Running requests finish with it."""
         with contextlib.suppress(RolloutServerError):
             self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=QUICK_SECONDS)
 
     def send_part(self, **update_info: Any) -> None:
-        """One ``/update_weights``: a bucket in shared memory, what is broadcast next, or that all buckets came.
+        """Send one ``/update_weights``: a bucket in shared memory, the announcement of a broadcast, or the end of the
+        buckets.
 
-        It is never sent twice: a server that had taken the first would take another.
+        It is not retried, because the server may already have received it.
         """
         self.call("POST", "/update_weights", {"update_info": update_info}, timeout=self.sync_timeout)
 
     def end_update(self, version: str) -> None:
-        """All buckets came: the server checks that nothing is missing, forgets old keys and values, and goes on.
+        """End an update. The server checks that no weight is missing, clears its cache and resumes generation.
 
         Args:
-            version: Name of the weights from now on.
+            version: New name of the weights.
 
         Raises:
-            WeightSyncError: Weights are missing or unknown, or the server confirms another version.
+            WeightSyncError: A weight is missing or unknown, or the server reports another version.
         """
         try:
             if self.communicator is None:
@@ -606,7 +626,7 @@ class VLLMClient:
             self.reset_prefix_cache()
             if (
                 "placeholder" in self.facts and self.facts["engine"] == "vllm"
-            ):  # Features of pictures by the weights before.
+            ):  # Clear image features that were computed with the old weights.
                 self.call("POST", "/reset_encoder_cache")
         except WeightSyncError as error:
             error.phase = "end"
@@ -614,14 +634,14 @@ class VLLMClient:
         confirmed = self.weight_version()
         if confirmed != version:
             raise WeightSyncError(
-                f"{self.base_url} confirmed version {confirmed} after version {version} was sent.",
+                f"{self.base_url} reported version {confirmed} after version {version} was sent.",
                 phase="end",
                 url=self.base_url,
             )
         self.resume()
 
     def abort_update(self) -> None:
-        """Give an update up: its weights stay incomplete, and are sampled from only after a whole update."""
+        """Abort an update. The weights stay incomplete, and are not sampled from before a complete update."""
         for path, body in (
             ("/update_weight_version", {"new_version": INCOMPLETE}),
             ("/finish_weight_update", {}),
@@ -630,16 +650,16 @@ class VLLMClient:
             try:
                 self.call("POST", path, body, timeout=QUICK_SECONDS)
             except RolloutServerError as error:
-                logger.info("%s did not take the end of a failed update: %s", self.base_url, error)
+                logger.info("%s did not accept the end of a failed update: %s", self.base_url, error)
 
     def init_communicator(self, device: torch.device | str = 0) -> None:
-        """Join the server's weight-update group over NCCL, as TRL's client does; needs vLLM and a GPU of one's own."""
+        """Join the server's NCCL weight-update group, as TRL's client does. It needs vLLM and a separate GPU."""
         from posttrain.extensions.server.weight_sync import NcclSender
 
         self.communicator = NcclSender(self, device)
 
     def update_model_params(self, model: nn.Module, version: str | None = None) -> None:
-        """Replace all weights by those of a model; ``version`` names them, and every later reply says so."""
+        """Replace all weights by those of a model. ``version`` is their new name, which later responses contain."""
         from posttrain.extensions.server.weight_sync import Pusher
         from posttrain.rollouts.shared_weights import Weights
 
@@ -653,17 +673,17 @@ class VLLMClient:
             raise result
 
     def close_communicator(self) -> None:
-        """Leave the weight-update group; calling it twice does nothing."""
+        """Leave the weight-update group. A second call has no effect."""
         if self.communicator is not None:
             self.communicator.close()
             self.communicator = None
 
     def close(self) -> None:
-        """Leave the group, and close the connections."""
+        """Leave the weight-update group and close the connections."""
         self.close_communicator()
         self.session.close()
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the same request may be answered a little later; one that timed out would take as long again."""
+    """Return whether a retry may succeed. A request that timed out would take as long again."""
     return isinstance(error, ServerUnreachable | ServerBusy) and not error.timed_out

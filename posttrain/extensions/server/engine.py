@@ -1,4 +1,4 @@
-"""`ServerEngine`: rollouts from one or several servers over HTTP, each completion with its own prompt and known weights."""
+"""`ServerEngine`: rollouts from one or several servers over HTTP, with verified prompts and versions of the weights."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL_RETRIES = 3
-# Seconds between two looks for a server that is gone.
+# Seconds between two checks for an unavailable server.
 LOOK_SECONDS = 2.0
-# Fields of `Sampling` that servers have no rule for.
+# Fields of `Sampling` that servers do not support.
 UNKNOWN = ("no_repeat_ngram",)
 Found = TypeVar("Found")
 Answers = dict[VLLMClient, WeightSyncError | None]
-# Requests with their places in a call; of one number of completions and one sampling but for the seeds.
+# Requests with their index in the call. All have the same number of completions and the same sampling settings except
+# seeds.
 Chunk = list[tuple[int, Request]]
 
 
 def server_options(args: PostTrainingConfig) -> dict[str, Any]:
-    """What a config says of rollout servers, as `ServerEngine` takes it."""
+    """Return the options of rollout servers in a config, as arguments of `ServerEngine`."""
     return {
         "request_timeout": args.vllm_request_timeout,
         "sync_timeout": args.vllm_sync_timeout,
@@ -65,46 +66,46 @@ def server_options(args: PostTrainingConfig) -> dict[str, Any]:
 
 
 class NonMainRankEngine(RolloutEngine):
-    """Stand-in engine on ranks > 0: rank 0 owns the client and sends the requests of all ranks."""
+    """Placeholder engine on ranks > 0. Rank 0 sends the requests of all ranks."""
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
         self.name, self.capabilities = name, capabilities
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Rank 0 does this."""
-        raise AssertionError("rank 0 asks the servers for all ranks")
+        """Raise an error, because rank 0 generates."""
+        raise AssertionError("rank 0 sends the requests of all ranks")
 
     def load_weights(self, named_tensors: Any, version: int) -> None:
-        """Rank 0 does this."""
+        """Raise an error, because rank 0 pushes weights."""
         raise AssertionError("rank 0 pushes weights to the servers for all ranks")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because there are no resources."""
 
 
 class ServerEngine(RolloutEngine):
-    """Rollouts from servers that hold a copy of the policy's weights.
+    """Rollout engine for servers that have a copy of the policy's weights.
 
-    Requests are spread by outstanding tokens. What a server that dies was asked for goes to the others, with the same seeds;
-    servers may join and leave, and a newcomer is used once it has the current weights.
+    Requests are distributed by the number of outstanding tokens. Requests of a failed server are sent to other servers
+    with the same seeds. Servers may join and leave; a new server is used after it has the current weights.
 
-    A version of the weights is named ``RUN-NUMBER`` at the servers, with a run of its own for every engine. Every reply must
-    say the version it was sampled from; rollouts of another version, or of another trainer's, never reach this trainer.
+    Servers know a version of the weights as ``RUN-NUMBER``, where ``RUN`` is unique to an engine object. Every response
+    must contain the version that sampled it. Rollouts of another version or another trainer are rejected.
 
     Args:
         urls: See `ServerPool`.
-        connection_timeout: Seconds in which a first server must be healthy; None: they may come later.
-        request_timeout: Seconds of one request; see `VLLMClient`.
-        sync_timeout: Seconds of one call of a weight update.
-        bucket_mb: MiB of one bucket of weights.
-        group_port: Port on which GPUs meet to broadcast weights; see `VLLMClient`.
-        pushes: Whether weights are pushed from here: then this process alone, of all on its machine, may use the servers.
+        connection_timeout: Maximum number of seconds until the first server is healthy. None: servers may join later.
+        request_timeout: Maximum number of seconds of one request; see `VLLMClient`.
+        sync_timeout: Maximum number of seconds of one call of a weight update.
+        bucket_mb: Size of a bucket of weights in MiB.
+        group_port: Port of the weight-update group on GPUs; see `VLLMClient`.
+        pushes: Whether this process pushes weights. It then has exclusive use of the servers on this machine.
         api_key: Bearer token of the servers.
-        patience: Seconds to wait for a server to come back when none is left, before a call fails.
-        reader: Of pictures in prompts; None: prompts are text.
+        patience: Maximum number of seconds to wait for a server if none is left.
+        reader: Image processor for prompts. None: prompts are text.
 
     Raises:
-        ServerUnreachable: No server in time.
+        ServerUnreachable: No server is healthy in time.
         ServerBusy: Another trainer of this machine uses a server.
 
     >>> engine = ServerEngine("http://127.0.0.1:8000")  # doctest: +SKIP
@@ -133,17 +134,18 @@ class ServerEngine(RolloutEngine):
 
         self.patience, self.run = patience, secrets.token_hex(4)
         self.pushed = False
-        # Whether each server's own weights are trusted to be the trainer's base model; a comparison that fails ends it.
+        # Whether the weights that each server loaded are assumed to be the trainer's base model. A failed comparison
+        # unsets it.
         self.trusts_bases = True
         self._adapters: list[str] = []
         self.pusher = Pusher(bucket_mb * 2**20)
         self.fleet = ServerPool(urls, connect, timeout=connection_timeout, pushes=pushes)
-        # Also when the process ends.
+        # Clean up also when the process ends.
         self._ending = weakref.finalize(self, _end, self.fleet, self.pusher)
 
     @classmethod
     def for_training(cls, model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> RolloutEngine:
-        """Return the engine that the config names. Ranks other than 0 get a stand-in."""
+        """Create the engine of a config. Ranks other than 0 get a placeholder."""
         urls = args.vllm_server_base_url or f"http://{host_and_port(args.vllm_server_host, args.vllm_server_port)}"
         encoder = picture_encoder(model)
 
@@ -158,30 +160,30 @@ class ServerEngine(RolloutEngine):
         shared = parallel.all_gather_objects([] if engine is None else [engine.capabilities], accelerator)[0]
         return engine or NonMainRankEngine("server", shared)
 
-    # What it is
+    # Properties
 
     def findings(self, model: nn.Module, args: PostTrainingConfig) -> list[Finding]:
-        """Compare what servers say of themselves with what a run needs."""
+        """Compare the reported properties of the servers with the requirements of the run."""
         needs, servers = needs_of(model, args), self.fleet.live
         found = [finding for server in servers for finding in check_info(server.url, server.info, needs)]
         return found + [finding for server in servers for finding in probe_logprobs(server.client, needs)]
 
     def version_name(self, version: int) -> str:
-        """What servers call a version of this run."""
+        """Return the servers' name of a version of this run."""
         return f"{self.run}-{version}"
 
     def _least(self, name: str) -> int | None:
         return min((int(s.info[name]) for s in self.fleet.all if s.info.get(name)), default=None)
 
     def _placeholder(self) -> int | None:
-        """Id that a picture's features replace, where all servers take pictures."""
+        """Return the token id that image features replace, if all servers agree."""
         known = {server.info.get("placeholder") for server in self.fleet.live or self.fleet.all}
         return known.pop() if len(known) == 1 else None
 
     @property
     def capabilities(self) -> Capabilities:
-        """What all servers that are up can do together: the smallest context, one dtype or None."""
-        # Where none is up, all of them as they were: they are what will come back.
+        """Common capabilities of all available servers: the smallest context, one dtype or None."""
+        # If no server is available, use all known servers, which are expected to come back.
         infos = [server.info for server in self.fleet.live or self.fleet.all]
         dtypes = {as_dtype(info.get("dtype")) for info in infos}
         return Capabilities(
@@ -198,16 +200,16 @@ class ServerEngine(RolloutEngine):
         )
 
     def _adapter_rank(self) -> int | None:
-        """Of the server with the least; None where one takes no adapters, or cannot read this machine's files."""
+        """Return the smallest supported adapter rank. None: a server does not support adapters or shared memory."""
         servers = self.fleet.live or self.fleet.all
         ranks = [server.info.get("adapter_rank") if server.client.is_local else None for server in servers]
         return min((int(rank) for rank in ranks if rank), default=None) if all(ranks) else None
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Log-probs of given tokens behind their prompts, by every server that has weights: one list a sequence.
+        """Compute log-probs of given tokens after their prompts, by every server with weights: one list per sequence.
 
         Raises:
-            ServerUnreachable: None is left that could answer (also `ServerBusy`).
+            ServerUnreachable: No server is available (also `ServerBusy`).
         """
         logps: dict[str, list[list[float]]] = {}
         for server in self.fleet.live:
@@ -220,25 +222,25 @@ class ServerEngine(RolloutEngine):
         return logps
 
     def mark_stale(self) -> None:
-        """See `RolloutEngine.mark_stale`."""
+        """Mark the weights of all servers as outdated; see `RolloutEngine.mark_stale`."""
         self.trusts_bases = False
         for server in self.fleet.all:
             server.holds = ""
 
     def needs_weights(self) -> bool:
-        """Whether a server that could work lacks the version that was pushed last."""
+        """Return whether an available server lacks the last version."""
         self.fleet.refresh()
         return not self.pushed or any(s.holds != self.version_name(self.version) for s in self.fleet.live)
 
     # Generation
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """See `posttrain.rollouts.base.RolloutEngine.generate`.
+        """Sample completions; see `RolloutEngine.generate`.
 
         Raises:
-            BadRequest: A request that no server will serve.
-            WeightSyncError: The servers hold other weights than were pushed.
-            RolloutServerError: No server is left that could answer; its cause is the last one's error.
+            BadRequest: A request is invalid for all servers.
+            WeightSyncError: The servers have other weights than the pushed ones.
+            RolloutServerError: No server is available. The cause is the last server's error.
         """
         own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
         check_followed(requests, sampling, "a rollout server", UNKNOWN, own)
@@ -247,10 +249,10 @@ class ServerEngine(RolloutEngine):
         return self.patiently(lambda: self._generate(requests, sampling))
 
     def patiently(self, ask: Callable[[], Found]) -> Found:
-        """Ask, and where no server is there to be asked, look for one for `patience` seconds.
+        """Call a function. If no server is available, wait for one for `patience` seconds.
 
         Raises:
-            ServerUnreachable: None has come back in time (also `ServerBusy`).
+            ServerUnreachable: No server has come back in time (also `ServerBusy`).
         """
         deadline = time.monotonic() + self.patience
         while True:
@@ -260,7 +262,7 @@ class ServerEngine(RolloutEngine):
             except AWAY as error:
                 if error.held or time.monotonic() >= deadline:
                     raise
-                logger.warning("%s Waiting for a server to come back.", str(error).splitlines()[0])
+                logger.warning("%s Waiting for a server.", str(error).splitlines()[0])
                 time.sleep(LOOK_SECONDS)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
@@ -274,7 +276,7 @@ class ServerEngine(RolloutEngine):
         return [rollout for index in range(len(requests)) for rollout in by_request[index]]
 
     def _chunks(self, requests: Sequence[Request], sampling: Sampling) -> list[Chunk]:
-        """Requests of one kind, cut into as many pieces as there are servers."""
+        """Group requests by their settings, and split each group by the number of servers."""
         kinds: dict[tuple[int, Sampling, bool], Chunk] = {}
         for index, request in enumerate(requests):
             own = request.sampling or replace(sampling, seed=derived_seed(sampling.seed, index))
@@ -284,10 +286,10 @@ class ServerEngine(RolloutEngine):
         return [part for members in kinds.values() for k in range(pieces) if (part := members[k::pieces])]
 
     def _served(self, chunk: Chunk) -> list[Rollout]:
-        """A chunk's rollouts, from the first server that manages it."""
+        """Return a chunk's rollouts from the first server that succeeds."""
         failed: dict[Server, RolloutServerError] = {}
         wanted = self.version_name(self.version) if self.pushed else None
-        # Tokens that may have to be computed.
+        # Maximum number of tokens to compute.
         tokens = sum(len(r.prompt_ids) + r.n * r.sampling.max_new_tokens for _, r in chunk if r.sampling)
         while (server := self.fleet.acquire(tokens, wanted, failed)) is not None:
             try:
@@ -297,7 +299,7 @@ class ServerEngine(RolloutEngine):
             except RolloutServerError as error:
                 failed[server] = error
                 if isinstance(error, WeightSyncError):
-                    # It must be given its weights again before it is used.
+                    # Its weights must be pushed again before it is used.
                     server.holds = ""
                 else:
                     self.fleet.failed(server, error)
@@ -306,8 +308,8 @@ class ServerEngine(RolloutEngine):
         raise self._nobody(failed)
 
     def _nobody(self, failed: dict[Server, RolloutServerError]) -> RolloutServerError:
-        """Why no server is left."""
-        # Also those that another chunk of the same call has found dead.
+        """Return an error with the reasons why no server is available."""
+        # Include servers that failed for another chunk of the same call.
         down = {s: s.down for s in self.fleet.all if s.down is not None}
         errors = [*(down | failed).values()]
         stale = next((e for e in errors if isinstance(e, WeightSyncError)), None)
@@ -316,10 +318,13 @@ class ServerEngine(RolloutEngine):
         if len(errors) == 1:
             return errors[0]
         if not errors and self.fleet.live:
-            text = f"no rollout server holds version {self.version} of the weights. Push it (load_weights) before generating."
+            text = (
+                f"no rollout server has version {self.version} of the weights. Push it (load_weights) before "
+                "generating."
+            )
             return WeightSyncError(text, phase="generate", version=self.version)
         said = "; ".join(f"{e.url}: {str(e).splitlines()[0]}" for e in errors)
-        return ServerUnreachable(f"no rollout server is left of {len(self.fleet.servers)}. {said}")
+        return ServerUnreachable(f"none of {len(self.fleet.servers)} rollout servers is available. {said}")
 
     def _ask(self, server: Server, requests: Sequence[Request], alone: bool) -> list[Rollout]:
         n, sampling = requests[0].n, requests[0].sampling
@@ -340,16 +345,16 @@ class ServerEngine(RolloutEngine):
         ]
 
     def _version_of(self, server: Server, name: str) -> int:
-        """The trainer's version of the weights that a server calls so.
+        """Return the trainer's version number from a server's version name.
 
         Raises:
-            WeightSyncError: Others than were pushed.
+            WeightSyncError: The weights are not the pushed ones.
         """
         wanted = self.version_name(self.version)
         if self.pushed and name != wanted:
             raise WeightSyncError(
-                f"{server.url} sampled from weights of version {name}, and version {wanted} was pushed last. It was restarted, "
-                "or another trainer pushes to it.",
+                f"{server.url} sampled from weights of version {name}, but version {wanted} was pushed last. The "
+                "server was restarted, or another trainer pushes to it.",
                 phase="reply",
                 version=self.version,
                 url=server.url,
@@ -359,24 +364,24 @@ class ServerEngine(RolloutEngine):
     # Weights
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Push a version to every server that lacks it; those that fail are left out while others do not.
+        """Push a version to every server that lacks it. Servers that fail are excluded while others succeed.
 
-        Where no server is there, one is waited for, before the first tensor is read.
+        If no server is available, the call waits for one before it reads the first tensor.
 
         Args:
-            named_tensors: All weights: `posttrain.rollouts.shared_weights.Weights`, or pairs; read to the end in any
-                case. Or a LoRA adapter alone, `posttrain.rollouts.adapters.AdapterWeights`.
-            version: The trainer's.
+            named_tensors: All weights as `posttrain.rollouts.shared_weights.Weights` or pairs, which are always read to
+                the end, or a LoRA adapter as `posttrain.rollouts.adapters.AdapterWeights`.
+            version: Trainer's version number.
 
         Raises:
-            ServerUnreachable: None has come back in time.
-            WeightSyncError: No server took it; or a server knows other names, which no other server would cure.
+            ServerUnreachable: No server has come back in time.
+            WeightSyncError: All servers failed, or a server has other parameter names.
         """
         name = self.version_name(version)
         try:
             outdated = self.patiently(lambda: self._outdated(name))
         except RolloutServerError:
-            # Reading may be a collective that other ranks wait in.
+            # Reading may be a collective, so read all tensors.
             for _ in named_tensors:
                 pass
             raise
@@ -401,7 +406,7 @@ class ServerEngine(RolloutEngine):
         return self.pusher.push(pairs, [server.client for server in servers], name)
 
     def _send_adapter(self, adapter: AdapterWeights, servers: Sequence[Server], name: str) -> Answers:
-        """The base model to servers whose weights are not their checkpoint's, or did not agree; then the adapter to all."""
+        """Push the base model to servers whose weights may differ from it, then the adapter to all servers."""
         answers: Answers = dict.fromkeys(server.client for server in servers)
         base = f"{self.run}-base"
         known = (base, "default") if self.trusts_bases else (base,)
@@ -421,7 +426,7 @@ class ServerEngine(RolloutEngine):
         return answers
 
     def _forget_adapter(self, newest: str) -> None:
-        """The version before the last: requests with it have ended, or end as they began."""
+        """Unload the version before the last. Running requests with it finish."""
         self._adapters = [*(one for one in self._adapters if one != newest), newest]
         for name in self._adapters[:-VERSIONS_KEPT]:
             for server in self.fleet.live:
@@ -430,7 +435,7 @@ class ServerEngine(RolloutEngine):
         del self._adapters[:-VERSIONS_KEPT]
 
     def _outdated(self, name: str) -> list[Server]:
-        """The servers that are there and must be given a version; each says anew what it has."""
+        """Return available servers that need a version, after asking each for its current one."""
         self.fleet.refresh(force=True)
         for server in self.fleet.live:
             self.fleet.look_at(server)
@@ -439,21 +444,21 @@ class ServerEngine(RolloutEngine):
         return [server for server in self.fleet.live if server.holds != name]
 
     def close(self) -> None:
-        """Leave the servers to others, and remove files in shared memory."""
+        """Release the servers and remove files in shared memory."""
         self._ending()
 
 
 def _check_base(client: VLLMClient, shape: Mapping[str, Any]) -> None:
-    """Compare the model below an adapter with a server's: vLLM 0.32 takes an adapter of other shapes without a word.
+    """Compare the adapter's base model with a server's. vLLM 0.32 accepts an adapter with other shapes silently.
 
     Raises:
-        WeightSyncError: They differ.
+        WeightSyncError: The models differ.
     """
     theirs = {name: client.facts.get(name) for name in shape}
     if odd := [name for name, value in shape.items() if None not in (value, theirs[name]) and value != theirs[name]]:
         raise WeightSyncError(
-            f"{client.base_url} serves a model with {odd[0]}={theirs[odd[0]]}, and the adapter is of one with "
-            f"{odd[0]}={shape[odd[0]]}. Fix: serve the base model that is trained.",
+            f"{client.base_url} serves a model with {odd[0]}={theirs[odd[0]]}, but the adapter's base model has "
+            f"{odd[0]}={shape[odd[0]]}. Fix: serve the base model of the training.",
             phase="adapter",
             url=client.base_url,
         )
@@ -466,13 +471,13 @@ def _end(fleet: ServerPool, pusher: Pusher) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerVersions:
-    """Which servers hold a version of the weights.
+    """Servers that have a version of the weights.
 
     Attributes:
         run: See `ServerEngine`.
-        version: The trainer's.
-        urls: Of the servers.
-        adapter: Whether it is an adapter beside others, asked by its name.
+        version: Trainer's version number.
+        urls: Addresses of the servers.
+        adapter: Whether the version is an adapter that is selected by name.
     """
 
     run: str = ""
@@ -482,13 +487,13 @@ class ServerVersions:
 
 
 class ServerTransfer(WeightTransfer):
-    """The trainer's end: servers are given the next version, and go on; satisfies the protocol of weight transfers.
+    """Weight transfer to servers, which implements `WeightTransferProtocol`.
 
-    Each server is paused inside its update. A server that fails is left out, and taken in again once it is healthy and has the
-    weights.
+    Each server is paused only during its update. A server that fails is excluded, and used again once it is healthy and
+    has the weights.
 
     Args:
-        make: Makes the engine that pushes; called on the rank that sends.
+        make: Function that creates the engine that pushes. It is called on the rank that sends.
     """
 
     def __init__(self, make: Callable[[], ServerEngine]) -> None:
@@ -503,42 +508,42 @@ class ServerTransfer(WeightTransfer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What all servers can do together."""
+        """Common capabilities of all servers."""
         return Capabilities() if self.engine is None else self.engine.capabilities
 
     @property
     def holders(self) -> ServerVersions:
-        """Who has the version that was pushed last."""
+        """Servers that have the last version."""
         engine, name = self._pushing, self._pushing.version_name(self.version)
         holders = [server for server in engine.fleet.live if server.holds == name]
         adapter = any(server.client.adapter == name for server in holders)
         return ServerVersions(engine.run, self.version, tuple(server.url for server in holders), adapter)
 
     def init_weight_transfer(self) -> None:
-        """Meet the servers."""
+        """Connect to the servers."""
         self.engine = self.engine or self.make()
 
     def pause(self) -> None:
-        """Nothing: the update of each server pauses it."""
+        """Do nothing, because the update of each server pauses it."""
 
     def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Push the next version; returns when at least one server has confirmed it."""
+        """Push the next version. Return when at least one server has confirmed it."""
         self._pushing.load_weights(tensors, self.version + 1)
         self.version += 1
         self._announced = self.holders.urls
 
     def send_again(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Push the same version, with the same weights, to servers that lack it: newcomers, and those that were restarted."""
+        """Push the same version with the same weights to servers that lack it: new or restarted servers."""
         self._pushing.load_weights(tensors, self.version)
         self._announced = self.holders.urls
 
     def resume(self) -> None:
-        """Nothing: the update of each server ends its pause."""
+        """Do nothing, because the update of each server resumes it."""
 
     def missing_weights(self) -> bool:
-        """Whether a server that is there lacks the last version, or workers were not told that it has it.
+        """Return whether an available server lacks the last version, or workers do not know yet that it has it.
 
-        Each is asked, for it may have been restarted; one that is slow to answer (its machine is busy) is taken to be as it was.
+        Each server is asked, because it may have been restarted. A slow server is assumed to be unchanged.
         """
         fleet = self._pushing.fleet
         fleet.refresh(force=True)
@@ -548,25 +553,25 @@ class ServerTransfer(WeightTransfer):
         return any(server.url not in holders or server.url not in self._announced for server in fleet.live)
 
     def failure_reason(self) -> str:
-        """What is wrong with servers that get no requests; empty where all are well."""
+        """Return the problems of servers that get no requests, or ""."""
         fleet = self._pushing.fleet
         return "; ".join(f"{s.url}: {str(s.down).splitlines()[0]}" for s in fleet.all if s.down is not None)
 
     def destroy(self) -> None:
-        """Leave the servers to others."""
+        """Release the servers."""
         if self.engine is not None:
             self.engine.close()
             self.engine = None
 
 
 class FollowingEngine(ServerEngine):
-    """A worker's end: asks servers that another process gives their weights, and knows which version wrote a completion.
+    """Engine of a worker for servers whose weights another process pushes.
 
-    It pushes nothing; `set_servers` names the servers that may be asked. An answer from weights that this run did not push (the
-    server was restarted, or is another trainer's by now) is refused, and asked of another server.
+    `set_servers` sets the servers to use. A response from weights that this run did not push (the server was restarted,
+    or another trainer uses it) is rejected and requested from another server.
 
     Args:
-        options: Of `ServerEngine`.
+        options: Options of `ServerEngine`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -575,7 +580,7 @@ class FollowingEngine(ServerEngine):
         super().__init__(lambda: self._urls, connection_timeout=None, pushes=False, **options)
 
     def set_servers(self, holders: ServerVersions) -> None:
-        """Ask these servers from now on."""
+        """Use these servers from now on."""
         self.run, self.version, self.pushed, self._urls = holders.run, holders.version, True, holders.urls
         self.fleet.refresh(force=True)
         with self._news:
@@ -586,11 +591,13 @@ class FollowingEngine(ServerEngine):
             self._news.notify_all()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Weights are pushed elsewhere."""
-        raise WeightSyncError("workers push no weights to servers: the trainer does.", phase="begin", version=version)
+        """Raise an error, because the trainer pushes the weights."""
+        raise WeightSyncError(
+            "workers do not push weights to servers; the trainer does.", phase="begin", version=version
+        )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """See `ServerEngine.generate`; while no server holds the current weights, it is waited for one."""
+        """Sample completions; see `ServerEngine.generate`. Wait while no server has the current weights."""
         deadline = time.monotonic() + self.patience
         while True:
             try:
@@ -602,7 +609,9 @@ class FollowingEngine(ServerEngine):
                     self._news.wait(LOOK_SECONDS)
 
     def _version_of(self, server: Server, name: str) -> int:
-        """See `ServerEngine._version_of`; a version whose news is on its way will do too."""
+        """Return the version number; see `ServerEngine._version_of`. A version that is about to be announced is
+        accepted too.
+        """
         run, _, number = name.rpartition("-")
-        # The base model below an adapter has no number: it is no version that this run samples from.
+        # The base model of an adapter has no number, because this run never samples from it.
         return int(number) if run == self.run and number.isdigit() else super()._version_of(server, name)

@@ -1,6 +1,8 @@
-"""The guard of a rollout server: `Guard` and `LoopbackGuard` refuse requests before anything reads them.
+"""`Guard` and `LoopbackGuard`: ASGI middleware that rejects requests before their bodies are read.
 
-`guard_for` chooses one of them by the server's address, and `bounded` limits a body whose length is not announced.
+`guard_for` selects one of them by the server's address. `bounded` limits a body without an announced length.
+
+`Guard` describes the rules.
 """
 
 from __future__ import annotations
@@ -19,44 +21,45 @@ from posttrain.errors import ConfigError
 from posttrain.extensions.server.replies import API_KEY_VARIABLE, LOOPBACK, error_body
 from posttrain.extensions.server.tokens import token_pattern
 
-# Bytes of a body, and of one that may hold images.
+# Maximum size of a body in bytes, without and with images.
 MOST_BYTES, MOST_BYTES_WITH_IMAGES = 8 * 2**20, 64 * 2**20
-# Bytes and seconds for which the body of a refused request is read and dropped.
+# Maximum bytes and seconds for reading and dropping the body of a rejected request.
 DRAIN_BYTES, DRAIN_S = 2**20, 1.0
-# Prompts go below these paths; all other endpoints take a few names.
+# Paths of endpoints that receive prompts. The bodies of other endpoints are small.
 GENERATION_PATHS = ("/v1/", "/inference/")
 
 
 class Guard:
-    """ASGI middleware that refuses a request before its body is read.
+    """ASGI middleware that rejects a request before its body is read.
 
     - **401**: every path except ``/health`` needs ``Authorization: Bearer TOKEN``, compared in constant time. Websockets too.
     - **403**: the ``Origin`` of a web page is not the server itself.
     - **415**: a body that is not ``application/json``. A web page can send any other type without asking the server first.
     - **413**: a body that is too large.
 
-    vLLM's own token guards ``/v1`` only, and not the endpoints that replace weights. `posttrain vllm-serve` adds this guard.
+    vLLM's own token protects only ``/v1``, and not the endpoints that replace weights. `posttrain vllm-serve` adds this
+    guard.
 
     Args:
         app: The application.
-        api_key: The token. ``None`` (default) reads ``$POSTTRAIN_API_KEY``.
-        images: Whether prompts may hold images.
+        api_key: Bearer token. ``None`` (default): the value of ``$POSTTRAIN_API_KEY``.
+        images: Whether prompts may contain images.
 
     Raises:
         ConfigError: There is no token.
     """
 
-    # Host names that a request may be addressed to; None: any.
+    # Allowed host names of requests. None: any.
     hosts: tuple[str, ...] | None = None
 
     def __init__(self, app: Any, api_key: str | None = None, images: bool = True) -> None:
         key = api_key or os.environ.get(API_KEY_VARIABLE)
         if not key:
-            raise ConfigError(f"the guard of a rollout server has no token. Fix: set {API_KEY_VARIABLE}.")
+            raise ConfigError(f"the rollout server has no token. Fix: set {API_KEY_VARIABLE}.")
         self.app, self.images, self.expected = app, images, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Refuse one request, or hand it to the application."""
+        """Reject a request or pass it to the application."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
@@ -70,12 +73,12 @@ class Guard:
             await _answer(receive, send, *refusal)
 
     def _refusal(self, scope: Any, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-        """Status and message for a caller that may not use the server."""
+        """Return status and message for a request from a caller that must not use the server, or None."""
         host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin", b"").decode("latin-1")
         if self.hosts is not None and host and _name(f"//{host}") not in self.hosts:
-            return 403, f"the server listens on this machine only, and the request names the host {host[:100]!r}."
+            return 403, f"the server listens only on this machine, but the request is for the host {host[:100]!r}."
         if origin and origin.partition("://")[2] != host:
-            return 403, f"a web page of {origin[:100]!r} may not use this server."
+            return 403, f"web pages of {origin[:100]!r} must not use this server."
         if scope["path"].rstrip("/") == "/health":
             return None
         if not hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
@@ -87,7 +90,7 @@ class Guard:
         return None
 
     def _refusal_of_body(self, scope: Any, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-        """Status and message for a body that is not read."""
+        """Return status and message for a body that is not accepted, or None."""
         if scope.get("method", "GET") in ("GET", "HEAD", "OPTIONS"):
             return None
         kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
@@ -109,7 +112,7 @@ class Guard:
 class LoopbackGuard(Guard):
     """`Guard` of a server that listens on loopback.
 
-    The ``Host`` of a request must be loopback too (403). A web page whose name was made to resolve to this machine has another.
+    The ``Host`` of a request must be loopback too (403), which protects against DNS rebinding by web pages.
     """
 
     hosts = LOOPBACK
@@ -150,9 +153,10 @@ async def _skip(receive: Any) -> None:
 
 
 async def _answer(receive: Any, send: Any, status: int, message: str) -> None:
-    """Answer with an error, and close the connection: a stranger keeps none open.
+    """Send an error and close the connection, so that unauthorized callers cannot keep it open.
 
-    A short body is read first. A connection that is closed with a body unread is reset, and the client may lose the answer.
+    A short body is read first. Closing a connection with an unread body would reset it, and the client could lose the
+    response.
     """
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(_skip(receive), DRAIN_S)

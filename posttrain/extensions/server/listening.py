@@ -1,4 +1,4 @@
-"""How a server of this package listens: `server_config` for uvicorn, and `PromptH11`, its protocol with a limit for headers."""
+"""HTTP server settings: `server_config` for uvicorn, and `PromptH11`, which limits the time for request headers."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# Seconds that the headers of a request may take. Clients send them in one piece.
+# Maximum number of seconds for request headers. Clients send them at once.
 HEADER_S = 20.0
-# Seconds. Clients keep connections between steps of training; closed ones would cost them a retry.
+# Keep-alive timeout in seconds. Clients keep connections between training steps; a closed connection would cost a
+# retry.
 KEEP_ALIVE_S = 120
 
 
 class PromptH11(H11Protocol):
-    """uvicorn's HTTP/1.1, which closes a connection whose headers do not come.
+    """uvicorn's HTTP/1.1 protocol with a time limit for request headers.
 
-    uvicorn limits the size of headers and the idle time after an answer, but not the time until the first request is complete. A
-    connection that sends nothing would stay open forever, before anything asks for a token.
+    uvicorn limits the size of headers and the idle time after a response, but not the time until the first request is
+    complete. A connection that sends nothing would stay open forever, before anything asks for a token.
     """
 
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Start to wait for the first request."""
+        """Start the time limit of the first request."""
         super().connection_made(transport)
         self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Wait for the rest of the headers, if they are not complete."""
+        """Start or stop the time limit, depending on whether the headers are complete."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
@@ -38,7 +39,7 @@ class PromptH11(H11Protocol):
             self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop to wait."""
+        """Stop the time limit."""
         self._stop_waiting()
         super().connection_lost(exc)
 

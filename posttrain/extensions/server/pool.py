@@ -1,4 +1,4 @@
-"""The rollout servers a run uses: who is there, who holds which weights, who has the least to do; they may come and go."""
+"""`ServerPool`: the rollout servers of a run, with their weights, load and availability. Servers may join and leave."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from posttrain.redaction import hide_secrets
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at who has come or gone.
+# Seconds between two checks for new and removed servers.
 REFRESH_SECONDS = 5.0
-# Errors of a server that may come back by itself.
+# Errors of a server that may become available again.
 AWAY = (ServerUnreachable, ServerBusy)
 
 Urls = str | Path | Sequence[str] | Callable[[], Sequence[str]]
@@ -32,18 +32,18 @@ Urls = str | Path | Sequence[str] | Callable[[], Sequence[str]]
 
 @dataclass(eq=False)
 class Server:
-    """One server as the trainer sees it.
+    """State of one server.
 
     Attributes:
-        client: Its connections.
-        info: What it said of itself when it was asked last.
-        holds: The version of its weights by the name they were pushed under; empty: they must be pushed anew.
-        outstanding: Tokens it has been asked for and has not answered.
-        asked: How often it was chosen, so that servers with nothing to do take turns.
-        down: Why it gets no requests; None: it does.
-        lock: Keeps other trainers of this machine from a server on this machine; None: nothing is pushed to it.
-        listed: Whether it is on the list; one that is not is closed with its last answer, for a read from a connection that
-            is closed meanwhile waits until its time is up.
+        client: Client with its connections.
+        info: Properties that it last reported.
+        holds: Version name of its weights. "": weights must be pushed again.
+        outstanding: Number of requested tokens without a response.
+        asked: Number of times it was selected, so that idle servers take turns.
+        down: Error because of which it gets no requests. None: it is available.
+        lock: Lock against other trainers on this machine. None: no weights are pushed to it.
+        listed: Whether it is on the list. A removed server is closed after its last response, because reading from a
+            closed connection would wait until the timeout.
     """
 
     client: VLLMClient
@@ -57,29 +57,29 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Address of the server."""
         return self.client.base_url
 
     def close(self) -> None:
-        """Leave it to others."""
+        """Release the server."""
         if self.lock is not None:
             self.lock.release()
         self.client.close()
 
 
 class ServerPool:
-    """Keeps the list of servers and what they hold.
+    """List of servers and the versions of their weights.
 
     Args:
-        urls: An address, several (in a list, or in one text with commas), a file with one a line, or a function that returns
-            them. Files and functions are asked again, so that servers may join and leave.
-        connect: Makes a client of an address.
-        timeout: Seconds in which the first servers must be there; None: they may come later, or there be none yet.
-        pushes: Whether this process pushes weights: then it alone, of all on this machine, may use a server.
+        urls: An address, several (a list, or text separated by commas), a file with one address per line, or a function
+            that returns addresses. Files and functions are read again, so that servers may join and leave.
+        connect: Function that creates a client for an address.
+        timeout: Maximum number of seconds until the first servers are available. None: do not wait.
+        pushes: Whether this process pushes weights. It then has exclusive use of servers on this machine.
 
     Raises:
-        ServerUnreachable: None of them is healthy in time.
-        ServerBusy: Another trainer of this machine uses one of them.
+        ServerUnreachable: No server is healthy in time.
+        ServerBusy: Another trainer on this machine uses a server.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class ServerPool:
         if timeout is not None:
             self._wait_until_ready(timeout)
 
-    # Who is there
+    # Availability
 
     def urls(self) -> list[str]:
-        """Addresses as of now."""
+        """Return the current addresses."""
         addresses: Any = self.source
         if isinstance(addresses, Path) or (
             isinstance(addresses, str) and "://" not in addresses and Path(addresses).is_file()
@@ -111,24 +111,26 @@ class ServerPool:
         return list(dict.fromkeys(url.strip().rstrip("/") for url in listed if url.strip()))
 
     def _wait_until_ready(self, timeout: float) -> None:
-        """Wait for all servers; go on without the late ones where some are there."""
+        """Wait for all servers. If only some are available in time, continue with them."""
         deadline = time.monotonic() + timeout
         while (late := self._admit_new(self.urls(), ServerUnreachable)) and time.monotonic() < deadline:
             time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
         if not self.urls():
-            raise ConfigError("no rollout server is named. Set vllm_server_base_url, or vllm_server_host and _port.")
+            raise ConfigError(
+                "no rollout server is configured. Set vllm_server_base_url, or vllm_server_host and vllm_server_port."
+            )
         for url, error in late.items():
             if not self.servers:
                 raise ServerUnreachable(
-                    f"no healthy rollout server at {', '.join(late)} within {timeout:g} s. The last answer: "
+                    f"no healthy rollout server at {', '.join(late)} within {timeout:g} s. Last response: "
                     f"{error.__cause__ or error} Fix: start one with 'posttrain serve --model MODEL', or correct "
                     "vllm_server_base_url.",
                     url=hide_secrets(url),
                 ) from error
-            logger.warning("%s is not there and is left out until it is: %s", hide_secrets(url), error)
+            logger.warning("%s is not available and is not used until it is: %s", hide_secrets(url), error)
 
     def _admit_new(self, urls: Sequence[str], left_out: type[RolloutServerError]) -> dict[str, RolloutServerError]:
-        """Connect to the servers that are not known yet; the errors of those that are left out for it."""
+        """Connect to new servers, and return the errors of those that are not available."""
         late: dict[str, RolloutServerError] = {}
         for url in urls:
             if url not in self.servers:
@@ -150,40 +152,40 @@ class ServerPool:
         return late
 
     def _acquire_lease(self, server: Server) -> None:
-        """Where weights are pushed: keep other trainers of this machine away, and end a pause that the last one left.
+        """Lock a server against other trainers on this machine, and end a pause of an earlier trainer.
 
         Raises:
-            ServerBusy: Another process of this machine pushes to it.
+            ServerBusy: Another process on this machine pushes to it.
         """
         if not self.pushes:
             return
         if server.lock is None and server.client.is_local:
-            # The port alone: localhost and 127.0.0.1 are one server.
+            # Use only the port, because localhost and 127.0.0.1 are the same server.
             path = Path(tempfile.gettempdir(), f"posttrain-server-{urlsplit(server.url).port or 80}.lock")
             lock = FileLock(path, thread_local=False)
             try:
                 lock.acquire(timeout=0)
             except PermissionError as error:
                 text = (
-                    f"{path}, which says who uses {server.url}, belongs to another user of this machine. Fix: serve on another "
-                    "port, or let them remove it."
+                    f"{path}, the lock file of {server.url}, belongs to another user of this machine. Fix: serve on "
+                    "another port, or ask them to remove the file."
                 )
                 raise ServerBusy(text, held=True, url=server.url) from error
             except Timeout:
                 text = (
-                    f"{server.url} is used by another trainer on this machine. Fix: give each trainer its own; an earlier one of "
-                    "this program lets go of it with trainer.engine.close()."
+                    f"{server.url} is used by another trainer on this machine. Fix: use separate servers. A trainer "
+                    "of the same program releases its server with trainer.engine.close()."
                 )
                 raise ServerBusy(text, held=True, url=server.url) from None
             server.lock = lock
-        # A vLLM without developer mode cannot be paused, and knows no such path.
+        # vLLM without developer mode has no such endpoint.
         with contextlib.suppress(RolloutServerError):
             server.client.resume()
 
     def refresh(self, force: bool = False) -> None:
-        """Take in who has come, let go who was taken off the list, and look again at who was down.
+        """Add new servers, release removed servers, and check unavailable servers again.
 
-        While one thread does it the others go on with what is known, unless they insist.
+        While one thread does this, others continue with the current list unless ``force`` is set.
         """
         if not force and time.monotonic() - self._looked < REFRESH_SECONDS:
             return
@@ -192,14 +194,14 @@ class ServerPool:
         try:
             self._looked, wanted = time.monotonic(), self.urls()
             for url in [u for u in self.servers if u not in wanted]:
-                logger.warning("rollout server %s was taken off the list.", hide_secrets(url))
+                logger.warning("rollout server %s was removed from the list.", hide_secrets(url))
                 self._let_go(url)
-            # Whatever is the matter with a newcomer (a key, another trainer): the run has the servers that it began with.
+            # An error of a new server (a wrong key, another trainer) must not stop the run.
             for url, error in self._admit_new(wanted, RolloutServerError).items():
                 if isinstance(error, ServerUnreachable):
-                    logger.debug("%s is still not there: %s", hide_secrets(url), error)
+                    logger.debug("%s is still not available: %s", hide_secrets(url), error)
                 else:
-                    warn_once(logger, "%s is left out until it can be used: %s", hide_secrets(url), str(error))
+                    warn_once(logger, "%s is not used until it is available: %s", hide_secrets(url), str(error))
             for server in self.all:
                 if server.down is not None:
                     self.look_at(server)
@@ -207,14 +209,14 @@ class ServerPool:
             self._refreshing.release()
 
     def look_at(self, server: Server) -> None:
-        """Ask a server which weights it has, for it may have been restarted; one that was down gets requests again.
+        """Ask a server for the version of its weights, because it may have been restarted.
 
-        One that is slow to answer (its machine is busy) is taken to be as it was.
+        A server that was unavailable gets requests again. A slow server is assumed to be unchanged.
         """
         try:
             if server.down is not None:
                 server.client.health()
-                # It may have been started anew, with other options.
+                # It may have been restarted with other options.
                 server.client.facts = {}
                 self._acquire_lease(server)
             server.info = server.client.info()
@@ -225,22 +227,24 @@ class ServerPool:
         server.holds = server.info["weight_version"]
         if server.down is not None:
             server.down = None
-            logger.warning("rollout server %s is back.", server.url)
+            logger.warning("rollout server %s is available again.", server.url)
 
-    # Who does what
+    # Selection
 
     @property
     def all(self) -> list[Server]:
-        """Up or down; a list, for another thread's call may take one off or find a new one meanwhile."""
+        """All servers as a list, because another thread may change the dict during iteration."""
         return list(self.servers.values())
 
     @property
     def live(self) -> list[Server]:
-        """Those that are up."""
+        """Available servers."""
         return [server for server in self.all if server.down is None]
 
     def acquire(self, tokens: int, version: str | None, without: Collection[Server]) -> Server | None:
-        """The server with the least to do among those that hold ``version`` (None: any), with ``tokens`` added to its work."""
+        """Select the server with the fewest outstanding tokens that has ``version`` (None: any), and add ``tokens`` to
+        it.
+        """
         with self._lock:
             ready = [s for s in self.live if s not in without and version in (None, s.holds)]
             if not ready:
@@ -251,7 +255,7 @@ class ServerPool:
             return chosen
 
     def release(self, server: Server, tokens: int) -> None:
-        """Its work is over, one way or the other."""
+        """Subtract the tokens of a finished request."""
         with self._lock:
             server.outstanding -= tokens
             last = not server.listed and not server.outstanding
@@ -259,7 +263,7 @@ class ServerPool:
             server.close()
 
     def _let_go(self, url: str) -> None:
-        """Take a server off, and close it once it has answered what it was asked."""
+        """Remove a server from the list, and close it after its last response."""
         with self._lock:
             server = self.servers.pop(url)
             server.listed, idle = False, not server.outstanding
@@ -267,13 +271,13 @@ class ServerPool:
             server.close()
 
     def failed(self, server: Server, error: RolloutServerError) -> None:
-        """It gets no requests until it is healthy again."""
+        """Exclude a server until it is healthy again."""
         if server.down is None:
-            logger.warning("rollout server %s is left out: %s", server.url, error)
+            logger.warning("rollout server %s is not used until it is healthy: %s", server.url, error)
         server.down = error
 
     def close(self) -> None:
-        """Leave all servers to others."""
+        """Release all servers."""
         for server in self.all:
             server.close()
         self.servers = {}

@@ -1,4 +1,4 @@
-"""What a rollout server is asked and what it answers, in the words of vLLM's server."""
+"""Requests to rollout servers and their responses, in the format of vLLM's server."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from posttrain.types import NEVER, Request, Rollout, Sampling
 if TYPE_CHECKING:
     from posttrain.pictures.processors import PictureProcessor
 
-# The token in the environment, where no list of processes shows it.
+# Environment variable of the token. Unlike an argument, it is not visible in process lists.
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
-# Addresses of this machine, whose memory can be shared.
+# Loopback addresses. Servers on them can share memory with this process.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Version of the weights during an update, and after one that failed.
+# Version name of the weights during an update and after a failed update.
 INCOMPLETE = "incomplete"
-# What vLLM writes in place of minus infinity.
+# vLLM's value for a log-prob of minus infinity.
 NO_LOGP = -9999.0
-# vLLM's endpoint for token ids with pictures beside them; ``/v1/completions`` takes none.
+# vLLM's endpoint for token ids with images, which ``/v1/completions`` does not support.
 GENERATE = "/inference/v1/generate"
-# Of a request, what is no sampling parameter there.
+# Request fields that are not sampling parameters.
 BESIDE_SAMPLING = ("model", "token_ids", "content_parts", "return_token_ids")
 
 
 def check_token(host: str, api_key: str | None) -> None:
-    """Refuse to listen on an address that others reach without a token: whoever reaches the server replaces its weights.
+    """Reject a non-loopback address without a token, because any client could replace the weights.
 
     Raises:
-        ConfigError: No token, and an address other than loopback.
+        ConfigError: There is no token, and the address is not loopback.
     """
     if host not in LOOPBACK and not api_key:
         raise ConfigError(
-            f"--host {host} without a token: whoever reaches the server could replace its weights. Fix: set the variable "
-            f"{API_KEY_VARIABLE} for the server and for the trainer, or listen on 127.0.0.1."
+            f"--host {host} without a token: any client that reaches the server could replace its weights. Fix: set "
+            f"the environment variable {API_KEY_VARIABLE} for the server and the trainer, or listen on 127.0.0.1."
         )
 
 
@@ -49,7 +49,9 @@ def error_body(status: int, message: str) -> dict[str, Any]:
 
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
-    """A `Sampling` as fields of ``/v1/completions``; all are sent, so that defaults of the model's folder do not count."""
+    """Convert a `Sampling` to fields of ``/v1/completions``. All are sent, so that the model's generation config has no
+    effect.
+    """
     body: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -58,9 +60,9 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
         "min_p": sampling.min_p or 0.0,
         "repetition_penalty": sampling.repetition_penalty,
         "logprobs": sampling.top_logps or 0,
-        "ignore_eos": True,  # The trainer's stop tokens alone count, not those of the server's tokenizer.
+        "ignore_eos": True,  # Use only the trainer's stop tokens, not those of the server's tokenizer.
         "stop_token_ids": list(sampling.stop_token_ids),
-        # vLLM refuses more than the limit, which is low in a late turn of an episode.
+        # vLLM rejects a value above max_tokens, which is small in a late turn of an episode.
         "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
         "stop": list(sampling.stop_strings),
     }
@@ -75,7 +77,7 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
 
 
 def pictures_body(request: Request) -> dict[str, Any]:
-    """A request's pictures as fields that the thin host takes: encoded bytes once a digest, and where each is placed."""
+    """Return the image fields of `posttrain serve`: encoded bytes by digest, and the position of each image."""
     if not request.pictures:
         return {}
     sent = {image.picture.digest: base64.b64encode(image.picture.file_bytes()).decode() for image in request.pictures}
@@ -93,7 +95,9 @@ def pictures_body(request: Request) -> dict[str, Any]:
 
 
 def content_parts(request: Request, reader: PictureProcessor) -> dict[str, Any]:
-    """A request's pictures as fields of `GENERATE`: PNGs of what the model sees, and ids with one placeholder each to expand."""
+    """Return the image fields of `GENERATE`: PNG images, and token ids with one placeholder per image, which vLLM
+    expands.
+    """
     if not request.pictures:
         return {}
     return {
@@ -103,15 +107,15 @@ def content_parts(request: Request, reader: PictureProcessor) -> dict[str, Any]:
 
 
 def generate_body(sent: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``/v1/completions``, with those of `content_parts` among them, as fields of `GENERATE`."""
+    """Convert fields of ``/v1/completions`` and `content_parts` to fields of `GENERATE`."""
     sampling = {k: v for k, v in sent.items() if k not in (*BESIDE_SAMPLING, "return_tokens_as_token_ids")}
-    # It tells the sampled token first and as many as were asked for in all: one more, lest the last be left out.
+    # The endpoint returns the requested number of log-probs including the sampled token, so request one more.
     sampling["logprobs"] += bool(sampling["logprobs"])
     return {k: sent[k] for k in BESIDE_SAMPLING} | {"sampling_params": sampling}
 
 
 def completions_reply(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """A reply of `GENERATE` in the form of one of ``/v1/completions``."""
+    """Convert a response of `GENERATE` to the format of ``/v1/completions``."""
     choices = []
     for choice in reply["choices"]:
         content = choice["logprobs"]["content"]
@@ -122,37 +126,37 @@ def completions_reply(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_expansion(choices: Sequence[Mapping[str, Any]], prompt: Sequence[int], url: str) -> None:
-    """Compare a prompt with pictures as the server read it with the trainer's.
+    """Compare the server's token ids of a prompt with images with the trainer's.
 
     Raises:
-        BadRequest: PT-G016: other token ids.
+        BadRequest: The token ids differ (PT-G016).
     """
     theirs, ours = next((list(choice["prompt_token_ids"]) for choice in choices), list(prompt)), list(prompt)
     if theirs == ours:
         return
     at = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
     raise BadRequest(
-        f"PT-G016: {url} read a prompt with pictures as {len(theirs)} tokens, and the trainer as {len(ours)}; from token {at} on "
-        f"they are {theirs[at : at + 4]} there and {ours[at : at + 4]} here: their processors differ. Fix: save the processor "
-        "that is trained with beside the model that is served.",
+        f"PT-G016: {url} converts a prompt with images to {len(theirs)} tokens, but the trainer to {len(ours)}. From "
+        f"token {at} on they are {theirs[at : at + 4]} there and {ours[at : at + 4]} here, so the processors differ. "
+        "Fix: save the processor of the training in the folder of the served model.",
         url=url,
     )
 
 
 @contextlib.contextmanager
 def reading(reply: Any, url: str) -> Iterator[None]:
-    """Whoever reads a reply that is of another form than vLLM's gets a typed error, after which others are asked.
+    """Convert errors of parsing a response to a `RolloutServerError`, after which other servers are tried.
 
     Args:
-        reply: As it came.
-        url: Of the server.
+        reply: The response.
+        url: Address of the server.
     """
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise RolloutServerError(
-            f"{url} answered {reply!r:.200}, which is not of the form of vLLM's endpoints ({type(error).__name__}: {error}). "
-            "Fix: let it be vLLM's server or 'posttrain serve'.",
+            f"{url} returned {reply!r:.200}, which is not in the format of vLLM's endpoints ({type(error).__name__}: "
+            f"{error}). Fix: use vLLM's server or 'posttrain serve'.",
             url=url,
         ) from error
 
@@ -160,43 +164,44 @@ def reading(reply: Any, url: str) -> Iterator[None]:
 def checked_choices(
     reply: dict[str, Any], prompt: Any, n: int, most: int, vocabulary: int | None, url: str
 ) -> list[dict[str, Any]]:
-    """The choices of a reply of ``/v1/completions`` to one prompt, in order.
+    """Validate a response of ``/v1/completions`` to one prompt, and return its choices in order.
 
     Args:
-        reply: As it came.
-        prompt: Token ids, or a text (whose token ids are not compared).
-        n: Completions that were asked for.
-        most: Tokens that a completion may have.
-        vocabulary: Token ids are below it; None: unknown.
-        url: Of the server, for messages.
+        reply: The response.
+        prompt: Token ids, or text (whose token ids are not compared).
+        n: Number of requested completions.
+        most: Maximum number of tokens of a completion.
+        vocabulary: Vocabulary size. None: unknown.
+        url: Address of the server, for messages.
 
     Raises:
-        RolloutServerError: Another prompt, too few completions, tokens without log-probs, ids beyond the vocabulary.
+        RolloutServerError: The prompt differs, completions or log-probs are missing, or a token id is outside the
+            vocabulary.
     """
     choices = sorted(reply.get("choices") or [], key=lambda choice: choice.get("index", 0))
-    wrong = "" if len(choices) == n else f"sent {len(choices)} completions and {n} were asked for"
+    wrong = "" if len(choices) == n else f"returned {len(choices)} completions instead of {n}"
     for choice in choices:
         ids, logps = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if ids is None or logps is None or len(ids) != len(logps):
-            wrong = f"sent {len(logps or ())} log-probs for a completion of {len(ids or ())} tokens"
+            wrong = f"returned {len(logps or ())} log-probs for a completion of {len(ids or ())} tokens"
         elif not isinstance(prompt, str) and choice.get("prompt_token_ids") != list(prompt):
-            wrong = "answered another prompt than it was asked"
+            wrong = "returned completions of another prompt"
         elif len(ids) > most or not (ids or choice.get("finish_reason") == "abort"):
-            wrong = f"sent a completion of {len(ids)} tokens, and 1 to {most} were asked for"
+            wrong = f"returned a completion of {len(ids)} tokens instead of 1 to {most}"
         elif ids and vocabulary and not 0 <= min(ids) <= max(ids) < vocabulary:
-            wrong = f"sent token id {max(ids)}, and its vocabulary has {vocabulary}"
+            wrong = f"returned token id {max(ids)}, but the vocabulary has {vocabulary} ids"
     if wrong:
-        raise RolloutServerError(f"{url} {wrong}: its answer cannot be used.", url=url)
+        raise RolloutServerError(f"{url} {wrong}, so its response cannot be used.", url=url)
     return choices
 
 
 def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
-    """For every token of a choice the pairs (token id, log-prob) by rank, the sampled token among them."""
+    """Return for every token of a choice pairs (token id, log-prob) by rank, including the sampled token."""
     logprobs = choice["logprobs"]
     tops = logprobs.get("top_logprobs") or [None] * len(choice["token_ids"])
     lines = []
     for token, own, at in zip(choice["token_ids"], logprobs["token_logprobs"], tops, strict=True):
-        # The sampled token is found by its id: the first entry is the most likely token.
+        # Find the sampled token by its id, because the first entry is the most likely token.
         pairs = {int(name.removeprefix("token_id:")): _number(value) for name, value in (at or {}).items()}
         pairs[token] = _number(own)
         lines.append(sorted(pairs.items(), key=lambda pair: -pair[1] if math.isfinite(pair[1]) else math.inf))
@@ -204,14 +209,14 @@ def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
 
 
 def _number(value: object) -> float:
-    """A log-prob; NaN where the server has none."""
+    """Convert a log-prob. NaN: the server returned none."""
     return math.nan if value is None or value <= NO_LOGP else float(value)
 
 
 def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
-    """A choice that `checked_choices` let pass, as a rollout.
+    """Convert a valid choice to a rollout.
 
-    Its log-probs are of the distribution that was sampled from; those before truncation are not known.
+    Log-probs are those of the sampled distribution; those before truncation are unknown.
     """
     ids = list(choice["token_ids"])
     reason = choice.get("finish_reason")
@@ -225,13 +230,13 @@ def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probs of one given sequence behind its prompt, T positions.
+    """Log-probs of one given sequence after its prompt, T positions.
 
     Attributes:
-        logps: Of the T tokens that stand there; NaN where the server has none (the first token of a sequence, the last of one
-            that fills the context).
-        top_ids: For each position the k most likely tokens, by rank.
-        top_logps: Their log-probs.
+        logps: Log-probs of the T tokens. NaN: the server returned none (the first token of a sequence, the last one of
+            a full context).
+        top_ids: The k most likely tokens at each position, by rank.
+        top_logps: Log-probs of ``top_ids``.
     """
 
     logps: list[float]
@@ -240,7 +245,7 @@ class Scores:
 
 
 def scores_of(ids: Sequence[int], begin: int, entries: Sequence[Any], top: int) -> Scores:
-    """Scores of a sequence behind its first ``begin`` tokens, from entries as vLLM's ``prompt_logprobs`` has them."""
+    """Convert vLLM's ``prompt_logprobs`` to scores of a sequence after its first ``begin`` tokens."""
     scores = Scores([], [], [])
     for t in range(begin, len(ids)):
         at = (entries[t] if t < len(entries) else None) or {}

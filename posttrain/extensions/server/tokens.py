@@ -1,6 +1,9 @@
-"""The token of a rollout server that was given none: `write_token` makes it, and `find_token` reads it for the same user.
+"""Tokens of rollout servers that were started without one: `write_token` creates a token, and `find_token` reads it for
+the same user.
 
-`token_pattern` is where the files are, and `LocalToken` sends what is found.
+`token_pattern` returns the location of the files, and `LocalToken` sends the token that was found.
+
+Only the same user on the same machine can read the file.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ def token_pattern(port: object) -> Path:
 
 
 def _own_tokens(port: int) -> Iterator[Path]:
-    """Yield the token files of this user. A file of another account, or one that others can read, is none."""
+    """Yield the token files of this user. Files of other accounts, or that others can read, are ignored."""
     pattern = token_pattern(port)
     for path in pattern.parent.glob(pattern.name):
         with contextlib.suppress(OSError):
@@ -57,10 +60,11 @@ def find_token(port: int) -> str | None:
 
 
 class LocalToken(httpx2.Auth):
-    """Send the token of the server on a port of this machine. It is read for each request: a restarted server has another.
+    """Send the token of the server on a port of this machine. It is read for each request, because a restarted server
+    has a new one.
 
     Args:
-        port: Of the server.
+        port: Port of the server.
     """
 
     def __init__(self, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Weights to rollout servers in buckets, each checked by its hash, the whole confirmed by its version."""
+"""Pushes of weights to rollout servers in buckets with hashes, confirmed by a version."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Bucket = list[tuple[str, Tensor]]
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
-    """Tensors in their order, together up to ``limit`` bytes and one dtype; a larger tensor goes alone.
+    """Group tensors in order into buckets of up to ``limit`` bytes and one dtype. A larger tensor gets its own bucket.
 
     >>> pairs = [("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(9)), ("d", torch.zeros(1).half())]
     >>> [[name for name, _ in bucket] for bucket in buckets(pairs, 16)]
     [['a', 'b'], ['c'], ['d']]
     """
     if limit < 1:
-        raise ConfigError(f"a bucket of {limit} bytes holds nothing. Set vllm_weight_bucket_mb to at least 1.")
+        raise ConfigError(f"a bucket of {limit} bytes is too small. Set vllm_weight_bucket_mb to at least 1.")
     bucket: Bucket = []
     size = 0
     for name, tensor in tensors:
@@ -49,20 +49,20 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
 
 
 BUCKET_BYTES = 512 * 2**20
-# Through shared memory there is no round trip to save: small buckets overlap better.
+# Shared memory has no round trip to save, and small buckets overlap better.
 SHARED_BYTES = 64 * 2**20
 Step = Callable[["VLLMClient"], None]
 Result = WeightSyncError | None
 
 
 class Pusher:
-    """Sends one version to several servers at once: a bucket is made while the one before it is being loaded.
+    """Pushes one version to several servers concurrently. A bucket is written while the previous one is being loaded.
 
-    A server on this machine reads buckets from shared memory. One that was started with vLLM's NCCL backend gets broadcasts
+    A server on this machine reads buckets from shared memory. A server with vLLM's NCCL backend receives broadcasts
     between GPUs.
 
     Args:
-        bucket_bytes: Of one request.
+        bucket_bytes: Size of a bucket in bytes.
     """
 
     def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -73,14 +73,14 @@ class Pusher:
     def push(
         self, tensors: Iterable[tuple[str, Tensor]], clients: Sequence[VLLMClient], version: str
     ) -> dict[VLLMClient, Result]:
-        """One whole update of every server; None for each that confirmed it, or the error that ended its part.
+        """Update every server. Return None for each server that confirmed the version, else its error.
 
-        The tensors are read to their end whatever fails: reading may be a collective that other ranks wait in.
+        All tensors are read even after an error, because reading may be a collective.
 
         Args:
             tensors: All weights, in the engine's dtype.
-            clients: Of the servers.
-            version: Name of the weights from now on.
+            clients: Clients of the servers.
+            version: New name of the weights.
         """
         results: dict[VLLMClient, Result] = dict.fromkeys(clients)
 
@@ -105,7 +105,7 @@ class Pusher:
                 for number, bucket in enumerate(buckets(iterator, limit)):
                     if all(results.values()):
                         break
-                    # The readers of the file that is written now have answered: they got the bucket before the last.
+                    # The readers of this file have responded: they read the bucket before the last one.
                     sent = start(self._sender(bucket, number, by_memory))
                     settle(earlier)
                     earlier = sent
@@ -117,14 +117,16 @@ class Pusher:
         return results
 
     def _sender(self, bucket: Bucket, number: int, by_memory: bool) -> Step:
-        """What gives a bucket to a server; it is in shared memory then, where any server reads it there."""
+        """Return a function that sends a bucket to a server. The bucket is written to shared memory if a server reads
+        it there.
+        """
         path, part = self.file(number), {}
         try:
             if by_memory:
                 part = {"path": str(path), "checksum": write_tensors(bucket, path)}
         except OSError as error:
             full = WeightSyncError(
-                f"weights cannot be written to {path.parent}: {error}. Fix: give shared memory more room (docker run "
+                f"weights cannot be written to {path.parent}: {error}. Fix: enlarge shared memory (docker run "
                 "--shm-size=8g), or lower vllm_weight_bucket_mb.",
                 phase="bucket",
             )
@@ -133,12 +135,12 @@ class Pusher:
 
     @property
     def folder(self) -> Path:
-        """In shared memory, for what servers of this machine read."""
+        """Folder in shared memory for servers on this machine."""
         self._folder = self._folder or SharedFolder()
         return self._folder.path
 
     def file(self, number: int) -> Path:
-        """One of two files: one is written while the other is read."""
+        """Return one of two files: one is written while the other is read."""
         return self.folder / f"bucket-{number % 2}.safetensors"
 
     def close(self) -> None:
@@ -153,7 +155,7 @@ def _refuse(error: WeightSyncError, client: VLLMClient) -> None:
 
 
 def as_sync_error(client: VLLMClient, error: RolloutServerError) -> WeightSyncError:
-    """The error as one of an update."""
+    """Convert an error to a `WeightSyncError`."""
     if isinstance(error, WeightSyncError):
         return error
     wrapped = WeightSyncError(f"weights did not reach {client.base_url}: {error}", phase="bucket", url=client.base_url)
@@ -162,13 +164,13 @@ def as_sync_error(client: VLLMClient, error: RolloutServerError) -> WeightSyncEr
 
 
 class NcclSender:
-    """The trainer's end of vLLM's own NCCL weight transfer: metadata over HTTP, tensors in packed broadcasts between GPUs.
+    """The trainer's end of vLLM's NCCL weight transfer: metadata over HTTP, tensors in packed broadcasts between GPUs.
 
-    For servers that were started with ``--weight-transfer-config '{"backend": "nccl"}'``, as TRL starts them. It has run on no
-    machine of ours: shared memory is the default, and this is used where the server's own options ask for it.
+    It is for servers that were started with ``--weight-transfer-config '{"backend": "nccl"}'``, as TRL starts them. It
+    has not been tested on a GPU. Shared memory is the default.
 
     Args:
-        client: Of the server.
+        client: Client of the server.
         device: GPU of this process.
     """
 
@@ -183,7 +185,7 @@ class NcclSender:
             "rank_offset": 1,
             "world_size": workers + 1,
         }
-        # vLLM 0.27 hears with each bucket, later ones here, that tensors come in packed broadcasts.
+        # vLLM 0.27 needs this flag for packed broadcasts with each bucket, later versions here.
         self.told = {"packed": True}
         if "packed" in inspect.signature(common.NCCLWeightTransferInitInfo).parameters:
             info, self.told = info | self.told, {}
@@ -191,7 +193,7 @@ class NcclSender:
         with ThreadPoolExecutor(max_workers=1) as pool:
             body, limit = {"init_info": info}, client.sync_timeout
             answer = pool.submit(client.call, "POST", "/init_weight_transfer_engine", body, timeout=limit)
-            # Both sides meet here.
+            # Both sides join the group here.
             self.group: Any = common.trainer_init(info)
             answer.result()
 
@@ -202,7 +204,7 @@ class NcclSender:
         part["dtype_names"] = [str(t.dtype).removeprefix("torch.") for _, t in bucket]
         part |= self.told
         pairs = ((name, tensor.cuda()) for name, tensor in bucket)
-        torch.cuda.synchronize(self.device)  # vLLM packs on streams of its own, which wait for nothing.
+        torch.cuda.synchronize(self.device)  # vLLM packs on its own streams, which do not synchronize.
         with ThreadPoolExecutor(max_workers=1) as pool:
             answer = pool.submit(self.client.send_part, **part)
             packed.packed_nccl_broadcast_producer(

@@ -1,1 +1,3 @@
-"""Helpers by TRL's names that our own trainers do not use: collators, BEMA, Weave, sequences, tensors, models, availability."""
+"""Helpers with TRL's names that the trainers here do not use: collators, BEMA, Weave, sequences, tensors, models,
+availability.
+"""

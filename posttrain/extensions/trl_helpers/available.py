@@ -1,4 +1,4 @@
-"""Whether an optional package is there: found by its module spec, versions read from metadata, nothing imported."""
+"""Availability of optional packages, from module specs and package metadata. Nothing is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.integrations import is_available
 
 logger = logging.getLogger(__name__)
 
-# The table's, as a default that can be read.
+# The version in the table of requirements, as a readable default.
 LIGER_MINIMUM = "0.8.0"
 
 
@@ -24,7 +24,7 @@ def _check_for(module: str) -> Callable[[], bool]:
         return is_available(module)
 
     check.__name__ = check.__qualname__ = f"is_{module}_available"
-    check.__doc__ = f"Whether ``{module.replace('_', '-')}`` is installed."
+    check.__doc__ = f"Return whether ``{module.replace('_', '-')}`` is installed."
     return check
 
 
@@ -45,17 +45,19 @@ is_weave_available = _check_for("weave")
 
 
 def is_liger_kernel_available(min_version: str = LIGER_MINIMUM) -> bool:
-    """Whether ``liger-kernel`` is installed, in ``min_version`` or later."""
+    """Return whether ``liger-kernel`` is installed, in ``min_version`` or later."""
     return is_available("liger_kernel") and _at_least("liger-kernel", min_version)
 
 
 def is_vllm_available(min_version: str | None = None) -> bool:
-    """Whether ``vllm`` is installed, in ``min_version`` or later; a version outside the tested range only warns."""
+    """Return whether ``vllm`` is installed, in ``min_version`` or later. A version outside the tested range only logs a
+    warning.
+    """
     if not is_available("vllm"):
         return False
     installed = installed_version("vllm")
     known = next(need for need in NEEDS if need.feature == "vllm")
     works = known.requirement.specifier & f"<={known.tested}"
     if installed is not None and base_version(installed) not in works:
-        logger.warning("vllm %s is installed; vllm%s was tested.", installed, works)
+        logger.warning("vllm %s is installed, but only vllm%s was tested.", installed, works)
     return _at_least("vllm", min_version)

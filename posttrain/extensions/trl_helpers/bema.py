@@ -28,35 +28,36 @@ ABSENT: Any = object()
 
 
 class BEMACallback(transformers.TrainerCallback):
-    """Averages the trained weights while training, and saves the average to ``<output_dir>/bema`` at its end.
+    """Average the trained weights during training, and save the average to ``<output_dir>/bema`` at the end.
 
-    At optimiser step ``t``, with weights ``theta_t`` and ``theta_0`` those of the snapshot::
+    At optimizer step ``t``, with the current weights ``theta_t`` and the weights ``theta_0`` of the snapshot::
 
         alpha_t = (lag + multiplier * t) ** -bias_power
         beta_t  = max((lag + multiplier * t) ** -ema_power, min_ema_multiplier)
         E       = (1 - beta_t) * E + beta_t * theta_t
         result  = E + alpha_t * (theta_t - theta_0)
 
-    ``ema_power=0`` makes ``E`` the current weights (no averaging); ``bias_power=0`` keeps the correction at full size, a
-    large one switches it off. The average is kept in float32, by name, of the parameters that are trained: with an adapter
-    it is an average of the adapter. Its state is written into every checkpoint and read back on resume. The last step
-    counts also where the schedule misses it, so a short run is never saved as the weights it began with.
+    With ``ema_power=0``, ``E`` is the current weights. With ``bias_power=0`` the correction keeps its full size; a
+    large value disables it. Only trained parameters are averaged, in float32; with an adapter it is the average of the
+    adapter. The state is saved in every checkpoint and restored on resume. The last step is always included, so that a
+    short run does not save its initial weights.
 
     Args:
-        update_freq: Optimiser steps between two updates, counted from ``update_after``.
-        ema_power: How fast the average stops moving, at least 0.
-        bias_power: How fast the correction fades, at least 0.
-        lag: Steps that the powers are taken ahead.
-        update_after: Step at which the snapshot is taken (0: the start); nothing is averaged before.
+        update_freq: Number of optimizer steps between two updates, counted from ``update_after``.
+        ema_power: How fast the average becomes constant, at least 0.
+        bias_power: How fast the correction decreases, at least 0.
+        lag: Number of steps that is added in the powers.
+        update_after: Step of the snapshot (0: the beginning). Averaging begins after it.
         multiplier: Weight of the step in the powers.
         min_ema_multiplier: Lower bound of ``beta_t``, between 0 and 1.
-        device: Where snapshot and average are kept.
-        update_ref_model: Also load the result into the reference model of the trainer.
-        ref_model_update_freq: Steps between two of these, counted from ``ref_model_update_after``.
+        device: Device of snapshot and average.
+        update_ref_model: Whether to copy the result into the trainer's reference model.
+        ref_model_update_freq: Number of steps between two updates of the reference, counted from
+            ``ref_model_update_after``.
         ref_model_update_after: First step at which the reference may change.
 
     Raises:
-        ConfigError: A value out of range.
+        ConfigError: A value is out of range.
 
     Reference: EMA Without the Lag: Bias-Corrected Iterate Averaging Schemes (arXiv:2508.00180), Algorithm 1.
 
@@ -67,7 +68,7 @@ class BEMACallback(transformers.TrainerCallback):
     (0.1, 0.398107)
     """
 
-    # The model whose weights `update_ref_model` replaces, where the trainer passes no ``ref_model`` to its callbacks.
+    # Model that `update_ref_model` updates, if the trainer passes no ``ref_model`` to its callbacks.
     ref_model: Any = ABSENT
 
     def __init__(
@@ -97,7 +98,7 @@ class BEMACallback(transformers.TrainerCallback):
     def _check(self) -> None:
         for name, steps in (("update_freq", self.update_freq), ("ref_model_update_freq", self.ref_model_update_freq)):
             if steps < 1:
-                raise ConfigError(f"{name}={steps} must be at least 1 (optimiser steps).")
+                raise ConfigError(f"{name}={steps} must be at least 1 (optimizer steps).")
         numbers = {
             "update_after": self.update_after, "ref_model_update_after": self.ref_model_update_after,
             "ema_power": self.ema_power, "bias_power": self.bias_power, "lag": self.lag, "multiplier": self.multiplier,
@@ -107,8 +108,8 @@ class BEMACallback(transformers.TrainerCallback):
                 raise ConfigError(f"{name}={value} must not be negative.")
         if self.lag + self.multiplier < 1:
             raise ConfigError(
-                f"lag={self.lag} + multiplier={self.multiplier} must be at least 1: below, the average would overshoot the "
-                "weights it averages."
+                f"lag={self.lag} + multiplier={self.multiplier} must be at least 1. With a smaller sum the average "
+                "would overshoot the weights."
             )
         if not 0.0 <= self.min_ema_multiplier <= 1.0:
             raise ConfigError(f"min_ema_multiplier={self.min_ema_multiplier} must be between 0 and 1.")
@@ -116,20 +117,20 @@ class BEMACallback(transformers.TrainerCallback):
     def _forget(self) -> None:
         self._start: dict[str, Tensor] = {}  # theta_0, in the dtype of the parameter.
         self._ema: dict[str, Tensor] = {}  # E, at least float32.
-        self._result: dict[str, Tensor] = {}  # Of the last update; kept only where a reference will want it.
+        self._result: dict[str, Tensor] = {}  # Result of the last update; stored only if a reference uses it.
         self._final: tuple[int, dict[str, Tensor]] | None = None
         self._moved_reference = False
 
     def alpha(self, step: int) -> float:
-        """Size of the bias correction at a step."""
+        """Return the size of the bias correction at a step."""
         return (self.lag + self.multiplier * step) ** -self.bias_power
 
     def beta(self, step: int) -> float:
-        """Weight of the current parameters in the average at a step."""
+        """Return the weight of the current parameters in the average at a step."""
         return max((self.lag + self.multiplier * step) ** -self.ema_power, self.min_ema_multiplier)
 
     def updates_at(self, step: int) -> bool:
-        """Whether the average is updated at a step."""
+        """Return whether the average is updated at a step."""
         return step > self.update_after and (step - self.update_after) % self.update_freq == 0
 
     # Events ------------------------------------------------------------------------------------------------------
@@ -142,13 +143,13 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Take the snapshot, or go on where the checkpoint stood."""
+        """Take the snapshot, or restore the state of the checkpoint."""
         model = unwrapped(model)
         self._forget()
         self._refuse(model)
         reference = self._reference(model, kwargs) if self.update_ref_model else None
         if not (state.is_world_process_zero or self.update_ref_model):
-            return  # Weights are the same on every rank: one average of them is enough.
+            return  # Weights are equal on all ranks, so one rank averages them.
         self._snapshot(model)
         if state.global_step > self.update_after:
             self._load(resumed_from(args, state), state.global_step, reference)
@@ -161,7 +162,7 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Update the average, and the reference, where they are due."""
+        """Update the average and the reference if they are due."""
         if not self._start:
             return
         model, step = unwrapped(model), state.global_step
@@ -184,7 +185,7 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Early stopping is decided here, and the best weights then replace the last ones before training ends."""
+        """Compute the result before the best weights replace the last ones, because early stopping is decided here."""
         if args.load_best_model_at_end:
             self._finish(unwrapped(model), state)
 
@@ -196,7 +197,7 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Put the state beside the checkpoint that was just written."""
+        """Save the state in the checkpoint that was just written."""
         if args.load_best_model_at_end:
             self._finish(unwrapped(model), state)
         folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
@@ -219,14 +220,14 @@ class BEMACallback(transformers.TrainerCallback):
         processing_class: Tokenizer | None = None,
         **_: Any,
     ) -> None:
-        """Save the averaged model where it can be loaded from."""
+        """Save the averaged model."""
         if not (self._start and state.is_world_process_zero):
             return
         model = unwrapped(model)
         if self._final is None or self._final[0] != state.global_step:
             if args.load_best_model_at_end and state.best_model_checkpoint is not None:
                 logger.warning(
-                    "BEMA: the best weights have replaced the last ones; saving the average of the last update."
+                    "BEMA: the best weights have replaced the last weights, so the average of the last update is saved."
                 )
                 self._final = (state.global_step, self._ema)
             else:
@@ -243,15 +244,15 @@ class BEMACallback(transformers.TrainerCallback):
     def _refuse(self, model: nn.Module) -> None:
         if is_sharded(model):
             raise ModelError(
-                "BEMA needs whole parameters on every process, and these are sharded (FSDP, ZeRO-3 or tensor parallelism). "
-                "Use DDP or ZeRO-2, or train without BEMA."
+                "BEMA needs whole parameters on every process, but they are sharded (FSDP, ZeRO-3 or tensor "
+                "parallelism). Use DDP or ZeRO-2, or train without BEMA."
             )
         if not hasattr(model, "save_pretrained"):
             raise ModelError(
-                f"BEMA saves its model with save_pretrained, which a {type(model).__name__} does not have."
+                f"BEMA saves its model with save_pretrained, but a {type(model).__name__} does not have this method."
             )
         if not _trained(model):
-            raise ModelError("BEMA averages trained parameters, and none of the model's has requires_grad=True.")
+            raise ModelError("BEMA averages trained parameters, but no parameter of the model has requires_grad=True.")
 
     @torch.no_grad()
     def _snapshot(self, model: nn.Module) -> None:
@@ -270,18 +271,18 @@ class BEMACallback(transformers.TrainerCallback):
 
     @torch.no_grad()
     def _finish(self, model: nn.Module, state: TrainerState) -> None:
-        """The result as of now, the present weights averaged in; the running state is left as it is."""
+        """Compute the result including the current weights. The running state is not changed."""
         step = state.global_step
         if not (self._start and state.is_world_process_zero):
             return
         if step < self.update_after:
             logger.warning(
-                "BEMA: the run is at step %d, before update_after=%d; the result is the weights themselves.",
+                "BEMA: the run is at step %d, before update_after=%d, so the result is the current weights.",
                 step,
                 self.update_after,
             )
         if late := _trained(model).keys() - self._start.keys():
-            logger.warning("BEMA: %d parameters became trainable later and are not averaged.", len(late))
+            logger.warning("BEMA: %d parameters became trainable after the snapshot and are not averaged.", len(late))
         named, alpha = dict(model.named_parameters()), self.alpha(step)
         beta = 0.0 if self.updates_at(step) else self.beta(step)
         result = {}
@@ -299,9 +300,9 @@ class BEMACallback(transformers.TrainerCallback):
         path = folder / STATE_FILE if folder is not None else None
         if path is None or not path.is_file():
             raise CheckpointError(
-                f"BEMA: resuming at step {step}, and {path or 'the checkpoint folder'} with the average so far is not there. "
-                "Resume from a checkpoint that this callback saved (in output_dir, or named by args.resume_from_checkpoint), "
-                f"or set update_after={step} to start an average from here."
+                f"BEMA: cannot resume at step {step}, because {path or 'the checkpoint folder'} with the average does "
+                "not exist. Resume from a checkpoint that this callback saved (in output_dir, or set by "
+                f"args.resume_from_checkpoint), or set update_after={step} to start a new average."
             )
         parts: dict[str, dict[str, Tensor]] = {}
         for name, tensor in load_file(path, device=str(self.device)).items():
@@ -311,7 +312,7 @@ class BEMACallback(transformers.TrainerCallback):
         saved = {name: value.shape for name, value in parts["start"].items()}
         if odd := sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name)):
             raise CheckpointError(
-                f"BEMA: {path} averages other parameters than this run trains: {odd[0]!r} has shape "
+                f"BEMA: {path} contains other parameters than this run trains: {odd[0]!r} has shape "
                 f"{_shape(saved.get(odd[0]))} there and {_shape(shapes.get(odd[0]))} here ({len(odd)} differ)."
             )
         self._start, self._ema = parts["start"], parts["ema"]
@@ -322,26 +323,30 @@ class BEMACallback(transformers.TrainerCallback):
                 self._moved_reference = True
 
     def _reference(self, model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        """The reference the trainer passed, checked."""
+        """Return the trainer's reference model after validation."""
         reference = kwargs.get("ref_model", self.ref_model)
         if reference is ABSENT:
             raise ConfigError(
-                "update_ref_model=True, and the trainer passes no ref_model to its callbacks. Use it with a trainer that has a "
+                "update_ref_model=True, but the trainer passes no ref_model to its callbacks. Use a trainer with a "
                 "reference model, or set callback.ref_model."
             )
         if isinstance(reference, Reference):
             reference = reference.copy
         if reference is None or adapters_of(model):
             raise ConfigError(
-                "update_ref_model=True needs a reference model of its own, with all weights: here it is "
-                f"{'the policy with its adapter off' if adapters_of(model) else 'None'}. Pass a ref_model to the trainer, "
-                "without peft_config, or set update_ref_model=False."
+                "update_ref_model=True needs a separate reference model with all weights, but here it is "
+                f"{'the policy without its adapter' if adapters_of(model) else 'None'}. Pass a ref_model to the "
+                "trainer, without peft_config, or set update_ref_model=False."
             )
         if unwrapped(reference) is model:
-            raise ConfigError("update_ref_model=True, and the reference is the policy itself: it would be overwritten.")
+            raise ConfigError(
+                "update_ref_model=True, but the reference is the policy itself, which would be overwritten."
+            )
         lacking = sorted(_trained(model).keys() - dict(unwrapped(reference).named_parameters()).keys())
         if lacking:
-            raise ModelError(f"update_ref_model=True: the reference has no parameter {lacking[0]!r}, which is trained.")
+            raise ModelError(
+                f"update_ref_model=True: the reference does not have the trained parameter {lacking[0]!r}."
+            )
         return reference
 
 
@@ -350,7 +355,7 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """At least float32: in bfloat16 an update of a hundredth is rounded away."""
+    """Convert a tensor to at least float32. In bfloat16 an update of 1 % would be rounded away."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -366,7 +371,7 @@ def _copy_into(reference: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def _save(model: nn.Module, values: dict[str, Tensor], folder: Path) -> None:
-    """Save the model with these values in place of its own, which stay as they are; tied weights stay tied."""
+    """Save the model with these values. The model itself is not changed, and tied weights stay tied."""
     named = dict(model.named_parameters())
     replaced = {id(named[name]): value.to(named[name].dtype) for name, value in values.items()}
     state = {name: replaced.get(id(v), v.detach()) for name, v in model.state_dict(keep_vars=True).items()}

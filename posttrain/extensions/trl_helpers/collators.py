@@ -1,4 +1,4 @@
-"""Collators by TRL's names, for loops of one's own: our trainers lay rows out themselves."""
+"""Collators with TRL's names, for custom training loops. The trainers here do not use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Example = Mapping[str, Any]
 
 
 def identity(x: Any) -> Any:
-    """Return the argument: the collator of trainers that read raw rows.
+    """Return the argument. It is the collator of trainers that read raw rows.
 
     >>> identity([{"prompt": "2 + 2 ="}])
     [{'prompt': '2 + 2 ='}]
@@ -30,29 +30,29 @@ def identity(x: Any) -> Any:
 
 
 def has_column(examples: Sequence[Example], key: str) -> bool:
-    """Whether the rows have an optional column (a None does not count as one).
+    """Return whether the rows have an optional column. None counts as missing.
 
     Raises:
-        DataError: Some rows have it and others do not.
+        DataError: Only some rows have it.
     """
     present = [example.get(key) is not None for example in examples]
     if any(present) and not all(present):
         raise DataError(
-            f"row {present.index(False)} of the batch has no {key!r}, and row {present.index(True)} has. An optional column "
-            "must be in every row or in none."
+            f"row {present.index(False)} of the batch has no {key!r}, but row {present.index(True)} does. An optional "
+            "column must be in every row or in none."
         )
     return present[0]
 
 
 def token_row(example: Example, key: str, row: int, *, empty: bool = False) -> Tensor:
-    """One row's list of integers as int64, whatever it was stored as."""
+    """Convert a row's list of integers to an int64 tensor."""
     value = example.get(key)
     if value is None:
         raise DataError(f"row {row} of the batch has no {key!r}; its columns are {sorted(example)}.")
     try:
         ids = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"row {row} of the batch, column {key!r}, is no list of integers: {error}") from error
+        raise DataError(f"row {row} of the batch, column {key!r}, is not a list of integers: {error}") from error
     if ids.numel() == 0 and empty:
         return torch.empty(0, dtype=torch.long)
     if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
@@ -62,7 +62,7 @@ def token_row(example: Example, key: str, row: int, *, empty: bool = False) -> T
 
 
 def floats(examples: Sequence[Example], key: str) -> dict[str, Tensor]:
-    """An optional column of numbers as ``{key: (B,) float32}``, or nothing."""
+    """Convert an optional column of numbers to ``{key: (B,) float32}``, or {} if it is missing."""
     if not has_column(examples, key):
         return {}
     for row, example in enumerate(examples):
@@ -72,7 +72,7 @@ def floats(examples: Sequence[Example], key: str) -> dict[str, Tensor]:
 
 
 class Collator(ABC):
-    """What all collators check: a batch that is not empty, and options that can work. Fields are the subclasses'."""
+    """Base class of collators, which validates options and batches. Subclasses redeclare the fields."""
 
     pad_token_id: int
     max_length: int | None = None
@@ -83,7 +83,8 @@ class Collator(ABC):
     def __post_init__(self) -> None:
         if isinstance(self.pad_token_id, bool) or not isinstance(self.pad_token_id, numbers.Integral):
             raise ConfigError(
-                f"pad_token_id={self.pad_token_id!r} must be a token id. Give the tokenizer a pad token (eos will do)."
+                f"pad_token_id={self.pad_token_id!r} must be a token id. Set a pad token in the tokenizer (the "
+                "eos token is possible)."
             )
         for name, value in (("max_length", self.max_length), ("pad_to_multiple_of", self.pad_to_multiple_of)):
             if value is not None and value < 1:
@@ -92,10 +93,10 @@ class Collator(ABC):
         check_choice("return_tensors", self.return_tensors, ("pt",))
 
     def __call__(self, features: Sequence[Example], return_tensors: str | None = None) -> dict[str, Any]:
-        """Make a batch of rows.
+        """Collate rows to a batch.
 
         Raises:
-            DataError: No rows, or a row that cannot be used; the message names it.
+            DataError: There are no rows, or a row is invalid.
         """
         check_choice("return_tensors", return_tensors or "pt", ("pt",))
         if len(features) == 0:
@@ -109,11 +110,11 @@ class Collator(ABC):
 
     @abstractmethod
     def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """Make a batch of rows that were checked; what a subclass overrides."""
+        """Collate validated rows. Subclasses override it."""
 
 
 def pad_ids(rows: Sequence[Tensor], pad_token_id: int, multiple: int | None) -> dict[str, Tensor]:
-    """Ids and the mask of what is real, right-padded."""
+    """Pad token ids on the right, and return them with the attention mask."""
     ones = [torch.ones_like(row) for row in rows]
     return {
         "input_ids": pad(rows, pad_token_id, pad_to_multiple_of=multiple),
@@ -125,20 +126,20 @@ def pad_ids(rows: Sequence[Tensor], pad_token_id: int, multiple: int | None) -> 
 class DataCollatorForLanguageModeling(Collator):
     """Pad rows to the longest one, or concatenate them to a single row without padding.
 
-    Rows hold ``input_ids`` and perhaps ``labels`` (default: the ids) and ``seq_lengths`` (the documents of a packed row).
-    A padded batch has ``input_ids``, ``attention_mask`` and ``labels``, ``(B, L)``. A padding-free one has, for T tokens,
-    ``input_ids``, ``position_ids`` (from 0 in every document) and ``labels``, ``(1, T)`` int64, no attention mask (with one,
-    documents attend to each other), ``seq_idx (1, T)`` int32 numbering the documents, ``cu_seq_lens_q`` and
-    ``cu_seq_lens_k``, ``(documents + 1,)`` int32, and the ints ``max_length_q`` and ``max_length_k``. A document's first
-    token is not trained: it would be predicted from another document. Each token of the tail that ``pad_to_multiple_of``
-    adds is a document of its own.
+    Rows have ``input_ids`` and optionally ``labels`` (default: the ids) and ``seq_lengths`` (lengths of the documents
+    in a packed row). A padded batch has ``input_ids``, ``attention_mask`` and ``labels``, ``(B, L)``. A padding-free
+    one has, for T tokens, ``input_ids``, ``position_ids`` (from 0 in every document) and ``labels``, ``(1, T)`` int64,
+    no attention mask (with one, documents attend to each other), ``seq_idx (1, T)`` int32 numbering the documents,
+    ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``(documents + 1,)`` int32, and the ints ``max_length_q`` and
+    ``max_length_k``. The first token of a document is not trained, because it would be predicted from another document.
+    Each token that ``pad_to_multiple_of`` adds is a separate document.
 
     Attributes:
-        pad_token_id: Fills ``input_ids``; never read back.
-        padding_free: Concatenate instead of padding.
-        return_position_ids: Padded batches have ``position_ids`` too, which sequence parallelism needs.
-        pad_to_multiple_of: Rounds L or T up.
-        return_tensors: Only ``pt``.
+        pad_token_id: Value of padding in ``input_ids``.
+        padding_free: Whether to concatenate rows instead of padding them.
+        return_position_ids: Whether padded batches have ``position_ids``, which sequence parallelism needs.
+        pad_to_multiple_of: Round L or T up to a multiple of this number.
+        return_tensors: Only ``pt`` is supported.
     """
 
     pad_token_id: int
@@ -160,8 +161,9 @@ class DataCollatorForLanguageModeling(Collator):
             return self._concatenated(examples, ids, labels, packed)
         if packed:
             raise DataError(
-                "the rows are packed (they have 'seq_lengths'), and padding_free=False: documents of a row would attend to "
-                "each other. Set padding_free=True, or drop the column to train packed rows as single documents."
+                "the rows are packed (they have 'seq_lengths'), but padding_free=False, so documents of a row would "
+                "attend to each other. Set padding_free=True, or remove the column to train packed rows as single "
+                "documents."
             )
         multiple = self.pad_to_multiple_of
         batch = pad_ids(ids, self.pad_token_id, multiple)
@@ -181,8 +183,8 @@ class DataCollatorForLanguageModeling(Collator):
         for row, (spans, tokens, told) in enumerate(zip(lengths, ids, labels, strict=True)):
             if sum(spans) != len(tokens):
                 raise DataError(
-                    f"row {row} of the batch: seq_lengths {spans} add up to {sum(spans)}, and the row has {len(tokens)} tokens. "
-                    "It was cut or packed again after packing."
+                    f"row {row} of the batch: seq_lengths {spans} have the sum {sum(spans)}, but the row has "
+                    f"{len(tokens)} tokens. It was truncated or packed again after packing."
                 )
             parts = zip(tokens.split(spans), told.split(spans), strict=True)
             documents += [{"input_ids": part, "labels": label} for part, label in parts]
@@ -192,16 +194,16 @@ class DataCollatorForLanguageModeling(Collator):
 
     @staticmethod
     def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Position ids of packed rows, from 0 in every document.
+        """Return the position ids of packed rows, which start from 0 in every document.
 
         Args:
             batch_seq_lengths: For each row the lengths of its documents, in order.
 
         Returns:
-            One int64 tensor a row, as long as the sum of its lengths.
+            One int64 tensor per row, with the length of the row.
 
         Raises:
-            DataError: A row without documents, or a document without tokens.
+            DataError: A row has no documents, or a document has no tokens.
 
         >>> DataCollatorForLanguageModeling.get_position_ids_from_packed_seq_lengths([[2, 2], [3]])
         [tensor([0, 1, 0, 1]), tensor([0, 1, 2])]
@@ -217,10 +219,12 @@ class DataCollatorForLanguageModeling(Collator):
 
 
 class _PromptCollator(Collator):
-    """Shared by collators of a prompt with completions."""
+    """Base class of collators of a prompt with completions."""
 
     def _joined(self, examples: Sequence[Example], column: str) -> tuple[list[Tensor], list[Tensor]]:
-        """Prompt and completion of every row, cut to ``max_length``, and 1 on what is left of the completion."""
+        """Concatenate prompt and completion of every row, truncate to ``max_length``, and return a mask of the
+        completion.
+        """
         limit = self.max_length
         part = slice(-limit, None) if limit is not None and self.truncation_mode == "keep_end" else slice(limit)
         ids, masks = [], []
@@ -230,15 +234,15 @@ class _PromptCollator(Collator):
             mask = torch.cat([torch.zeros_like(prompt), torch.ones_like(completion)])[part]
             if not mask.any():
                 raise DataError(
-                    f"row {row} of the batch: the prompt has {len(prompt)} tokens and max_length={limit} leaves nothing of "
-                    f"{column!r}, so the row would train nothing. Raise max_length or drop the row."
+                    f"row {row} of the batch: the prompt has {len(prompt)} tokens, so max_length={limit} leaves no "
+                    f"token of {column!r} to train. Raise max_length or remove the row."
                 )
             ids.append(torch.cat([prompt, completion])[part])
             masks.append(mask)
         return ids, masks
 
     def _stacked(self, examples: Sequence[Example], columns: Sequence[str]) -> dict[str, Tensor]:
-        """All rows with their first column's completion, then all with the second's, and so on."""
+        """Stack all rows with their first column's completion, then all rows with the second's, and so on."""
         ids: list[Tensor] = []
         masks: list[Tensor] = []
         for column in columns:
@@ -250,18 +254,18 @@ class _PromptCollator(Collator):
 
 @dataclass
 class DataCollatorForPreference(_PromptCollator):
-    """Pairs for DPO: the first B rows are prompt and chosen, the next B prompt and rejected, right-padded.
+    """Collate pairs for DPO. The first B rows are prompt and chosen, the next B rows prompt and rejected, right-padded.
 
-    Rows hold ``prompt_ids``, ``chosen_ids``, ``rejected_ids`` and perhaps ``ref_chosen_logps`` and ``ref_rejected_logps``.
-    The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(2B, L)`` int64, and the reference
-    log-probabilities as ``(B,)`` float32. A pair for reward models, without a prompt, is `DataCollatorForReward`'s.
+    Rows have ``prompt_ids``, ``chosen_ids``, ``rejected_ids`` and optionally ``ref_chosen_logps`` and
+    ``ref_rejected_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(2B, L)`` int64,
+    and the reference log-probs, ``(B,)`` float32. `DataCollatorForReward` is for pairs without a separate prompt.
 
     Attributes:
-        pad_token_id: Fills ``input_ids``.
-        max_length: Tokens of prompt and completion that are kept, cut before padding; None keeps all.
-        truncation_mode: ``keep_start`` cuts the end, ``keep_end`` the start.
-        pad_to_multiple_of: Rounds L up.
-        return_tensors: Only ``pt``.
+        pad_token_id: Value of padding in ``input_ids``.
+        max_length: Maximum number of tokens of prompt and completion, without padding. None: no limit.
+        truncation_mode: ``keep_start`` removes the end, ``keep_end`` the start.
+        pad_to_multiple_of: Round L up to a multiple of this number.
+        return_tensors: Only ``pt`` is supported.
 
     >>> collate = DataCollatorForPreference(pad_token_id=0)
     >>> collate([{"prompt_ids": [5], "chosen_ids": [6, 7], "rejected_ids": [8]}])["input_ids"]
@@ -282,18 +286,17 @@ class DataCollatorForPreference(_PromptCollator):
 
 @dataclass
 class DataCollatorForUnpairedPreference(_PromptCollator):
-    """Labelled answers for KTO: prompt and completion, and perhaps the prompt with another row's completion for the KL.
+    """Collate labeled answers for KTO, optionally with mismatched completions for the KL.
 
-    Rows hold ``prompt_ids``, ``completion_ids``, ``label`` and perhaps ``KL_completion_ids``, ``ref_logps`` and
-    ``ref_KL_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(B, L)`` int64; the same
-    three with the prefix ``KL_`` and a length of their own; ``label (B,)`` bool; and the log-probabilities, ``(B,)``
-    float32.
+    Rows have ``prompt_ids``, ``completion_ids``, ``label`` and optionally ``KL_completion_ids``, ``ref_logps`` and
+    ``ref_KL_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(B, L)`` int64; the
+    same three with the prefix ``KL_`` and a separate length; ``label (B,)`` bool; and the log-probs, ``(B,)`` float32.
 
     Attributes:
-        pad_token_id: Fills ``input_ids``.
-        max_length: First tokens of prompt and completion that are kept; None keeps all.
-        pad_to_multiple_of: Rounds L up.
-        return_tensors: Only ``pt``.
+        pad_token_id: Value of padding in ``input_ids``.
+        max_length: Maximum number of tokens of prompt and completion. The end is removed. None: no limit.
+        pad_to_multiple_of: Round L up to a multiple of this number.
+        return_tensors: Only ``pt`` is supported.
     """
 
     pad_token_id: int
@@ -310,7 +313,7 @@ class DataCollatorForUnpairedPreference(_PromptCollator):
 
 
 def label_of(example: Example, row: int) -> bool:
-    """Whether a judged answer is a good one."""
+    """Convert a label to a bool."""
     value = scalar(example.get("label"))
     if not isinstance(value, int) or value not in (0, 1):
         raise DataError(f"row {row} of the batch, column 'label', is {value!r}; it must be True or False (or 1 or 0).")
@@ -319,15 +322,15 @@ def label_of(example: Example, row: int) -> bool:
 
 @dataclass
 class DataCollatorForReward(Collator):
-    """Pairs for reward models: the first B rows are chosen, the next B rejected, right-padded.
+    """Collate pairs for reward models. The first B rows are chosen, the next B rows rejected, right-padded.
 
-    Rows hold ``chosen_ids``, ``rejected_ids`` (prompt included) and perhaps ``margin``. The batch has ``input_ids`` and
-    ``attention_mask``, ``(2B, L)`` int64, and ``margin (B,)`` float32.
+    Rows have ``chosen_ids``, ``rejected_ids`` (including the prompt) and optionally ``margin``. The batch has
+    ``input_ids`` and ``attention_mask``, ``(2B, L)`` int64, and ``margin (B,)`` float32.
 
     Attributes:
-        pad_token_id: Fills ``input_ids``.
-        pad_to_multiple_of: Rounds L up.
-        return_tensors: Only ``pt``.
+        pad_token_id: Value of padding in ``input_ids``.
+        pad_to_multiple_of: Round L up to a multiple of this number.
+        return_tensors: Only ``pt`` is supported.
     """
 
     pad_token_id: int

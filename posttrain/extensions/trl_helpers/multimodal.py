@@ -1,4 +1,4 @@
-"""Messages and raw rows with images by TRL's names, for loops of one's own: our trainers prepare each image by itself."""
+"""Collators and messages with images with TRL's names, for custom training loops. The trainers here do not use them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from posttrain.values import strip_none
 
 
 class VisionCollator(Collator):
-    """Shared by collators of raw rows with images, which become ids batch by batch as those of our trainers do.
+    """Base class of collators of raw rows with images, which are tokenized per batch.
 
-    Rows hold ``image`` or ``images``, or images inside their messages; batches have whatever tensors the processor makes of
-    them beside the tokens.
+    Rows have ``image`` or ``images``, or images inside their messages. Batches have the processor's image tensors in
+    addition to the tokens.
     """
 
     processor: Any
@@ -37,27 +37,27 @@ class VisionCollator(Collator):
 
     @functools.cached_property
     def reader(self) -> PictureProcessor:
-        """The processor as our trainers use it."""
+        """The image processor, as in the trainers."""
         return PictureProcessor(self.processor)
 
     def _pieces(self, row: dict[str, Any], branches: Sequence[str]) -> list[tuple[str, list[Any]]]:
-        """Text and images of a row's prompt and answers."""
+        """Return text and images of a row's prompt and answers."""
         return row_segments(row, self.reader, branches, "text")[0]
 
     def _read(
         self, examples: Sequence[Example], branches: Sequence[str] = ()
     ) -> tuple[list[list[Picture]], list[list[list[int]]]]:
-        """Pictures of every row, and ids of its prompt and of each answer; of a document, ids of its pieces."""
+        """Return the images of every row, and the token ids of its prompt and answers (or of the pieces of a document)."""
         if self.pad_to_multiple_of is not None and "prompt" in examples[0]:
             raise NotImplementedError(
-                f"pad_to_multiple_of={self.pad_to_multiple_of} is for whole conversations and texts."
+                f"pad_to_multiple_of={self.pad_to_multiple_of} is only supported for whole conversations and texts."
             )
         pictures, rows = [], []
         for row, example in enumerate(examples):
             with naming(f"row {row} of the batch"):
                 segments = self._pieces(strip_none(example), branches)
                 if "prompt" in example and any(images for _, images in segments[1:]):
-                    raise DataError("an answer has an image. Fix: put it into the prompt.")
+                    raise DataError("an answer contains an image. Fix: move it into the prompt.")
                 read = [(text, [read_picture(value, "an image") for value in images]) for text, images in segments]
                 whole = len(read) > 1
                 rows.append([
@@ -67,15 +67,15 @@ class VisionCollator(Collator):
         return pictures, rows
 
     def _batch(self, rows: Sequence[Sequence[list[int]]], pictures: Sequence[list[Picture]] = ()) -> dict[str, Any]:
-        """Rows of pieces, of which every other one is an answer, cut to ``max_length``; and the tensors of their pictures.
+        """Collate rows of pieces (every second one is an answer), truncated to ``max_length``, with image tensors.
 
         Raises:
-            DataError: The cut would go through an image.
+            DataError: Truncation would split an image.
         """
         limit, multiple = self.max_length, self.pad_to_multiple_of
         ids = [torch.tensor([token for piece in row for token in piece], dtype=torch.long) for row in rows]
         if limit is not None and any(self.reader.token_id in sequence[limit:] for sequence in ids):
-            raise DataError(f"max_length={limit} cuts into an image of the batch. Fix: a larger one, or None.")
+            raise DataError(f"max_length={limit} would split an image of the batch. Fix: use a larger value, or None.")
         answers = [torch.tensor([at % 2 for at, piece in enumerate(row) for _ in piece][:limit]) for row in rows]
         batch = pad_ids([sequence[:limit] for sequence in ids], self.pad_token_id, multiple)
         batch["completion_mask"] = pad(answers, 0, pad_to_multiple_of=multiple)
@@ -84,25 +84,25 @@ class VisionCollator(Collator):
 
 
 def _ignoring(ids: Tensor, kept: Tensor) -> Tensor:
-    """Labels ``(B, T)``: ids where ``kept`` is 1, else -100."""
+    """Return labels ``(B, T)``: ids where ``kept`` is 1, else -100."""
     return ids.masked_fill(kept == 0, IGNORED)
 
 
 @dataclass
 class DataCollatorForVisionLanguageModeling(VisionCollator):
-    """Rows of ``messages``, of text, or of ``prompt`` and ``completion``, with images, for supervised fine-tuning.
+    """Collate ``messages``, text, or ``prompt`` and ``completion``, with images, for supervised fine-tuning.
 
     The batch has ``input_ids``, ``attention_mask`` and ``labels``, ``(B, L)``, and the processor's tensors of images.
 
     Attributes:
-        processor: With an image processor.
-        max_length: Tokens that are kept, images included; an error where they end inside an image. None keeps all.
-        completion_only_loss: Prompt and completion: whether the prompt is not trained.
-        pad_to_multiple_of: Rounds L up; messages and texts alone.
-        dataset_text_field: Column of texts.
-        assistant_only_loss: Messages: train what the template marks as the assistant's alone.
-        chat_template: Instead of the processor's.
-        return_tensors: Only ``pt``.
+        processor: Processor with an image processor.
+        max_length: Maximum number of tokens including images. It must not split an image. None: no limit.
+        completion_only_loss: Whether to exclude prompts from the loss.
+        pad_to_multiple_of: Round L up to a multiple of this number. Only for messages and texts.
+        dataset_text_field: Column with text.
+        assistant_only_loss: Whether to train only the assistant's turns of messages.
+        chat_template: Replaces the processor's chat template.
+        return_tensors: Only ``pt`` is supported.
     """
 
     processor: Any
@@ -139,16 +139,16 @@ class DataCollatorForVisionLanguageModeling(VisionCollator):
 
 @dataclass
 class DataCollatorForVisionPreference(VisionCollator):
-    """Pairs with images for DPO: the first B rows are prompt and chosen, the next B prompt and rejected.
+    """Collate pairs with images for DPO. The first B rows are prompt and chosen, the next B rows prompt and rejected.
 
-    The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(2B, L)``, and the processor's tensors of
-    images, those of every prompt twice.
+    The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(2B, L)``, and the processor's image
+    tensors, twice for every prompt.
 
     Attributes:
-        processor: With an image processor.
-        max_length: Tokens that are kept, images included; an error where they end inside an image. None keeps all.
-        pad_to_multiple_of: Refused.
-        return_tensors: Only ``pt``.
+        processor: Processor with an image processor.
+        max_length: Maximum number of tokens including images. It must not split an image. None: no limit.
+        pad_to_multiple_of: Not supported.
+        return_tensors: Only ``pt`` is supported.
     """
 
     processor: Any
@@ -164,17 +164,17 @@ class DataCollatorForVisionPreference(VisionCollator):
 
 @dataclass
 class DataCollatorForVisionUnpairedPreference(VisionCollator):
-    """Labelled answers with images for KTO, and each prompt with the answer of the row before it for the KL.
+    """Collate labeled answers with images for KTO, and each prompt with the previous row's answer for the KL.
 
     The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(B, L)``, the same with the prefix ``KL_``,
     ``label (B,)`` bool, and the processor's tensors of images.
 
     Attributes:
-        processor: With an image processor.
-        max_length: Tokens that are kept, images included; an error where they end inside an image. None keeps all.
-        calculate_kl: Whether there are sequences for the KL.
-        pad_to_multiple_of: Refused.
-        return_tensors: Only ``pt``.
+        processor: Processor with an image processor.
+        max_length: Maximum number of tokens including images. It must not split an image. None: no limit.
+        calculate_kl: Whether to add mismatched sequences for the KL.
+        pad_to_multiple_of: Not supported.
+        return_tensors: Only ``pt`` is supported.
     """
 
     processor: Any
@@ -194,16 +194,17 @@ class DataCollatorForVisionUnpairedPreference(VisionCollator):
 
 @dataclass
 class DataCollatorForVisionLanguageChatML(VisionCollator):
-    """Prompts and completions with images for distillation: what is trained, and the prompts alone to sample from.
+    """Collate prompts and completions with images for distillation: training sequences, and prompts to sample from.
 
-    The batch has ``input_ids``, ``attention_mask``, ``labels`` (-100 on the prompt) and ``byte_offsets (B, L, 2)``, where a
-    trained token begins and ends in its completion, in bytes; ``prompts`` and ``prompt_attention_mask``, padded on the left;
-    the texts ``original_prompt_text`` and ``original_completion_text`` without template; and the tensors of images.
+    The batch has ``input_ids``, ``attention_mask``, ``labels`` (-100 on the prompt) and ``byte_offsets (B, L, 2)``, the
+    start and end of each trained token in its completion in bytes. It also has ``prompts`` and
+    ``prompt_attention_mask``, padded on the left, the texts ``original_prompt_text`` and ``original_completion_text``
+    without template, and the image tensors.
 
     Attributes:
-        processor: With an image processor.
-        max_length: Tokens that are kept, images included; an error where they end inside an image. None keeps all.
-        return_tensors: Only ``pt``.
+        processor: Processor with an image processor.
+        max_length: Maximum number of tokens including images. It must not split an image. None: no limit.
+        return_tensors: Only ``pt`` is supported.
     """
 
     processor: Any
@@ -227,7 +228,9 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
         }
 
     def _byte_offsets(self, labels: Tensor) -> Tensor:
-        """``(B, T, 2)``; a token of a byte-level tokenizer has as many bytes as its piece has characters."""
+        """Compute byte offsets ``(B, T, 2)``. A token of a byte-level tokenizer has one byte per character of its
+        piece.
+        """
         pieces = self.processor.tokenizer.convert_ids_to_tokens
         sizes = [[0 if one == IGNORED else len(pieces([one])[0]) for one in row] for row in labels.tolist()]
         ends = torch.tensor(sizes).cumsum(1)  # (B, T)
@@ -236,7 +239,7 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
 
 
 def _said(value: object) -> str:
-    """The text of messages without their template and images."""
+    """Return the text of messages without template and images."""
     if isinstance(value, str):
         return value
     contents = [message.get("content") or "" for message in value]
@@ -250,23 +253,23 @@ WRAPPED = (
     "system",
     "developer",
     "tool",
-)  # Roles whose text is wrapped, and that show no picture of their own.
+)  # Roles whose text is wrapped in a block, and which have no image placeholders.
 
 
 def prepare_multimodal_messages(
     messages: Sequence[dict[str, Any]], images: Sequence[Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Messages whose content is a list of blocks, with one block an image; the given messages are not changed.
+    """Convert messages to lists of content blocks, with one block per image. The original messages are not changed.
 
-    Where no message holds a placeholder, one for each image goes before the text of the first user message. Placeholders
-    are filled in reading order; blocks that hold an image already stay, and do not count.
+    If no message has a placeholder, placeholders for all images are added before the text of the first user message.
+    Placeholders are filled in reading order. Blocks that already contain an image are not changed or counted.
 
     Args:
-        messages: With content as text or blocks.
-        images: What fills the placeholders; None leaves them empty, and then there are none to add.
+        messages: Messages whose content is text or blocks.
+        images: Images for the placeholders. None: placeholders stay empty.
 
     Raises:
-        DataError: An unknown role, a user message without content, or as many placeholders as there are not images.
+        DataError: A role is unknown, a user message has no content, or the numbers of placeholders and images differ.
 
     >>> prepare_multimodal_messages([{"role": "user", "content": "What is it?"}], images=["cat"])
     [{'role': 'user', 'content': [{'type': 'image', 'image': 'cat'}, {'type': 'text', 'text': 'What is it?'}]}]
@@ -282,7 +285,7 @@ def prepare_multimodal_messages(
     for index, message in enumerate(converted):
         role, content = message.get("role"), message.get("content")
         if role != "user" and role not in WRAPPED:
-            raise DataError(f"message {index} has the role {role!r}; known are user, {', '.join(WRAPPED)}.")
+            raise DataError(f"message {index} has the unknown role {role!r}; the roles are user, {', '.join(WRAPPED)}.")
         if role == "user" and content is None:
             raise DataError(f"message {index} (role 'user') has no content; its keys are {sorted(message)}.")
         if isinstance(content, str):
@@ -292,8 +295,8 @@ def prepare_multimodal_messages(
     places = [block for message in converted for block in _empty(message)]
     if images is not None and len(places) != len(pictures):
         raise DataError(
-            f"the messages have {len(places)} image placeholders and there are {len(pictures)} images. Give one image a "
-            "{'type': 'image'} block, or none of these blocks and text content."
+            f"the messages have {len(places)} image placeholders, but there are {len(pictures)} images. Use one "
+            f"{{'type': 'image'}} block per image, or text content without such blocks."
         )
     for block, picture in zip(places, pictures, strict=False):
         block["image"] = picture
@@ -307,7 +310,7 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _without_none(block: dict[str, Any]) -> dict[str, Any]:
-    """A block without the keys that Arrow filled in because other blocks of the column have them."""
+    """Remove keys with None, which Arrow adds because other blocks of the column have them."""
     return {key: value for key, value in block.items() if value is not None}
 
 
@@ -316,7 +319,7 @@ def _empty(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def prepare_multimodal_messages_vllm(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A deep copy in which every image block is one that vLLM reads: type ``image_pil``, the image under that name.
+    """Return a deep copy in which image blocks have vLLM's type ``image_pil``.
 
     >>> prepare_multimodal_messages_vllm([{"role": "user", "content": [{"type": "image", "image": "cat"}]}])
     [{'role': 'user', 'content': [{'type': 'image_pil', 'image_pil': 'cat'}]}]

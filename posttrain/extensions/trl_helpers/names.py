@@ -1,4 +1,4 @@
-"""Small names of TRL that scripts import and that no trainer here needs."""
+"""Small utilities of TRL that scripts import and that the trainers here do not need."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-# A model id, a model with one output, or a function of prompts, completions and columns (docs/rewards.md).
+# Model id, model with one output, or function of prompts, completions and columns (docs/rewards.md).
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
-# Takes the prompts and the trainer; returns token ids and log-probs of completions (docs/environments.md).
+# Function of prompts and trainer that returns token ids and log-probs of completions (docs/environments.md).
 RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
 
 
@@ -30,7 +30,7 @@ class _Resettable(Protocol):
     def reset(self, **columns: Any) -> str | None: ...
 
 
-# Called once for each completion; its public methods are the tools of the episode (docs/environments.md).
+# Called once per completion. Public methods of its result are tools (docs/environments.md).
 EnvironmentFactory = Callable[[], _Resettable]
 
 
@@ -41,26 +41,26 @@ class TRLExperimentalWarning(UserWarning):
 def decode_and_strip_padding(
     inputs: torch.Tensor, tokenizer: Tokenizer, attention_mask: torch.Tensor | None = None
 ) -> list[str]:
-    """Decode padded rows of token ids. Special tokens and reasoning blocks stay in the text, padding does not.
+    """Decode padded rows of token ids. Special tokens and reasoning blocks are kept, padding is removed.
 
-    Padding is removed as tokens, from both ends of a row: a pad token inside a row is real. Where the pad token is
-    also the end token, the ends cannot tell one from the other; pass ``attention_mask`` to keep the end token.
+    Padding is removed from both ends of a row; a pad token inside a row is kept. If the pad token equals the end token,
+    pass ``attention_mask`` to keep the end token.
 
     Args:
         inputs: (B, T) integer token ids.
-        tokenizer: Decodes the ids.
-        attention_mask: (B, T), 1 on real tokens; None finds padding by the tokenizer's pad token.
+        tokenizer: Tokenizer.
+        attention_mask: (B, T), 1 for real tokens. None: use the tokenizer's pad token.
 
     Returns:
         B texts.
 
     Raises:
-        ValueError: The mask has another shape than the ids.
+        ValueError: The shapes of mask and ids differ.
     """
     if attention_mask is not None and attention_mask.shape != inputs.shape:
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)} and inputs {tuple(inputs.shape)}. "
-            "Fix: pass the mask of these rows."
+            f"attention_mask has shape {tuple(attention_mask.shape)}, but inputs has {tuple(inputs.shape)}. Fix: pass "
+            "the mask of these rows."
         )
     real = attention_mask.bool() if attention_mask is not None else inputs != tokenizer.pad_token_id  # (B, T)
     texts = []
@@ -72,11 +72,11 @@ def decode_and_strip_padding(
 
 
 def ensure_master_addr_port(addr: str | None = None, port: int | None = None) -> None:
-    """Set ``MASTER_ADDR`` and ``MASTER_PORT`` where the environment does not.
+    """Set ``MASTER_ADDR`` and ``MASTER_PORT`` if the environment does not set them.
 
     Args:
-        addr: Host of rank 0; None means ``localhost``.
-        port: 1 to 65535. None or 0 keeps the environment's port, or takes a free one where it has none, 0 or "auto".
+        addr: Host of rank 0. None: ``localhost``.
+        port: Port from 1 to 65535. None or 0: the environment's port, or a free one if it is unset, 0 or "auto".
     """
     os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or addr or "localhost"
     named = os.environ.get("MASTER_PORT", "").strip()
@@ -86,7 +86,7 @@ def ensure_master_addr_port(addr: str | None = None, port: int | None = None) ->
 
 
 def init_zero_verbose() -> None:
-    """Show errors alone, through rich, and send Python's warnings to the log."""
+    """Show only errors, formatted by rich, and send Python warnings to the log."""
     logging.basicConfig(format="%(message)s", datefmt="[%X]", handlers=[RichHandler()], level=logging.ERROR)
     logging.captureWarnings(True)
     warnings.simplefilter("default")
@@ -94,11 +94,11 @@ def init_zero_verbose() -> None:
 
 @contextlib.contextmanager
 def profiling_context(trainer: Any, name: str) -> Iterator[None]:
-    """Log the seconds of the block as ``profiling/Time taken: TrainerClass.name`` with the next log line.
+    """Measure the time of the block in seconds, and log it as ``profiling/Time taken: TrainerClass.name``.
 
     Args:
         trainer: Any trainer of this library.
-        name: What the block does.
+        name: Name of the block.
     """
     start = time.perf_counter()
     with torch.profiler.record_function(name):
@@ -108,7 +108,7 @@ def profiling_context(trainer: Any, name: str) -> Iterator[None]:
 
 
 def profiling_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Time each call of a trainer's method with `profiling_context`."""
+    """Measure each call of a trainer's method with `profiling_context`."""
 
     @functools.wraps(function)
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ def get_kbit_device_map() -> dict[str, int] | None:
 def setup_chat_format(
     model: Any, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
 ) -> tuple[Any, Any]:
-    """Give a tokenizer the ChatML template and its two tokens, and the model embeddings for them.
+    """Add the ChatML template and its two tokens to a tokenizer, and resize the model's embedding.
 
     Args:
         model: Language model. Modified in place.
@@ -53,7 +53,7 @@ def setup_chat_format(
         ConfigError: The format is unknown, or the tokenizer already has a chat template.
     """
     if format != "chatml":
-        raise ConfigError(f"format={format!r} is not known. Fix: 'chatml', or set tokenizer.chat_template.")
+        raise ConfigError(f"format={format!r} is unknown. Fix: use 'chatml', or set tokenizer.chat_template.")
     if tokenizer.chat_template is not None:
         raise ConfigError("the tokenizer already has a chat template. Fix: train without setup_chat_format.")
     tokenizer.add_special_tokens({"additional_special_tokens": [START, END]})
@@ -73,8 +73,9 @@ class DataCollatorForCompletionOnlyLM:
     next instruction template. Without it, only the tokens after the last response template are trained.
 
     Args:
-        response_template: Text or token ids that begin an answer. Give ids if the text is tokenized differently in context.
-        instruction_template: Text or token ids that begin a user's turn.
+        response_template: Text or token ids at the beginning of an answer. Pass ids if the text is tokenized
+            differently in context.
+        instruction_template: Text or token ids at the beginning of a user's turn.
         tokenizer: Tokenizer of the model.
         mlm: Must be False.
         ignore_index: Label of tokens without loss.
@@ -120,8 +121,8 @@ class DataCollatorForCompletionOnlyLM:
         ]
         if not spans:
             warnings.warn(
-                f"the response template {self.response} is not in a row of {len(ids)} tokens, so the row has no loss. Fix: give "
-                "the template's token ids as they are in context.",
+                f"the response template {self.response} does not occur in a row of {len(ids)} tokens, so the row has "
+                "no loss. Fix: pass the template's token ids as they are in context.",
                 UserWarning,
                 stacklevel=3,
             )

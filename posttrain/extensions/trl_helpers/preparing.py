@@ -1,4 +1,4 @@
-"""Models made ready for training or generation: quantised bases, adapters, checkpointing, bare parameters."""
+"""Preparation of models for training or generation: quantized base models, adapters, checkpointing, unwrapping."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 def enable_gradient_checkpointing(model: nn.Module, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> Any:
-    """Recompute activations in backward; frozen embeddings then let gradients through to what is trained behind them.
+    """Enable activation checkpointing, and gradients through frozen embeddings to trained layers.
 
     Args:
-        model: Of transformers or peft.
-        gradient_checkpointing_kwargs: For `torch.utils.checkpoint`, ``use_reentrant`` among them; passed on.
+        model: A transformers or peft model.
+        gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint`, such as ``use_reentrant``.
     """
     model.enable_input_require_grads()
     recompute_activations(model, gradient_checkpointing_kwargs)
@@ -39,11 +39,11 @@ def enable_gradient_checkpointing(model: nn.Module, gradient_checkpointing_kwarg
 def disable_gradient_checkpointing(
     model: nn.Module, gradient_checkpointing_kwargs: dict[str, Any] | None = None
 ) -> Iterator[None]:
-    """Activations are kept inside the block; each layer's own setting comes back afterwards, also after an exception.
+    """Disable activation checkpointing inside the context, and restore each layer's setting on exit.
 
     Args:
-        model: Of transformers or peft.
-        gradient_checkpointing_kwargs: For names' sake: what each layer had is restored, these included.
+        model: A transformers or peft model.
+        gradient_checkpointing_kwargs: Accepted for compatibility. The previous arguments are restored.
     """
     bare = causal_lm(model)
     layers: list[Any] = [module for module in bare.modules() if getattr(module, "gradient_checkpointing", False)]
@@ -61,9 +61,9 @@ def prepare_model_for_kbit_training(
     use_gradient_checkpointing: bool = True,
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Freeze a base model; a quantised one gets gradients through its embeddings and, if asked for, checkpointing.
+    """Freeze a base model. For a quantized model, enable gradients through embeddings and checkpointing if requested.
 
-    Nothing is cast up to float32: norms in 16 bits train adapters as well, in less memory.
+    Nothing is cast to float32: 16-bit norms train adapters equally well with less memory.
     """
     for parameter in model.parameters():
         parameter.requires_grad = False
@@ -73,17 +73,18 @@ def prepare_model_for_kbit_training(
 
 
 def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: Any) -> Any:
-    """A quantised base made ready and an adapter put on it, both at once.
+    """Prepare a quantized base model and add an adapter.
 
-    ``args.gradient_checkpointing`` is switched off where it was enabled here, so that a trainer does not do it again.
+    ``args.gradient_checkpointing`` is set to False if checkpointing was enabled here, so that the trainer does not
+    repeat it.
 
     Args:
-        model: A base model, or a ``PeftModel`` to go on with (then ``peft_config`` must be None).
-        peft_config: The adapter; None adds none.
-        args: Reads ``gradient_checkpointing``, its kwargs and ``bf16``.
+        model: A base model, or a ``PeftModel`` to continue training (``peft_config`` must then be None).
+        peft_config: Config of the adapter. None: do not add one.
+        args: Config with ``gradient_checkpointing``, its kwargs and ``bf16``.
 
     Raises:
-        ArgumentTypeError: ``peft_config`` is not a peft config. ConfigError: the model carries an adapter already.
+        ArgumentTypeError: ``peft_config`` is not a peft config. ConfigError: The model already has an adapter.
     """
     import peft
 
@@ -103,7 +104,7 @@ def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: A
 
 
 def peft_module_casting_to_bf16(model: nn.Module) -> None:
-    """Cast float32 parameters to bfloat16 in place, but for norms and DoRA magnitudes, whose small updates would round away."""
+    """Cast float32 parameters to bfloat16 in place, except norms and DoRA magnitudes, whose updates are small."""
     norms = [name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
     for name, parameter in model.named_parameters():
         kept = name.rpartition(".")[0] in norms or "lora_magnitude_vector" in name
@@ -118,13 +119,14 @@ def unwrap_model_for_generation(
     gather_deepspeed3_params: bool = True,
     generation_kwargs: dict[str, Any] | None = None,
 ) -> Iterator[Any]:
-    """The bare model with all its parameters, keeping activations nowhere; everything is restored, also after an exception.
+    """Yield the unwrapped model with all parameters and without activation checkpointing. Everything is restored on
+    exit.
 
     Args:
-        model: As the trainer wrapped it.
-        accelerator: That wrapped it.
-        gather_deepspeed3_params: Bring the shards of ZeRO-3 (or FSDP) together first.
-        generation_kwargs: Fields of the generation config inside the block.
+        model: Model as wrapped by the trainer.
+        accelerator: Accelerator that wrapped it.
+        gather_deepspeed3_params: Whether to gather the shards of ZeRO-3 (or FSDP).
+        generation_kwargs: Fields of the generation config inside the context.
     """
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     config: Any = generation_config_of(bare)
@@ -144,7 +146,7 @@ def unwrap_model_for_generation(
 
 
 def empty_cache() -> None:
-    """Give memory that no tensor uses back to the device, whichever it is; nothing happens on a CPU."""
+    """Release unused memory of the accelerator. On a CPU only the garbage collector runs."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
@@ -157,18 +159,18 @@ def get_reward(
     context_length: int,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of a sequence classifier at every token, and at the last token of each response.
+    """Compute scores of a sequence classifier at every token, and at the last token of each response.
 
     Args:
-        model: With one output and a score head.
-        query_responses: ``(B, T)`` ids, queries padded on the left and responses on the right.
-        pad_token_id: Pads.
-        context_length: Tokens of the (padded) queries.
-        attention_mask: ``(B, T)``, 1 on real tokens. None takes every pad id for padding: where pad equals eos, give the mask,
-            or the eos that ends a response is not read.
+        model: Model with one output and a score head.
+        query_responses: ``(B, T)`` ids, with queries padded on the left and responses on the right.
+        pad_token_id: Pad token.
+        context_length: Number of tokens of the padded queries.
+        attention_mask: ``(B, T)``, 1 for real tokens. None: every pad token is padding. If pad equals eos, pass the
+            mask, or the final eos is ignored.
 
     Returns:
-        Scores ``(B, T, 1)``, those at the last tokens ``(B,)``, and the positions of these ``(B,)``.
+        Scores ``(B, T, 1)``, scores at the last tokens ``(B,)``, and positions of the last tokens ``(B,)``.
 
     >>> scores, last, where = get_reward(reward_model, ids, tokenizer.pad_token_id, 16)  # doctest: +SKIP
     """

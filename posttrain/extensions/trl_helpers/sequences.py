@@ -1,4 +1,4 @@
-"""Helpers on batches and datasets by TRL's names: splitting, shuffling, conversions."""
+"""Helpers for batches and datasets with TRL's names: splitting, shuffling, conversion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _is_sized(value: object) -> bool:
 
 
 def _rows(where: str, batch: Mapping[str, Any]) -> int | None:
-    """How many rows the entries of a batch have; None when none of them has rows."""
+    """Return the number of rows in the entries of a batch, or None if no entry has rows."""
     size: int | None = None
     owner = ""
     for name, value in batch.items():
@@ -35,23 +35,23 @@ def _rows(where: str, batch: Mapping[str, Any]) -> int | None:
             )
         if size is not None and len(value) != size:
             raise DataError(
-                f"{where}: entry {name!r} has {len(value)} rows, and {owner!r} has {size}. They must agree, or rows of one "
-                "would meet rows of another sample."
+                f"{where}: entry {name!r} has {len(value)} rows, but {owner!r} has {size}. The numbers must be equal, "
+                "or rows of different samples would be combined."
             )
         size, owner = len(value), owner or name
     return size
 
 
 def split_tensor_dict(tensor_dict: Mapping[str, Any], num_chunks: int) -> list[dict[str, Any]]:
-    """Cut a batch into equal chunks along its rows.
+    """Split a batch into equal chunks along its rows.
 
     Args:
-        tensor_dict: Tensors ``(N, ...)`` and lists of N are cut; scalars, 0-d tensors and None go to every chunk.
-        num_chunks: Must divide N.
+        tensor_dict: Tensors ``(N, ...)`` and lists of length N are split. Scalars, 0-d tensors and None are in every
+            chunk.
+        num_chunks: Number of chunks, which must divide N.
 
     Raises:
-        ConfigError: ``num_chunks`` below 1. DataError: N is 0 or not divisible (rows would be lost), or entries disagree
-            about N.
+        ConfigError: ``num_chunks`` is below 1. DataError: N is 0 or not divisible, or entries have different N.
 
     >>> split_tensor_dict({"x": torch.arange(4), "y": None}, 2)
     [{'x': tensor([0, 1]), 'y': None}, {'x': tensor([2, 3]), 'y': None}]
@@ -63,8 +63,8 @@ def split_tensor_dict(tensor_dict: Mapping[str, Any], num_chunks: int) -> list[d
         return [dict(tensor_dict) for _ in range(num_chunks)]
     if size == 0 or size % num_chunks:
         raise DataError(
-            f"split_tensor_dict: {size} rows cannot be cut into {num_chunks} equal chunks; rows would be lost or chunks "
-            "left empty. Choose a number of chunks that divides the rows."
+            f"split_tensor_dict: {size} rows cannot be split into {num_chunks} equal, nonempty chunks. Use a number "
+            "of chunks that divides the rows."
         )
     step = size // num_chunks
     return [
@@ -74,14 +74,14 @@ def split_tensor_dict(tensor_dict: Mapping[str, Any], num_chunks: int) -> list[d
 
 
 def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Generator | None = None) -> dict[str, Any]:
-    """Apply one random permutation to the rows of every entry.
+    """Apply the same random permutation to the rows of every entry.
 
     Args:
-        seq_dict: Tensors ``(N, ...)`` and lists of N; scalars, 0-d tensors and None stay.
-        generator: Where the permutation comes from; None is torch's global generator.
+        seq_dict: Tensors ``(N, ...)`` and lists of length N. Scalars, 0-d tensors and None are not changed.
+        generator: Random generator. None: torch's global generator.
 
     Raises:
-        DataError: Entries disagree about N.
+        DataError: Entries have different N.
     """
     size = _rows("shuffle_sequence_dict", seq_dict)
     if size is None:
@@ -98,9 +98,9 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Gener
     return {name: shuffled(value) if _is_sized(value) else value for name, value in seq_dict.items()}
 
 
-JUDGED = ("chosen", "rejected", "completion", "completions", "label", "labels")  # Columns that a conversion uses up.
+JUDGED = ("chosen", "rejected", "completion", "completions", "label", "labels")  # Columns that a conversion removes.
 ANSWERS = ("language-modeling", "prompt-completion", "prompt-only")
-# Type -> what its rows hold enough for.
+# Types, and the types that they can be converted to.
 CONVERSIONS = {
     "prompt-completion": ("language-modeling", "prompt-only"),
     "preference": (*ANSWERS, "implicit-preference", "unpaired-preference"),
@@ -111,7 +111,7 @@ CONVERSIONS = {
 
 
 def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_proc: int | None = None) -> Any:
-    """Turn a dataset into one of another type; columns that are no part of the old type stay.
+    """Convert a dataset to another type. Columns that do not belong to the old type are kept.
 
     | from | to |
     |---|---|
@@ -120,17 +120,17 @@ def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_
     | unpaired-preference | language-modeling, prompt-completion (rows whose label is true), prompt-only |
     | stepwise-supervision | language-modeling, prompt-completion (rows of good steps alone), unpaired-preference, prompt-only |
 
-    To unpaired-preference is only right where every chosen answer is good and every rejected one bad by itself.
+    Conversion to unpaired-preference is only correct if every chosen answer is good and every rejected answer is bad.
 
     Args:
-        dataset: ``Dataset``, ``DatasetDict`` or an iterable twin.
-        to: Type, as `describe_dataset` names it.
-        separator: Stands between the steps of stepwise supervision once they are one answer.
-        num_proc: Processes.
+        dataset: A ``Dataset``, a ``DatasetDict`` or their iterable versions.
+        to: Target type, with the names of `describe_dataset`.
+        separator: Separator between the steps of stepwise supervision when they are joined.
+        num_proc: Number of processes.
 
     Raises:
-        ConfigError: ``to`` is no type that anything converts to.
-        DataError: The dataset has no answer of that kind, or no row is left (none is good).
+        ConfigError: ``to`` is not a supported target type.
+        DataError: The dataset cannot be converted to this type, or no row is left because no answer is good.
 
     >>> pairs = datasets.Dataset.from_dict({"prompt": ["2+2="], "chosen": [" 4"], "rejected": [" 5"]})
     >>> convert_dataset(pairs, "prompt-completion")[0]
@@ -149,15 +149,15 @@ def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_
     known = CONVERSIONS.get(kind, ())
     if to not in known:
         raise DataError(
-            f"a {kind} dataset (columns {described['columns']}) holds nothing to make a {to} one of; it converts to "
-            f"{sorted(known) or 'nothing'}."
+            f"a {kind} dataset (columns {described['columns']}) cannot be converted to {to}. Possible types are "
+            f"{sorted(known) or 'none'}."
         )
     extra: dict[str, Any] = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
     if kind in ("unpaired-preference", "stepwise-supervision") and to not in ("prompt-only", "unpaired-preference"):
         dataset = dataset.filter(_is_good, **extra)
         if next(iter(dataset), None) is None:
             raise DataError(
-                f"no row is left: none of the {kind} rows is good, and a {to} dataset holds good ones alone."
+                f"no row is left: none of the {kind} rows is good, but a {to} dataset has only good answers."
             )
     if to == "unpaired-preference" and "chosen" in described["columns"]:
         return extract_and_unpair(dataset, num_proc)
@@ -166,12 +166,12 @@ def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_
 
 
 def _is_good(row: Mapping[str, Any]) -> bool:
-    """Whether a judged answer is one to imitate."""
+    """Return whether a labeled answer should be imitated."""
     return bool(row["label"]) if "label" in row else all(row["labels"])
 
 
 def _convert(row: Mapping[str, Any], to: str, separator: str) -> dict[str, Any]:
-    """The columns of the new type."""
+    """Return the columns of the new type."""
     row = maybe_convert_to_chatml(row)
     if "completions" in row:
         row |= {"completion": separator.join(row["completions"]), "label": all(row["labels"])}

@@ -1,4 +1,4 @@
-"""Helpers on tensors by TRL's names: padding, masked statistics, log-softmax of chosen tokens."""
+"""Tensor helpers with TRL's names: padding, masked statistics, log-softmax of selected tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
-WHITEN_EPS = 1e-8  # Keeps the division finite when all values are equal.
+WHITEN_EPS = 1e-8  # Avoids division by zero if all values are equal.
 
 
 def pad(
@@ -20,20 +20,21 @@ def pad(
     padding_side: str = "right",
     pad_to_multiple_of: int | None = None,
 ) -> Tensor:
-    """Stack N tensors of equal rank, each dimension as long as the longest of them.
+    """Stack N tensors with the same number of dimensions, padded to the maximum of each dimension.
 
     Args:
-        tensors: N tensors of one rank (at least 1), dtype and device.
-        padding_value: What fills the rest; must be a number that the dtype can hold.
-        padding_side: ``left`` or ``right``, of the first dimension; the others are always filled on the right.
-        pad_to_multiple_of: Rounds the first dimension up; None leaves it.
+        tensors: N tensors with the same number of dimensions (at least 1), dtype and device.
+        padding_value: Value of padding. The dtype must be able to represent it.
+        padding_side: ``left`` or ``right``, for the first dimension. Other dimensions are padded on the right.
+        pad_to_multiple_of: Round the first dimension up to a multiple of this number. None: no rounding.
 
     Returns:
         ``(N, D0, D1, ...)`` in the dtype and on the device of the tensors.
 
     Raises:
-        ConfigError: An unknown side, or a multiple below 1. DataError: No tensors, or tensors that do not belong together.
-        ArgumentTypeError: Something that is no tensor.
+        ConfigError: The side is unknown or the multiple is below 1. DataError: There are no tensors, or they do not
+            match.
+        ArgumentTypeError: An item is not a tensor.
 
     >>> pad([torch.tensor([1, 2, 3]), torch.tensor([4])], padding_value=9, padding_side="left")
     tensor([[1, 2, 3],
@@ -45,7 +46,7 @@ def pad(
     _check_alike(tensors)
     first = tensors[0]
     if not first.is_floating_point() and not float(padding_value).is_integer():
-        raise DataError(f"padding_value={padding_value} does not fit the tensors' dtype {first.dtype}.")
+        raise DataError(f"padding_value={padding_value} cannot be represented in the tensors' dtype {first.dtype}.")
     shape = [max(t.shape[d] for t in tensors) for d in range(first.dim())]
     if pad_to_multiple_of is not None:
         shape[0] = math.ceil(shape[0] / pad_to_multiple_of) * pad_to_multiple_of
@@ -65,7 +66,7 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
             raise ArgumentTypeError(f"pad: item {i} is a {type(t).__name__}; every item must be a torch.Tensor.")
         if t.dim() == 0:
             raise DataError(
-                f"pad: tensor {i} is a scalar (0 dimensions); there is nothing to pad. Stack scalars instead."
+                f"pad: tensor {i} is a scalar (0 dimensions), which cannot be padded. Stack scalars instead."
             )
         for what, mine, theirs in (
             ("dimensions", t.dim(), first.dim()),
@@ -74,13 +75,13 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
         ):
             if mine != theirs:
                 raise DataError(
-                    f"pad: tensor {i} has {what} {mine}, and tensor 0 has {theirs}. Convert them first; padding would "
+                    f"pad: tensor {i} has {what} {mine}, but tensor 0 has {theirs}. Convert them first; padding would "
                     "otherwise change values silently."
                 )
 
 
 def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) -> Tensor:
-    """Fill ``dim`` on the right up to ``length``; a tensor that is as long or longer is returned as it is, never cut.
+    """Pad dimension ``dim`` on the right to ``length``. A longer tensor is returned unchanged.
 
     >>> pad_to_length(torch.tensor([[1, 2]]), 4, 0)
     tensor([[1, 2, 0, 0]])
@@ -94,20 +95,21 @@ def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) 
 
 
 def flush_left(mask: Tensor, *tensors: Tensor, fill_value: float | Sequence[float] = 0) -> Tensor | tuple[Tensor, ...]:
-    """Move what the mask keeps to the left of each row, in order, and cut the columns that no row needs.
+    """Move the entries that the mask keeps to the left of each row, and remove columns that are empty in all rows.
 
-    Gaps in a row close; no kept entry is ever lost.
+    The order of entries is kept, and no kept entry is lost.
 
     Args:
-        mask: ``(N, M)`` of 0 and 1, any integer, floating or bool dtype.
-        *tensors: ``(N, M, ...)`` each, moved the same way.
-        fill_value: Written where the result is masked; one number for all tensors, or one for each.
+        mask: ``(N, M)`` of 0 and 1, with any integer, floating-point or bool dtype.
+        *tensors: ``(N, M, ...)`` each, moved like the mask.
+        fill_value: Value of masked entries; one number for all tensors, or one per tensor.
 
     Returns:
-        The mask ``(N, W)``, W the largest number of ones in a row; with tensors the tuple ``(mask, *tensors)``.
+        The mask ``(N, W)``, where W is the largest number of ones in a row. With tensors: the tuple ``(mask,
+        *tensors)``.
 
     Raises:
-        DataError: A mask that is not two-dimensional or holds something else than 0 and 1, or shapes that do not fit.
+        DataError: The mask is not two-dimensional or has other values than 0 and 1, or shapes differ.
 
     >>> flush_left(torch.tensor([[0, 1, 0, 1]]), torch.tensor([[7, 20, 7, 21]]))
     (tensor([[1, 1]]), tensor([[20, 21]]))
@@ -116,7 +118,7 @@ def flush_left(mask: Tensor, *tensors: Tensor, fill_value: float | Sequence[floa
         raise DataError(f"flush_left: the mask has shape {tuple(mask.shape)}; it must be (N, M).")
     kept = mask.bool()
     if not torch.equal(kept.to(mask.dtype), mask):
-        raise DataError("flush_left: the mask holds values other than 0 and 1.")
+        raise DataError("flush_left: the mask has values other than 0 and 1.")
     width = int(kept.sum(1).max()) if kept.numel() else 0
     order = (~kept).int().argsort(dim=1, stable=True)[:, :width]
     moved = kept.gather(1, order)
@@ -124,13 +126,15 @@ def flush_left(mask: Tensor, *tensors: Tensor, fill_value: float | Sequence[floa
         return moved.to(mask.dtype)
     fills = list(fill_value) if isinstance(fill_value, Sequence) else [fill_value] * len(tensors)
     if len(fills) != len(tensors):
-        raise DataError(f"flush_left: {len(fills)} fill values for {len(tensors)} tensors; give one, or one for each.")
+        raise DataError(
+            f"flush_left: {len(fills)} fill values for {len(tensors)} tensors. Pass one value, or one per tensor."
+        )
     out = [moved.to(mask.dtype)]
     for i, (tensor, fill) in enumerate(zip(tensors, fills, strict=True)):
         if tensor.shape[:2] != mask.shape:
             raise DataError(
-                f"flush_left: tensor {i} has shape {tuple(tensor.shape)}, and the mask {tuple(mask.shape)}; the first two "
-                "dimensions must be the same."
+                f"flush_left: tensor {i} has shape {tuple(tensor.shape)}, but the mask has {tuple(mask.shape)}. The "
+                "first two dimensions must be equal."
             )
         trailing = (1,) * (tensor.dim() - 2)
         index = order.reshape(*order.shape, *trailing).expand(*order.shape, *tensor.shape[2:])
@@ -140,7 +144,7 @@ def flush_left(mask: Tensor, *tensors: Tensor, fill_value: float | Sequence[floa
 
 
 def first_true_indices(bools: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
-    """Index of the first true entry along the last axis, or the axis' length where there is none.
+    """Return the index of the first true entry along the last axis, or the length of the axis if there is none.
 
     >>> first_true_indices(torch.tensor([[False, True, True], [False, False, False]]))
     tensor([1, 3])
@@ -154,40 +158,40 @@ def first_true_indices(bools: Tensor, dtype: torch.dtype = torch.long) -> Tensor
 def truncate_right(
     input_ids: Tensor, stop_token_id: int | Sequence[int] | Tensor, pad_token_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Keep each row up to and including its first stop token; the rest becomes padding.
+    """Keep each row up to and including its first stop token, and replace the rest by padding.
 
     Args:
-        input_ids: ``(..., L)`` integer.
-        stop_token_id: One id, or several: a model may have more than one that ends a turn.
-        pad_token_id: Written behind the stop token; may equal it.
+        input_ids: ``(..., L)`` integer ids.
+        stop_token_id: One or several ids.
+        pad_token_id: Id after the stop token. It may equal the stop token.
 
     Returns:
-        The ids, and a mask in their dtype with 1 on what was kept; both in the shape of ``input_ids``.
+        The ids, and a mask in their dtype with 1 for kept tokens. Both have the shape of ``input_ids``.
 
     Raises:
-        DataError: An empty list of stop tokens.
+        DataError: The list of stop tokens is empty.
 
     >>> truncate_right(torch.tensor([[5, 8, 6, 8]]), stop_token_id=8, pad_token_id=0)
     (tensor([[5, 8, 0, 0]]), tensor([[1, 1, 0, 0]]))
     """
     stops = torch.as_tensor(stop_token_id, device=input_ids.device).reshape(-1)
     if stops.numel() == 0:
-        raise DataError("truncate_right: stop_token_id is an empty list, so nothing would ever be cut. Give an id.")
+        raise DataError("truncate_right: stop_token_id is an empty list, so nothing would be truncated. Pass an id.")
     ends = first_true_indices(torch.isin(input_ids, stops)).unsqueeze(-1)
     kept = torch.arange(input_ids.shape[-1], device=input_ids.device) <= ends
     return input_ids.masked_fill(~kept, pad_token_id), kept.to(input_ids.dtype)
 
 
 def nanstd(tensor: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Standard deviation of what is not NaN: ``sqrt(n / (n - 1) * mean((x - mu)^2))``.
+    """Compute the standard deviation of values that are not NaN: ``sqrt(n / (n - 1) * mean((x - mu)^2))``.
 
     Args:
-        tensor: Any shape; integers are computed in the default floating dtype.
-        dim: Dimension or dimensions to reduce, negative ones counted from the end; None is all.
-        keepdim: Keep reduced dimensions with size 1.
+        tensor: Any shape. Integers are converted to the default floating-point dtype.
+        dim: Dimension or dimensions to reduce. None: all.
+        keepdim: Whether to keep reduced dimensions with size 1.
 
     Returns:
-        NaN where fewer than two numbers are left.
+        The standard deviation, or NaN for fewer than two values.
 
     >>> nanstd(torch.tensor([2.0, 4.0, float("nan"), 9.0]))
     tensor(3.6056)
@@ -211,22 +215,22 @@ def _nan_extreme(tensor: Tensor, largest: bool) -> Tensor:
 
 
 def nanmin(tensor: Tensor) -> Tensor:
-    """The smallest value that is not NaN; NaN, in the dtype and on the device of the tensor, when there is none."""
+    """Return the smallest value that is not NaN, or NaN if there is none."""
     return _nan_extreme(tensor, largest=False)
 
 
 def nanmax(tensor: Tensor) -> Tensor:
-    """The largest value that is not NaN; NaN, in the dtype and on the device of the tensor, when there is none."""
+    """Return the largest value that is not NaN, or NaN if there is none."""
     return _nan_extreme(tensor, largest=True)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """``sum(v m) / sum(m)``; NaN where the mask is empty. What the mask leaves out is not read, so it may be NaN.
+    """Compute ``sum(v m) / sum(m)``; NaN if the mask is empty. Masked-out values may be NaN.
 
     Args:
         values: Any shape.
-        mask: Same shape, bool or weights.
-        axis: Dimension or dimensions to reduce; None is all.
+        mask: Same shape; bool or weights.
+        axis: Dimension or dimensions to reduce. None: all.
 
     >>> masked_mean(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 1, 1, 0]))
     tensor(2.5000)
@@ -238,12 +242,12 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance about the masked mean, times ``n / (n - 1)`` when ``unbiased``; 0 for a single value.
+    """Compute the variance of masked values, times ``n / (n - 1)`` if ``unbiased``. It is 0 for a single value.
 
     Args:
         values: Any shape.
-        mask: Same shape, of 0 and 1.
-        unbiased: Apply Bessel's correction.
+        mask: Same shape, values 0 and 1.
+        unbiased: Whether to apply Bessel's correction.
 
     Raises:
         DataError: The mask is empty.
@@ -253,22 +257,23 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """
     n = mask.sum()
     if n == 0:
-        raise DataError(f"masked_var: the mask of shape {tuple(mask.shape)} keeps none of its {mask.numel()} values.")
+        raise DataError(f"masked_var: the mask of shape {tuple(mask.shape)} selects none of its {mask.numel()} values.")
     values = values.masked_fill(~mask.bool(), 0)
     variance = masked_mean((values - masked_mean(values, mask)).square(), mask)
     return variance * n / (n - 1).clamp_min(1) if unbiased else variance
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """``(v - mean) / sqrt(var + 1e-8)`` with the statistics of what the mask keeps.
+    """Compute ``(v - mean) / sqrt(var + 1e-8)`` with the statistics of the masked values.
 
     Args:
         values: Any shape.
-        mask: Same shape, of 0 and 1.
-        shift_mean: False adds the mean back: only the scale changes.
+        mask: Same shape, values 0 and 1.
+        shift_mean: Whether to subtract the mean. False: only the scale changes.
 
     Returns:
-        Same shape as ``values``; a mask with a single value leaves them unchanged, since one value has no spread.
+        Tensor with the shape of ``values``. With a single masked value they are returned unchanged, because its
+        variance is undefined.
 
     Raises:
         DataError: The mask is empty.
@@ -281,18 +286,18 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     return whitened if shift_mean else whitened + mean
 
 
-# Float32 logits at a time. On a CPU 1 to 16 MiB were equally fast and 64 MiB took twice as long; an accelerator wants fewer,
-# larger launches.
+# Maximum bytes of float32 logits per chunk. On a CPU 1 to 16 MiB are equally fast and 64 MiB take twice as long. An
+# accelerator needs fewer, larger launches.
 CHUNK_BYTES = {"cpu": 16 * 2**20}
 ACCELERATOR_CHUNK_BYTES = 256 * 2**20
 
 
 def _chunk_of(logits: Tensor, index: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs ``(n, K)`` and entropies ``(n,)`` of a chunk of rows ``(n, V)``, at least in float32."""
+    """Compute log-probs ``(n, K)`` and entropies ``(n,)`` of a chunk of logits ``(n, V)``, at least in float32."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     x = x - x.amax(-1, keepdim=True).detach()
     log_z = x.logsumexp(-1)
-    # A logit of -inf has probability 0, and 0 times it must be 0 instead of NaN.
+    # A logit of -inf has probability 0. Its contribution must be 0 instead of NaN.
     weighted = x.softmax(-1) * x.masked_fill(x == -math.inf, 0.0)
     return x.gather(-1, index) - log_z.unsqueeze(-1), log_z - weighted.sum(-1)
 
@@ -300,7 +305,7 @@ def _chunk_of(logits: Tensor, index: Tensor, temperature: float) -> tuple[Tensor
 def _in_chunks(
     logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs ``(N, K)`` and entropies ``(N,)``; backward computes each chunk's softmax again, so that none is kept."""
+    """Compute log-probs ``(N, K)`` and entropies ``(N,)``. The backward pass recomputes each chunk's softmax."""
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature} must be above 0: logits are divided by it.")
     if logits.dim() < 1 or not logits.is_floating_point():
@@ -310,11 +315,11 @@ def _in_chunks(
     rows, vocabulary = logits.shape[:-1], logits.shape[-1]
     if index.shape[: len(rows)] != rows or index.dim() not in (len(rows), len(rows) + 1):
         raise DataError(
-            f"index has shape {tuple(index.shape)}, and the logits {tuple(logits.shape)}; index must be {tuple(rows)}, or "
-            f"{tuple(rows)} and one more dimension of chosen tokens."
+            f"index has shape {tuple(index.shape)}, but the logits have {tuple(logits.shape)}. index must have the "
+            f"shape {tuple(rows)}, optionally with one more dimension of selected tokens."
         )
     if row_mask is not None and row_mask.shape != rows:
-        raise DataError(f"row_mask has shape {tuple(row_mask.shape)}, and the logits have rows {tuple(rows)}.")
+        raise DataError(f"row_mask has shape {tuple(row_mask.shape)}, but the logits have rows {tuple(rows)}.")
     n = rows.numel()
     flat, index = (
         logits.reshape(n, vocabulary),
@@ -342,19 +347,19 @@ def selective_log_softmax(
     row_mask: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``logits[index] / T - logsumexp(logits / T)`` over the last axis: what ``log_softmax`` and ``gather`` would give.
+    """Compute ``logits[index] / T - logsumexp(logits / T)`` over the last axis, as ``log_softmax`` and ``gather``
+    would.
 
     Args:
-        logits: ``(..., V)`` floating point.
+        logits: ``(..., V)`` floating-point logits.
         index: ``(...)`` or ``(..., K)`` int64 in ``[0, V)``.
-        temperature: T > 0.
-        row_mask: ``(...)``; rows where it is false return 0, get no gradient, and neither their logits nor their index are
-            read.
-        out_dtype: Of the result; None is the dtype of the logits. Log-probs rounded to half precision make noisy ratios,
-            so pass ``torch.float32`` for those.
+        temperature: T, above 0.
+        row_mask: ``(...)``. Rows where it is false return 0 and get no gradient; their logits and index are not read.
+        out_dtype: Dtype of the result. None: the dtype of the logits. Use ``torch.float32`` for importance ratios,
+            which are noisy in half precision.
 
     Returns:
-        Log-probabilities in nats, in the shape of ``index``; ``-inf`` where the chosen logit is.
+        Log-probs in nats with the shape of ``index``; ``-inf`` for a logit of ``-inf``.
 
     Raises:
         ConfigError: ``temperature`` is not above 0. DataError: Shapes that do not fit.
@@ -375,9 +380,10 @@ def entropy_from_logits(
     row_mask: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``H = -sum_v p_v log p_v`` in nats, ``(...)``, with ``p = softmax(logits / T)``; a logit of ``-inf`` contributes 0.
+    """Compute ``H = -sum_v p_v log p_v`` in nats, ``(...)``, with ``p = softmax(logits / T)``. A logit of ``-inf``
+    contributes 0.
 
-    ``chunk_size`` rows are computed at a time; the other arguments are those of `selective_log_softmax`.
+    ``chunk_size`` rows are computed at a time. The other arguments are those of `selective_log_softmax`.
 
     Raises:
         ConfigError: ``chunk_size`` below 1, or ``temperature`` not above 0. DataError: Shapes that do not fit.
@@ -386,7 +392,7 @@ def entropy_from_logits(
     tensor(1.3863)
     """
     if chunk_size < 1:
-        raise ConfigError(f"chunk_size={chunk_size} must be at least 1: it is how many rows are read at a time.")
+        raise ConfigError(f"chunk_size={chunk_size}, the number of rows per chunk, must be at least 1.")
     none = torch.empty(*logits.shape[:-1], 0, dtype=torch.long, device=logits.device)
     _, entropy = _in_chunks(logits, none, temperature, row_mask, chunk_size)
     return entropy.reshape(logits.shape[:-1]).to(out_dtype or logits.dtype)
@@ -401,7 +407,7 @@ def selective_log_softmax_and_entropy(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`selective_log_softmax` and `entropy_from_logits` in one pass over the logits.
+    """Compute `selective_log_softmax` and `entropy_from_logits` in one pass over the logits.
 
     With ``entropy_requires_grad=False`` the entropy has no gradient, for logging.
     """

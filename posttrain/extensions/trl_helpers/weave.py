@@ -26,25 +26,26 @@ PURPOSE = "WeaveCallback"
 
 
 class WeaveCallback(transformers.TrainerCallback):
-    """Completes the prompts of the evaluation set after every evaluation and logs them to Weave.
+    """Complete the prompts of the evaluation set after every evaluation, and log completions to Weave.
 
-    Without scorers each completion is a trace. With scorers each evaluation is a Weave evaluation: one prediction a
-    prompt with its scores, and a summary of ``total_predictions``, ``successful_predictions`` and ``avg_<name>`` for every
-    scorer. A scorer or a prediction that fails is logged and left out, never counted as zero. The calls carry the training
-    step, the model's name and the sampling settings as attributes. Without the package weave it warns and does nothing.
+    Without scorers each completion is a trace. With scorers each evaluation is a Weave evaluation: one prediction with
+    scores per prompt, and a summary of ``total_predictions``, ``successful_predictions`` and ``avg_<name>`` for every
+    scorer. A scorer or a prediction that fails is logged and excluded from averages. Calls have the training step, the
+    model's name and the sampling settings as attributes. Without the package weave a warning is logged and nothing else
+    is done.
 
     Args:
-        trainer: The trainer it is added to.
-        project_name: Where to log, where no Weave client is live; None takes the project of the live wandb run.
-        scorers: ``name -> f(prompt, completion)``, a number or a bool.
-        generation_config: See `LogCompletionsCallback`.
-        num_prompts: Only the first n rows; None is all.
+        trainer: Trainer that the callback is added to.
+        project_name: Project to log to if there is no Weave client. None: the project of the current wandb run.
+        scorers: ``name -> f(prompt, completion)``, which returns a number or a bool.
+        generation_config: Sampling settings; see `LogCompletionsCallback`.
+        num_prompts: Number of first rows to use. None: all.
         dataset_name: Name of the dataset in Weave.
-        model_name: Name of the model in Weave; None is the last part of its id.
-        dataset: Prompts from here instead of ``trainer.eval_dataset``.
+        model_name: Name of the model in Weave. None: the last part of its id.
+        dataset: Dataset of prompts. None: ``trainer.eval_dataset``.
 
     Raises:
-        ConfigError: When training or the first evaluation begins: there is no client, project or wandb run to log to.
+        ConfigError: At the beginning of training or evaluation, if there is no client, project or wandb run.
         DataError: See `posttrain.report.completions.EvalPrompts`.
 
     >>> trainer.add_callback(WeaveCallback(trainer, "team/runs", scorers={"length": lambda p, c: len(c)}))  # doctest: +SKIP
@@ -75,13 +76,13 @@ class WeaveCallback(transformers.TrainerCallback):
         self.model_name = model_name or Path(identity).name or "policy"
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Find the client before anything is trained."""
+        """Connect to Weave before training."""
         self._last_step = -1
         if self.source is not None and state.is_world_process_zero:
             self._connect()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Sample once a step, however many sets are evaluated, and log."""
+        """Sample and log once per step, even if several sets are evaluated."""
         if self.source is None or state.global_step == self._last_step:
             return
         self._last_step = state.global_step
@@ -102,11 +103,11 @@ class WeaveCallback(transformers.TrainerCallback):
                     self._evaluate(pairs)
                 else:
                     self._trace(client, pairs)
-        except Exception as error:  # A tracker must never stop training.
+        except Exception as error:  # An error of a tracker must not stop training.
             logger.warning("Weave: step %d was not logged: %s: %s", state.global_step, type(error).__name__, error)
 
     def _connect(self) -> Any:
-        """The live client, or a new one."""
+        """Return the current client, or create one."""
         if self._client is not None:
             return self._client
         weave: Any = require("weave", PURPOSE)
@@ -115,8 +116,8 @@ class WeaveCallback(transformers.TrainerCallback):
             project = self.project_name or _wandb_project()
             if project is None:
                 raise ConfigError(
-                    "WeaveCallback has nowhere to log to: no Weave client is live, project_name is None, and there is no wandb "
-                    "run. Pass project_name='entity/project', call weave.init first, or set report_to='wandb'."
+                    "WeaveCallback cannot log: there is no Weave client and no wandb run, and project_name is None. "
+                    "Pass project_name='entity/project', call weave.init first, or set report_to='wandb'."
                 )
             self._client = weave.init(project)
         return self._client
@@ -163,7 +164,7 @@ class WeaveCallback(transformers.TrainerCallback):
 
 
 def _wandb_project() -> str | None:
-    """``entity/project`` of the live wandb run; a package that was never imported has none."""
+    """Return ``entity/project`` of the current wandb run. None: wandb was not imported or has no run."""
     if "wandb" not in sys.modules:
         return None
     run = require("wandb", PURPOSE).run

@@ -1,4 +1,4 @@
-"""vLLM: `VLLMEngine` in the trainer's process, and `posttrain vllm-serve`, its own server with what training needs of it."""
+"""`VLLMEngine`: vLLM in the trainer's process. `run_server`: vLLM's server with the options that training needs."""
 
 from __future__ import annotations
 
@@ -37,39 +37,41 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of weights through shared memory, by its documented path (`posttrain.compat.paths.MOVED`).
+# Worker extension for weights through shared memory, by its documented path (`posttrain.compat.paths.MOVED`).
 EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
 TRANSFER = '{"backend": "posttrain"}'
 GUARDS = "posttrain.extensions.server.guard"
 TRANSFERS = ("posttrain", "nccl")
-# Options of vLLM that have one value with which training works, and why.
+# Options of vLLM with the only value that training supports, and the reason.
 CHECKED = {
     "logprobs-mode": ("processed_logprobs", "log-probs would be those before the temperature and truncation"),
     "generation-config": ("vllm", "sampling settings of the model's folder would change what is sampled"),
     "worker-extension-cls": (EXTENSION, "weights could not be pushed through shared memory"),
 }
-# Ranks that vLLM has kernels for.
+# Adapter ranks for which vLLM has kernels.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Layers that vLLM puts adapters on. With one around the output layer, its own or none, it cannot score given sequences (0.32: the
-# rows of its logits are taken for others), and trainers compare log-probs after a push.
+# Layers for which vLLM supports adapters. With an adapter on the output layer, vLLM 0.32 cannot score given sequences
+# (it selects wrong rows of logits), but trainers compare log-probs after a push.
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# GB of keys and values on a CPU, where vLLM would take most of the machine's memory.
+# KV cache on a CPU in GB. vLLM's default is most of the machine's memory.
 CPU_CACHE_GB = "4"
 
 State = Literal["awake", "asleep1", "asleep2"]
 LEVELS = ("auto", "1", "2")
-ROOM = 1.2  # Host memory that level 1 asks for, in sizes of the weights of all ranks of a host.
+ROOM = 1.2  # Required host memory of level 1, relative to the size of the weights of all ranks on a host.
 
 
 class Sleeps(Protocol):
-    """The part of an engine that gives memory back."""
+    """Methods of an engine that releases memory."""
 
     def sleep(self, level: int) -> Any: ...
     def wake_up(self, tags: Sequence[str] | None = None) -> Any: ...
 
 
 def choose_level(choice: str, *, generations_per_push: float, model_bytes: int, ranks: int, free_bytes: int) -> int:
-    """1 keeps the weights in host memory, where one push serves several generations and they fit; 2 drops them.
+    """Return the sleep level: 1 keeps the weights in host memory, 2 drops them.
+
+    "auto" selects 1 if one push serves several generations and the weights fit into host memory.
 
     >>> choose_level("auto", generations_per_push=2.0, model_bytes=10, ranks=1, free_bytes=12)
     1
@@ -82,19 +84,19 @@ def choose_level(choice: str, *, generations_per_push: float, model_bytes: int, 
 
 
 class Sleeper:
-    """Keeps ``{awake, asleep1, asleep2}`` and whether the weights are those that were pushed.
+    """State machine of vLLM's sleep mode: ``{awake, asleep1, asleep2}``, and whether the weights are the pushed ones.
 
-    From ``asleep2`` only a whole push leads to generation, and nothing ever reads weights from disk: those of the
-    checkpoint are not the policy any more once training began.
+    After ``asleep2`` all weights must be pushed before generation. Weights are never reloaded from disk, because the
+    checkpoint differs from the policy once training has begun.
 
     Args:
-        engine: With ``sleep`` and ``wake_up``.
-        level: Of its sleep; None: it never sleeps.
-        valid: Whether what it loaded at its start may be sampled from; not in training, where a push comes first.
+        engine: Engine with ``sleep`` and ``wake_up``.
+        level: Sleep level. None: it never sleeps.
+        valid: Whether the initially loaded weights may be sampled from. False in training, where a push comes first.
 
     Attributes:
-        state: Where it is.
-        valid: Whether it holds the weights of the last push.
+        state: Current state.
+        valid: Whether it has the weights of the last push.
     """
 
     def __init__(self, engine: Sleeps, level: int | None, *, valid: bool = True) -> None:
@@ -103,26 +105,26 @@ class Sleeper:
         self._without_cache = False
 
     def before_push(self) -> None:
-        """Memory for weights, without that of keys and values: gathering wants room."""
+        """Allocate memory for weights, but not for the KV cache, because gathering weights needs memory."""
         if self.state != "awake":
             self.engine.wake_up(["weights"])
             self.state, self._without_cache = "awake", True
         self.valid = False
 
     def pushed(self) -> None:
-        """A whole set of weights arrived."""
+        """Record that all weights have arrived."""
         self.valid = True
 
     def before_generate(self) -> None:
-        """Awake, with weights and room for keys and values.
+        """Wake the engine up, with weights and KV cache.
 
         Raises:
-            WeightSyncError: The weights were dropped, or never pushed.
+            WeightSyncError: The weights were dropped or never pushed.
         """
         if not self.valid:
             raise WeightSyncError(
-                f"the engine is {self.state} without the trainer's weights. Push them (load_weights) before generating; it "
-                "never reads them from disk again.",
+                f"the engine is {self.state} and does not have the trainer's weights. Push them (load_weights) before "
+                "generating; they are not reloaded from disk.",
                 phase="generate",
             )
         if self.state == "asleep1":
@@ -132,7 +134,7 @@ class Sleeper:
         self.state, self._without_cache = "awake", False
 
     def sleep(self) -> None:
-        """Training wants the memory."""
+        """Release memory for training."""
         if self.level is None or self.state != "awake":
             return
         self.engine.sleep(self.level)
@@ -140,25 +142,27 @@ class Sleeper:
         self.valid = self.valid and self.level == 1
 
 
-BATCHED_TOKENS = 4096  # vLLM measures its memory with a batch of so many; its own default takes most of a shared GPU.
+# Maximum number of tokens per batch, for which vLLM reserves memory. Its default would need most of a shared GPU.
+BATCHED_TOKENS = 4096
 NAMES_SHOWN = 5
-UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that vLLM has no rule for.
+UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that vLLM does not support.
 
 
 class VLLMEngine(RolloutEngine):
-    """Samples with an engine object of vLLM.
+    """Rollout engine with a vLLM object in the trainer's process.
 
-    Its log-probs are those of the distribution that was sampled from (``processed_logprobs``); where sampling is
-    truncated, those before truncation are not known, and `Rollout.logp` holds the processed ones.
+    Log-probs are those of the sampled distribution (``processed_logprobs``). With truncated sampling, log-probs before
+    truncation are unknown, and `Rollout.logp` has the processed ones.
 
     Args:
-        llm: ``vllm.LLM``, made with ``logprobs_mode="processed_logprobs"``; see `create`.
-        context: Most tokens of prompt and completion.
-        vocabulary: Token ids are below it.
-        dtype: Of its weights.
-        sleep_level: Of its sleep between generations; None: it stays awake.
-        encoder: The model's `PictureEncoder` where prompts may hold pictures; vLLM gets them as they are, and prepares them.
-        adapter_rank: Highest rank of a LoRA adapter that it was made for; None: it takes merged weights.
+        llm: A ``vllm.LLM`` with ``logprobs_mode="processed_logprobs"``; see `create`.
+        context: Maximum number of tokens of prompt and completion.
+        vocabulary: Vocabulary size.
+        dtype: Dtype of the weights.
+        sleep_level: Level of the sleep between generations. None: it stays awake.
+        encoder: The model's `PictureEncoder` if prompts may contain images. vLLM receives and preprocesses the original
+            images.
+        adapter_rank: Maximum rank of a LoRA adapter. None: weights are pushed merged.
 
     >>> engine = VLLMEngine.create("model-folder", dtype="float32")  # doctest: +SKIP
     >>> engine.load_weights(Weights(model, checkpoint_names=True), version=1)  # doctest: +SKIP
@@ -178,10 +182,10 @@ class VLLMEngine(RolloutEngine):
         adapter_rank: int | None = None,
     ) -> None:
         self.encoder = encoder
-        # The adapter that is sampled with, in a folder that is its own; None: the weights as they are.
+        # The current adapter, in its own folder. None: there is no adapter.
         self._adapter: Any = None
         self._folder: SharedFolder | None = None
-        # Whether what it loaded at its start is taken for the base model; a comparison that fails ends it.
+        # Whether the initially loaded weights are assumed to be the base model. A failed comparison unsets it.
         self._base_known = True
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
         self.capabilities = Capabilities(
@@ -201,33 +205,33 @@ class VLLMEngine(RolloutEngine):
         adapter_rank: int | None = None,
         **options: Any,
     ) -> VLLMEngine:
-        """Load vLLM in this process.
+        """Create a vLLM object in this process.
 
         Args:
-            model: Folder or id.
+            model: Folder or Hub id of the model.
             sleep_level: See the class.
             encoder: See the class.
             adapter_rank: See the class.
-            options: Of ``vllm.LLM``: ``revision``, ``dtype``, ``max_model_len``, ``gpu_memory_utilization``,
+            options: Arguments of ``vllm.LLM``: ``revision``, ``dtype``, ``max_model_len``, ``gpu_memory_utilization``,
                 ``tensor_parallel_size``, ``max_num_seqs``, ``seed``, ``quantization``, ``model_impl``.
 
         Raises:
             MissingDependencyError: vLLM is not installed.
-            ConfigError: It is to sleep, and this build cannot.
+            ConfigError: Sleep mode is requested, but this build does not support it.
         """
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # Weights are handed over without a copy.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # Weights are passed without a copy.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
         vllm = require("vllm", "rollouts by vLLM in this process (vllm_mode='colocate')")
         if sleep_level is not None and not sleep_available():
             raise ConfigError(
-                f"vllm_enable_sleep_mode=True: vLLM {vllm.__version__} does not sleep on this machine's "
-                f"{_platform().device_name or 'device'}: there is no accelerator whose memory it could give back. Set it to "
+                f"vllm_enable_sleep_mode=True: vLLM {vllm.__version__} does not support sleep mode on this machine's "
+                f"{_platform().device_name or 'device'}, because there is no accelerator memory to release. Set it to "
                 "False."
             )
         fixed = {
             **_prefill(),
             "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",  # Not the sampling settings of the checkpoint's folder.
+            "generation_config": "vllm",  # Ignore the sampling settings of the checkpoint.
             "enable_sleep_mode": sleep_level is not None,
         }
         if adapter_rank is not None:
@@ -248,10 +252,10 @@ class VLLMEngine(RolloutEngine):
 
     @classmethod
     def for_training(cls, model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> VLLMEngine:
-        """As a trainer's config says; every process has its own, or ``vllm_tensor_parallel_size`` of them share one.
+        """Create the engine of a trainer's config. Every process has its own engine.
 
         Raises:
-            ConfigError: Processes that do not divide into engines; a model that was loaded in 8 bits, or has no folder.
+            ConfigError: The tensor parallel size is invalid, or the model is in 8 bits or has no folder.
         """
         shards, world = args.vllm_tensor_parallel_size, accelerator.num_processes
         if world % shards:
@@ -261,15 +265,15 @@ class VLLMEngine(RolloutEngine):
             )
         if shards > 1:
             raise ConfigError(
-                f"vllm_tensor_parallel_size={shards}: with vllm_mode='colocate' each process runs its whole engine. Serve a "
-                "model that one accelerator cannot hold (vllm_mode='server')."
+                f"vllm_tensor_parallel_size={shards}: with vllm_mode='colocate' each process runs its own whole "
+                "engine. Serve a model that needs several accelerators with vllm_mode='server'."
             )
         base = causal_lm(model)
         path = base.config.name_or_path
         if not path:
             raise ConfigError(
-                "vllm_mode='colocate' loads the model's architecture by its name, and this model has none. Load it with "
-                "from_pretrained, or save it first."
+                "vllm_mode='colocate' loads the model's architecture from its folder or id, but this model has none. "
+                "Load it with from_pretrained, or save it first."
             )
         level = None
         if args.vllm_enable_sleep_mode:
@@ -294,17 +298,17 @@ class VLLMEngine(RolloutEngine):
             enforce_eager=None if accelerator.device.type == "cuda" else True,
         )
         engine.check_pictures(base)
-        engine.sleeper.valid = False  # What it loaded from disk is not the policy, or not for long.
+        engine.sleeper.valid = False  # The weights on disk are not the policy, or will not be for long.
         return engine
 
-    # The contract ------------------------------------------------------------------------------------------------------
+    # Interface of engines
 
     def needs_weights(self) -> bool:
-        """Whether it slept its weights away, or never had any."""
+        """Return whether the weights were dropped by sleep, or never pushed."""
         return not self.sleeper.valid
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """See `posttrain.rollouts.base.RolloutEngine.generate`."""
+        """Sample completions; see `RolloutEngine.generate`."""
         own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
         check_followed(requests, sampling, "vLLM", UNKNOWN, own)
         placeholder = None if self.encoder is None else self.encoder.processor.token_id
@@ -314,7 +318,7 @@ class VLLMEngine(RolloutEngine):
         settings = [self._settings(r, sampling, index) for index, r in enumerate(requests)]
         outputs = self.llm.generate(prompts, settings, use_tqdm=False, lora_request=self._adapter) if prompts else []
         if len(outputs) != len(requests):
-            raise RolloutError(f"vLLM answered {len(outputs)} of {len(requests)} requests.")
+            raise RolloutError(f"vLLM returned results of {len(outputs)} of {len(requests)} requests.")
         return [
             self._rollout(request, completion, request.sampling or sampling)
             for request, output in zip(requests, outputs, strict=True)
@@ -322,16 +326,16 @@ class VLLMEngine(RolloutEngine):
         ]
 
     def check_pictures(self, model: nn.Module) -> None:
-        """Let vLLM read two prompts with a picture of different size each; it expands and prepares them by itself.
+        """Generate from two prompts with images of different size, to compare vLLM's placeholders with the trainer's.
 
         Raises:
-            RolloutError: PT-G016: its processor makes another number of placeholders of one than ours.
+            RolloutError: vLLM's processor creates another number of placeholders (PT-G016).
         """
         rows = probe_rows(model)
         self.generate([Request(row.prompt_ids, pictures=row.pictures[0]) for row in rows], Sampling(1, temperature=0.0))
 
     def _prompt(self, request: Request) -> dict[str, Any]:
-        """A request as vLLM takes it: one placeholder a picture, and the pictures as the trainer reads them."""
+        """Convert a request for vLLM: one placeholder per image, and the decoded images."""
         if not request.pictures:
             return {"prompt_token_ids": list(request.prompt_ids)}
         ids = self.encoder.processor.collapsed(request.prompt_ids, request.pictures)
@@ -341,9 +345,9 @@ class VLLMEngine(RolloutEngine):
         }
 
     def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
-        """What vLLM wrote; its log-probs are of the distribution that was sampled from."""
+        """Convert a completion of vLLM to a rollout. Its log-probs are those of the sampled distribution."""
         ids, most = list(completion.token_ids), sampling.top_logps
-        # By id and by log-prob: of a position vLLM lists the sampled token first, then the most likely ones.
+        # vLLM lists the sampled token first at each position, then the most likely tokens.
         logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
         pairs = [[(i, float(x.logprob)) for i, x in at.items()] for at in completion.logprobs] if most else []
         tops = [sorted(at, key=lambda pair: -pair[1])[:most] for at in pairs] if most else None
@@ -353,7 +357,9 @@ class VLLMEngine(RolloutEngine):
         return Rollout(prompt, ids, logps, reason, self.version, processed_logp=drawn, top_logps=tops)
 
     def _settings(self, request: Request, call: Sampling, index: int) -> Any:
-        """``SamplingParams`` of a request; its seed is of the first completion, and each further one counts on from it."""
+        """Create ``SamplingParams`` of a request. The seed is that of the first completion; vLLM increments it for
+        further ones.
+        """
         own = request.sampling or call
         seed = own.seed if request.sampling is not None else derived_seed(call.seed, index)
         vllm, fields = require("vllm", "sampling"), sampling_body(own)
@@ -366,14 +372,14 @@ class VLLMEngine(RolloutEngine):
         return vllm.SamplingParams(n=_drawn(request, call), seed=seed, detokenize=bool(own.stop_strings), **fields)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights, as vLLM loads a checkpoint, repacked for its kernels; then forget keys and values.
+        """Replace all weights like vLLM's loading of a checkpoint, and clear the prefix cache.
 
-        An empty iterable only renames what is there. A LoRA adapter alone (`AdapterWeights`) is put beside the weights, which are
-        those of the base model.
+        An empty iterable only changes the version. A LoRA adapter (`AdapterWeights`) is added to the weights, which
+        must be those of the base model.
 
         Raises:
-            ModelError: vLLM knows other names or shapes.
-            WeightSyncError: Nothing came for some of its weights.
+            ModelError: vLLM has other names or shapes.
+            WeightSyncError: Some weights were not received.
         """
         if isinstance(named_tensors, AdapterWeights):
             if not self._base_known:
@@ -391,7 +397,7 @@ class VLLMEngine(RolloutEngine):
             )  # fmt: skip
 
     def _take_adapter(self, adapter: AdapterWeights, version: int) -> None:
-        """Sample with this adapter from now on, and remove the previous one."""
+        """Sample with this adapter, and remove the previous one."""
         vllm = require("vllm.lora.request", "an adapter of its own for vLLM")
         self._folder = self._folder or SharedFolder()
         folder, earlier = self._folder.path / f"adapter-{version}", self._adapter
@@ -406,11 +412,11 @@ class VLLMEngine(RolloutEngine):
         self.version, self._base_known = version, True
 
     def mark_stale(self) -> None:
-        """See `RolloutEngine.mark_stale`."""
+        """Mark the base weights as unknown; see `RolloutEngine.mark_stale`."""
         self._base_known = False
 
     def replace_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[str]:
-        """As `load_weights`; parameters that nothing came for keep their values and are returned."""
+        """Replace weights like `load_weights`, and return the names of parameters that were not received."""
         iterator = iter(named_tensors)
         first = next(iterator, None)
         missing: list[str] = []
@@ -421,16 +427,16 @@ class VLLMEngine(RolloutEngine):
             (missing,) = self.llm.collective_rpc(worker.reload, args=(pairs,))
             self.sleeper.pushed()
         self.llm.reset_prefix_cache()
-        if self.encoder is not None:  # Features of pictures by the weights before.
+        if self.encoder is not None:  # Clear image features that were computed with the old weights.
             self.llm.llm_engine.reset_encoder_cache()
         self.version = version
         return missing
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Log-probs of given tokens behind their prompts: one list a sequence."""
+        """Compute log-probs of given tokens after their prompts: one list per sequence."""
         vllm = require("vllm", "scoring")
         self.sleeper.before_generate()
-        # One token is generated too, and must fit.
+        # vLLM also generates one token, which must fit into the context.
         settings = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         prompts = [{"prompt_token_ids": list(ids)[: (self.context or 10**9) - 1]} for ids in sequences]
         outputs = self.llm.generate(prompts, settings, use_tqdm=False, lora_request=self._adapter)
@@ -441,18 +447,18 @@ class VLLMEngine(RolloutEngine):
         return {"vllm": lines}
 
     def sleep(self) -> None:
-        """See `RolloutEngine.sleep`; only where the engine was made with a sleep level."""
+        """Release memory if the engine has a sleep level; see `RolloutEngine.sleep`."""
         self.sleeper.sleep()
 
     def close(self) -> None:
-        """Free what vLLM holds."""
+        """Release all resources."""
         self.llm = None
         if self._folder is not None:
             self._folder.close()
 
 
 def vllm_refusal(model: nn.Module) -> str | None:
-    """None where vLLM is installed and can sample from this model in the trainer's process, else the reason why not."""
+    """Return why vLLM cannot sample from this model in the trainer's process, or None."""
     try:
         vllm = require("vllm", "rollouts by vLLM in this process")
         refuse_virtual_tokens(model, "vLLM")
@@ -472,24 +478,24 @@ def _platform() -> Any:
 
 
 def on_cpu() -> bool:
-    """Whether vLLM runs on a CPU here."""
+    """Return whether vLLM runs on a CPU."""
     return bool(_platform().is_cpu())
 
 
 def server_options(cpu: bool) -> dict[str, str | None]:
-    """Options of vLLM's server without which a trainer would get wrong numbers, or could not push weights.
+    """Return the options of vLLM's server that training needs for correct log-probs and weight pushes.
 
     Args:
-        cpu: Whether it runs on a CPU, where requests with seeds want prompts that are read whole.
+        cpu: Whether vLLM runs on a CPU, where seeds need unchunked prefill.
     """
     options: dict[str, str | None] = {name: value for name, (value, _) in CHECKED.items()}
-    # No limit of log-probs: teachers are asked for many.
+    # No limit on log-probs, because teachers need many.
     options |= {"max-logprobs": "-1", "weight-transfer-config": TRANSFER}
     return options | ({"no-enable-chunked-prefill": None} if cpu else {})
 
 
 def generates_from_pictures() -> bool:
-    """Whether this vLLM's server must be told to take token ids with pictures (``--enable-scale-out``)."""
+    """Return whether this version's server needs ``--enable-scale-out`` for token ids with images."""
     try:
         options = require("vllm.entrypoints.launchers.cli_args", "options of vLLM's server").FrontendArgs
     except (MissingDependencyError, AttributeError):
@@ -498,15 +504,15 @@ def generates_from_pictures() -> bool:
 
 
 def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> list[str]:
-    """The options of vLLM's server: the given ones, and those that training needs.
+    """Return the options of vLLM's server: the passed ones and those that training needs.
 
     Args:
-        argv: vLLM's own options.
+        argv: Options of vLLM.
         cpu: Whether vLLM runs on a CPU.
         pictures: See `generates_from_pictures`.
 
     Raises:
-        ConfigError: Options with which training cannot work.
+        ConfigError: An option is not supported in training.
 
     >>> vllm_command(["--model", "m", "--max-model-len", "512"], cpu=False)[:4]
     ['--model', 'm', '--max-model-len', '512']
@@ -520,11 +526,11 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
     _refuse_abbreviations(rest, known)
     if parsed.config:
         raise ConfigError(
-            f"--config {parsed.config}: options in a file are not checked, and the token would be for the port of the command "
-            "line. Fix: give them as options of the command."
+            f"--config {parsed.config}: options in a file are not checked, and the token would be for the port of the "
+            "command line. Fix: pass them on the command line."
         )
     if not parsed.model:
-        raise ConfigError("--model is missing: which model shall be served?")
+        raise ConfigError("--model is missing: set the model to serve.")
     _refuse(parsed, cpu)
     check_token(parsed.host or "127.0.0.1", os.environ.get(API_KEY_VARIABLE))
     words = list(argv)
@@ -535,30 +541,31 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
         words += ["--lora-target-modules", *ADAPTED]
     words += ["--enable-scale-out"] if pictures and not {"--enable-scale-out", "--enable_scale_out"} & set(argv) else []
     words += [] if parsed.host else ["--host", "127.0.0.1"]
-    # Called by its name: its module needs fastapi, which vLLM's environment has.
+    # Referenced by name, because its module needs fastapi, which is installed with vLLM.
     guard = "LoopbackGuard" if (parsed.host or "127.0.0.1") in LOOPBACK else "Guard"
     return [*words, "--middleware", f"{GUARDS}.{guard}"]
 
 
 def _refuse_abbreviations(words: Sequence[str], known: argparse.ArgumentParser) -> None:
-    """Refuse the start of an option's name, which vLLM may complete and the checks here would not see.
+    """Reject abbreviated options, which vLLM would accept without these checks.
 
     Raises:
-        ConfigError: Names the option.
+        ConfigError: An option is abbreviated.
     """
     for word in words:
         given = word.partition("=")[0]
         whole = [name for name in known._option_string_actions if name.startswith(given)]
         if given.startswith("--") and len(given) > 2 and whole:
             raise ConfigError(
-                f"{given} is an abbreviation of {whole[0]}, and abbreviated options are not checked. Fix: {whole[0]}."
+                f"{given} is an abbreviation of {whole[0]}, and abbreviated options are not checked. Fix: use "
+                f"{whole[0]}."
             )
 
 
 def _set_token(words: Sequence[str]) -> None:
-    """Make a token for a server that was given none: it listens on loopback, and trainers of this user find the token.
+    """Create a token for a server without one. It listens on loopback, and trainers of this user find the token.
 
-    Where another process listens on the port, the server cannot start, and that process keeps its token.
+    If another process listens on the port, the server cannot start, and that process keeps its token.
     """
     known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     known.add_argument("--port", type=int, default=8000)
@@ -570,39 +577,39 @@ def _set_token(words: Sequence[str]) -> None:
 
 
 def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
-    """Options with which a trainer would get wrong numbers, or could not push.
+    """Reject options with which log-probs would be wrong, or weights could not be pushed.
 
     Raises:
-        ConfigError: One of them.
+        ConfigError: There is such an option.
     """
     for option, (value, why) in CHECKED.items():
         chosen = getattr(parsed, option.replace("-", "_"))
         if chosen not in (None, value):
-            raise ConfigError(f"--{option} {chosen}: {why}. Fix: leave it out ({value} is set).")
+            raise ConfigError(f"--{option} {chosen}: {why}. Fix: remove it ({value} is the default).")
     try:
         backend = json.loads(parsed.weight_transfer_config or TRANSFER)["backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--weight-transfer-config {parsed.weight_transfer_config!r} is no JSON with a backend: {error!r}."
+            f"--weight-transfer-config {parsed.weight_transfer_config!r} is not JSON with a backend: {error!r}."
         ) from error
     if backend not in TRANSFERS:
         raise ConfigError(
-            f"--weight-transfer-config: the trainer cannot send by backend {backend!r}. Fix: one of {', '.join(TRANSFERS)}, or "
-            f"leave the option out for {TRANSFER}."
+            f"--weight-transfer-config: the trainer does not support the backend {backend!r}. Fix: use one of "
+            f"{', '.join(TRANSFERS)}, or remove the option for {TRANSFER}."
         )
     if cpu and parsed.enable_chunked_prefill:
         raise ConfigError(
-            "--enable-chunked-prefill on a CPU: this build cannot take a seed back after a piece of a prompt, and ends with 'CPU "
-            "Generator does not use offset'. Fix: leave it out."
+            "--enable-chunked-prefill on a CPU: this build cannot rewind a seeded generator after a chunk, and stops "
+            "with 'CPU Generator does not use offset'. Fix: remove it."
         )
 
 
 def run_server(argv: Sequence[str]) -> int:
-    """Check the options, then become vLLM's server process.
+    """Validate the options, and replace this process by vLLM's server.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
-        ConfigError: Options with which training cannot work.
+        ConfigError: An option is not supported in training.
     """
     if not argv or {"-h", "--help"} & set(argv):
         print("usage: posttrain vllm-serve --model MODEL [options of 'vllm serve'; see 'vllm serve --help=all']")
@@ -611,10 +618,10 @@ def run_server(argv: Sequence[str]) -> int:
     words = vllm_command(argv, cpu=on_cpu(), pictures=generates_from_pictures())
     _set_token(words)
     if {"--enable-lora", "--enable_lora"} & set(argv):
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # Adapters are pushed while it runs.
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # Adapters are pushed while the server runs.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
-    # The command `vllm` asks for a distribution "vllm", and that of the CPU build is called "vllm-cpu".
+    # The command `vllm` requires a distribution named "vllm", but that of the CPU build is "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
     logger.info("starting %s", " ".join(hide_secrets(command)))
     sys.stdout.flush()
@@ -622,18 +629,18 @@ def run_server(argv: Sequence[str]) -> int:
 
 
 def _prefill() -> dict[str, Any]:
-    """How vLLM reads prompts: in pieces, but on a CPU whole.
+    """Return vLLM's options for prefill: chunked, but unchunked on a CPU.
 
-    After a piece that is not a prompt's last vLLM turns the generator of a request that has a seed back, which generators on a
-    CPU cannot do: the engine ends (``CPU Generator does not use offset``).
+    After a chunk, vLLM rewinds the generator of a request with a seed. CPU generators do not support this, and the
+    engine would stop (``CPU Generator does not use offset``).
     """
     if on_cpu():
-        return {"enable_chunked_prefill": False}  # A step then has room for the whole context, as vLLM sees to itself.
+        return {"enable_chunked_prefill": False}  # vLLM then allows a whole context per step.
     return {"max_num_batched_tokens": BATCHED_TOKENS}
 
 
 def sleep_available() -> bool:
-    """Whether this build of vLLM can give memory back."""
+    """Return whether this build of vLLM supports sleep mode."""
     return bool(_platform().is_sleep_mode_available())
 
 
@@ -643,50 +650,55 @@ def _chained(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
 
 
 def _drawn(request: Request, call: Sampling) -> int:
-    """Completions that vLLM writes: it refuses several of what greedy decoding can only make one of."""
+    """Return the number of completions to request. vLLM rejects more than one for greedy decoding."""
     return 1 if (request.sampling or call).temperature == 0 else request.n
 
 
 def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
-    """All completions of a request, or an error that names it."""
+    """Return all completions of a request, or raise an error with the request."""
     if request.pictures and list(output.prompt_token_ids) != list(request.prompt_ids):
         raise RolloutError(
-            f"PT-G016: vLLM read a prompt with pictures of {[image.picture.size for image in request.pictures]} as "
-            f"{len(output.prompt_token_ids)} tokens, and the trainer as {len(request.prompt_ids)}: their processors differ. Fix: "
-            "save the processor that is trained with beside the model, so that vLLM loads the same one; or use_vllm=False."
+            f"PT-G016: vLLM converts a prompt with images of {[image.picture.size for image in request.pictures]} to "
+            f"{len(output.prompt_token_ids)} tokens, but the trainer to {len(request.prompt_ids)}, so the processors "
+            "differ. Fix: save the processor of the training in the model's folder, so that vLLM loads the same one, "
+            "or set use_vllm=False."
         )
     if list(output.prompt_token_ids) != list(request.prompt_ids) or len(output.outputs) != drawn:
         raise RolloutError(
-            f"vLLM answered a prompt of {len(output.prompt_token_ids)} tokens with {len(output.outputs)} completions where one "
-            f"of {len(request.prompt_ids)} tokens was to get {drawn}."
+            f"vLLM returned {len(output.outputs)} completions of a prompt with {len(output.prompt_token_ids)} tokens, "
+            f"instead of {drawn} completions of a prompt with {len(request.prompt_ids)} tokens."
         )
     return sorted(output.outputs, key=lambda completion: completion.index) * (request.n // drawn)
 
 
 def _image_limit(args: PostTrainingConfig, encoder: Any) -> dict[str, int] | None:
-    """Pictures of a prompt, where the run has a limit; vLLM makes room for as many."""
+    """Return the maximum number of images per prompt, for which vLLM reserves memory."""
     most = args.max_images_per_row
     return None if encoder is None or most is None else {"image": most}
 
 
 def _engine_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
-    """What the forward pass of training computes in."""
+    """Return the dtype of the training forward pass."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     return mixed or next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def _adapter_rank(model: nn.Module, args: PostTrainingConfig, sleep_level: int | None) -> int | None:
-    """Rank of the adapter that is trained, where it can be sent alone; at sleep level 2 the base model would be lost."""
+    """Return the rank of the trained adapter if it can be pushed unmerged. Sleep level 2 would drop the base model."""
     if args.adapter_sync == "merged" or sleep_level == 2 or adapter_obstacle(model, ADAPTED) is not None:
         return None
     return int(model.peft_config[model.active_adapters[0]].r)
 
 
 def _quantisation(model: nn.Module) -> str | None:
-    """Engine setting for 4-bit linear layers; it is imported nowhere else, for it disturbs vLLM (vllm#32793)."""
+    """Return vLLM's setting for 4-bit linear layers. bitsandbytes is not imported elsewhere, because it disturbs vLLM
+    (vllm#32793).
+    """
     kinds = {type(module).__name__ for module in model.modules()}
     if "Linear8bitLt" in kinds:
-        raise ConfigError("the model was loaded in 8 bits, which vLLM cannot take over. Load it in 4 bits, or whole.")
+        raise ConfigError(
+            "the model was loaded in 8 bits, which vLLM does not support. Load it in 4 bits or unquantized."
+        )
     return "bitsandbytes" if "Linear4bit" in kinds else None
 
 

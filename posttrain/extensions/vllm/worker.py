@@ -1,4 +1,6 @@
-"""What vLLM's workers run: weights that are pushed through shared memory, loaded as a checkpoint is; needs vLLM to import."""
+"""Extension of vLLM's workers: weights that are pushed through shared memory and loaded like a checkpoint. Importing it
+needs vLLM.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "posttrain"  # Name of the transfer in ``--weight-transfer-config``.
+BACKEND = "posttrain"  # Name of the backend in ``--weight-transfer-config``.
 ADAPTERS_MAY_COME = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() in ("1", "true")
 Pair = tuple[str, Tensor]
 
 
 class Reload:
-    """One update of a worker's model by vLLM's layerwise reload: tensors in the names and layout of its checkpoint.
+    """One update of a worker's model with vLLM's layerwise reload. Tensors have the names and layout of its checkpoint.
 
     Args:
-        model: Of the worker.
+        model: Model of the worker.
         config: ``VllmConfig``.
     """
 
@@ -46,34 +48,36 @@ class Reload:
         initialize_layerwise_reload(model)
 
     def load(self, pairs: Iterable[Pair]) -> None:
-        """Load some of the tensors; they are copied.
+        """Load some tensors. They are copied.
 
         Raises:
-            ModelError: vLLM knows other names or shapes; the weights are not whole then, and the update is over.
+            ModelError: vLLM has other names or shapes. The update ends, and the weights are incomplete.
         """
         try:
             self.loaded |= set(self.model.load_weights(pairs) or ())  # type: ignore[operator]
         except Exception as error:
             self.end()
             raise ModelError(
-                f"vLLM could not load the weights that were pushed: {type(error).__name__}: {error}. Fix: serve the model that "
-                "is trained (same architecture, same names), and push all of them again."
+                f"vLLM could not load the pushed weights: {type(error).__name__}: {error}. Fix: serve the model that "
+                "is trained (same architecture, same names), and push all weights again."
             ) from error
 
     def end(self) -> list[str]:
-        """Repack for vLLM's kernels; the parameters, as vLLM names them, that nothing came for."""
+        """Repack weights for vLLM's kernels, and return the names of parameters that were not received."""
         finalize_layerwise_reload(self.model, self.config.model_config)
         for module in self.model.modules():
-            # A tied output layer gets no weights of its own: vLLM's CPU kernels would keep their packed copy of the old ones.
+            # A tied output layer receives no weights, and vLLM's CPU kernels would keep a packed copy of the old ones.
             if hasattr(module, "cpu_linear") and type(module).__name__ == "ParallelLMHead":
                 module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
-        # Layers that adapters may be put around keep their own weights below that name, and adapters come by another way.
+        # Layers that support adapters have their weights under ``base_layer``; adapters are loaded separately.
         names = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters() if ".lora_" not in name}
         return sorted(names - {name.replace(".base_layer.", ".") for name in self.loaded})
 
 
 def reload(worker: Any, pairs: Iterable[Pair]) -> list[str]:
-    """Replace all weights of a worker's model (see `Reload`); the parameters that nothing came for."""
+    """Replace all weights of a worker's model (see `Reload`), and return the names of parameters that were not
+    received.
+    """
     with set_current_vllm_config(worker.vllm_config):
         update = Reload(worker.model_runner.get_model(), worker.vllm_config)
         update.load(pairs)
@@ -82,17 +86,17 @@ def reload(worker: Any, pairs: Iterable[Pair]) -> list[str]:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on."""
+    """Initialization message, which is empty."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket, or that all came.
+    """One bucket, or the message that all buckets were sent.
 
     Attributes:
-        path: Safetensors file in shared memory: a bucket.
-        checksum: Of its bytes.
-        complete: All buckets came.
+        path: Safetensors file of a bucket in shared memory.
+        checksum: Hash of its bytes.
+        complete: Whether all buckets were sent.
     """
 
     path: str = ""
@@ -101,22 +105,22 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Backend ``posttrain`` of vLLM's weight transfer: buckets in shared memory of one machine, each checked by its hash."""
+    """Backend ``posttrain`` of vLLM's weight transfer: buckets in shared memory, each verified by its hash."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False
     _update: Reload | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """New weights are on their way; an earlier update that was not ended is."""
+        """Begin an update, and end an unfinished one."""
         self.finish_weight_update()
         self._update = Reload(self.model, self.vllm_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `receive_weights`; a failure ends the update."""
+        """Process a message; see `receive_weights`. An error ends the update."""
         try:
             super().update_weights(update_info)
         except BaseException:
@@ -124,16 +128,16 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one bucket, or check that nothing is missing.
+        """Load one bucket, or check that all weights were received.
 
         Raises:
-            ModelError: Other bytes than were announced, unknown names, or weights that nothing came for.
+            ModelError: A hash differs, a name is unknown, or a weight was not received.
         """
         if self._update is None:
-            raise ModelError("no update was begun.")
+            raise ModelError("no update was started.")
         if update_info.complete:
             update, self._update = self._update, None
-            # vLLM fuses layers, and would fill what did not come of one with whatever is in memory.
+            # vLLM fuses layers, and would use uninitialized memory for a missing part.
             if missing := update.end():
                 raise ModelError(
                     f"vLLM still has old values of {len(missing)} weights: {', '.join(missing[:5])}. Fix: serve the model that "
@@ -141,22 +145,22 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 )
             return
         tensors = file_tensors(shared_path(update_info.path), update_info.checksum)
-        # vLLM keeps tensors until a layer is complete, and the file is written anew for the next bucket but one.
+        # Copy the tensors: vLLM keeps them until a layer is complete, but the file will be overwritten.
         self._update.load((name, tensor.clone()) for name, tensor in tensors.items())
 
     def finish_weight_update(self) -> None:
-        """End what is left of an update."""
+        """End the current update, if there is one."""
         update, self._update = self._update, None
         if update is not None:
             update.end()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Asked of every backend by vLLM 0.27, not by 0.32; `posttrain.extensions.server.weight_sync.Pusher` is what sends."""
-        raise NotImplementedError("buckets in shared memory are written by posttrain's trainer.")
+        """Raise an error. vLLM 0.27 requires the method; `posttrain.extensions.server.weight_sync.Pusher` sends."""
+        raise NotImplementedError("posttrain's trainer writes buckets to shared memory itself.")
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because there are no resources."""
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
@@ -164,7 +168,7 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 def model_facts(config: PretrainedConfig) -> dict[str, Any]:
-    """What a trainer compares with its own model.
+    """Return properties that a trainer compares with its model.
 
     Args:
         config: ``VllmConfig``.
@@ -189,7 +193,7 @@ def model_facts(config: PretrainedConfig) -> dict[str, Any]:
         "checkpoint_names": True,
     }
     lora, replicas = config.lora_config, config.parallel_config.data_parallel_size
-    # Adapters reach the one replica that answers; see `posttrain.extensions.vllm.engine.ADAPTED` for the layers.
+    # Adapters are loaded in one replica; see `posttrain.extensions.vllm.engine.ADAPTED` for the layers.
     if lora is not None and ADAPTERS_MAY_COME and replicas == 1 and lora.target_modules:
         facts |= {"adapter_rank": int(lora.max_lora_rank), "adapter_layers": sorted(lora.target_modules)}
     if backend not in (BACKEND, "nccl"):
@@ -198,8 +202,8 @@ def model_facts(config: PretrainedConfig) -> dict[str, Any]:
 
 
 class WorkerExtension:
-    """Extension of vLLM's workers; importing it registers the backend ``posttrain``."""
+    """Extension of vLLM's workers. Importing it registers the backend ``posttrain``."""
 
     def posttrain_facts(self) -> dict[str, Any]:
-        """What the server runs."""
+        """Return the properties of the server's model."""
         return model_facts(self.vllm_config)  # type: ignore[attr-defined]

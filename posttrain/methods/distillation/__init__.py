@@ -1,1 +1,1 @@
-"""Distillation: one trainer with four axes, and TRL's names as presets."""
+"""Distillation: one method with several options, and TRL's trainers as presets."""

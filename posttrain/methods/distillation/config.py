@@ -1,4 +1,4 @@
-"""`DistillationConfig`: the axes of distillation, and what combinations of them mean nothing."""
+"""`DistillationConfig` and `Axes`: the options of distillation and their validation."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FLAT = 0.05  # A beta this close to 0 or 1, and not there, has hardly any gradient.
+FLAT = 0.05  # Distance of beta from 0 or 1 below which the divergence has almost no gradient.
 Support = Literal["none", "full", "teacher_topk", "student_topk", "union_topk", "sampled", "top1_pair", "aligned"]
 
 
 def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) -> Callable[[Any], Any]:
-    """A row of the table of methods, put on a config before ``dataclass``.
+    """Decorate a config class with the defaults of one distillation method. Apply it below ``dataclass``.
 
     Args:
-        unread: Fields of TRL that would change nothing here: their default, and what to use instead. Another value is refused.
-        defaults: Fields of the bases with another default; a pair also has the help text of another meaning.
+        unread: TRL's fields that have no effect: their default, and the alternative. Another value is an error.
+        defaults: Fields of the base classes with another default. A pair also has another help text.
     """
 
     def decorate(cls: Any) -> Any:
         bases = [base for base in cls.__mro__[:0:-1] if dataclasses.is_dataclass(base)]
         known: dict[str, Any] = {f.name: f for base in bases for f in dataclasses.fields(base)}
         kinds: dict[str, Any] = {}
-        for base in (OnlineConfig, *cls.__bases__[::-1]):  # With those of their own bases.
+        for base in (OnlineConfig, *cls.__bases__[::-1]):  # This includes fields that they inherit.
             kinds |= get_type_hints(base, include_extras=True)
         explained = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
-        # Of all bases, not of the first alone.
+        # Collect fields of all bases, not only of the first.
         inherited = [vars(base).get("_refused", {}) for base in cls.__mro__[:0:-1]]
         cls._refused = dict(pair for of_base in (*inherited, unread or {}) for pair in of_base.items())
         for name, value in (defaults | explained).items():
@@ -62,29 +62,31 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
 
 
 def logit_width(model: nn.Module) -> int:
-    """Logits of a model, wrapped or not."""
+    """Return the number of logits of a model, which may be wrapped."""
     inner: Any = causal_lm(model)
     return inner.config.get_text_config().vocab_size
 
 
 @dataclass(frozen=True)
 class Axes:
-    """What the loss of a run is, as one row of the table of methods.
+    """All properties of a distillation loss.
 
     Attributes:
-        support: Ids that the divergence sees at each position: all (``full``), the k most likely ones of a side or of both, the
-            sampled one, that and the teacher's first (``top1_pair``), groups of tokens aligned by bytes (``aligned``); ``none``:
-            there is no teacher.
+        support: Token ids of the divergence at each position. ``full``: the whole vocabulary. ``teacher_topk``,
+            ``student_topk``, ``union_topk``: the k most likely ids of one or both models. ``sampled``: the sampled
+            token. ``top1_pair``: the sampled token and the teacher's most likely id. ``aligned``: groups of tokens
+            aligned by their bytes. ``none``: there is no teacher.
         beta: See `posttrain.losses.distillation.divergence`.
-        top_k: k.
-        tail: One category more for the mass outside the support; else both sides are renormalised.
-        student_temperature, teacher_temperature: Divide the logits of each before the divergence.
-        estimator: ``exact``, or ``score``: the policy gradient of the sampled token.
-        prefix: gamma and epsilon of the weights of IW-OPD; None: every token weighs the same.
-        reduction: ``token``; ``sequence_token``: mean of each sequence; ``active``: the same over sequences with a teacher.
-        is_clip: Most of the importance weight of a token whose weights have moved since; None: no weight.
-        weight, cross_entropy: Of the divergence and of ``-log q`` of the tokens.
-        policy: Of a GRPO term; None: there is none.
+        top_k: Number of ids k.
+        tail: Add one category for the probability outside the support. False: renormalize both distributions.
+        student_temperature, teacher_temperature: Divisors of the logits before the divergence.
+        estimator: ``exact``: the divergence. ``score``: the policy gradient of the sampled token.
+        prefix: gamma and epsilon of the token weights of IW-OPD. None: equal weights.
+        reduction: ``token``: average over tokens. ``sequence_token``: average per sequence, then over sequences.
+            ``active``: the same over sequences that have a teacher.
+        is_clip: Maximum importance weight of a token that older weights sampled. None: no weight.
+        weight, cross_entropy: Weights of the divergence and of ``-log q`` of the tokens.
+        policy: Weight of a GRPO term. None: there is no such term.
     """
 
     support: Support = "full"
@@ -102,43 +104,49 @@ class Axes:
     policy: float | None = None
 
     def check(self) -> Axes:
-        """Refuse what trains nothing; returns itself.
+        """Reject losses that train nothing. Return the object itself.
 
         Raises:
-            ConfigError: A value out of range, or one id without a tail.
+            ConfigError: A value is out of range, or the support is one id without a tail.
         """
         if not 0 <= self.beta <= 1:
             raise ConfigError(
-                f"beta={self.beta} must be in [0, 1]: 0 is KL(teacher || student), 1 KL(student || teacher)."
+                f"beta={self.beta} must be in [0, 1]: 0 is KL(teacher || student), 1 is KL(student || teacher)."
             )
         coldest = min(self.student_temperature, self.teacher_temperature)
         if coldest <= 0:
-            raise ConfigError(f"temperature={coldest} must be above 0: logits are divided by it.")
+            raise ConfigError(f"temperature={coldest} must be above 0, because logits are divided by it.")
         exact = self.estimator == "exact"
         single = self.support == "sampled" or (self.support.endswith("topk") and self.top_k == 1)
         if single and not self.tail and exact:
             raise ConfigError(
-                f"top_k={self.top_k or 1} without a tail: one renormalised id has probability 1 on both sides, the loss is 0. "
-                "Fix: add the tail (loss_add_tail=True, distillation_add_tail=True), or more ids."
+                f"top_k={self.top_k or 1} without a tail: a single renormalized id has probability 1 in both "
+                "distributions, so the loss is 0. Fix: add the tail (loss_add_tail=True, "
+                "distillation_add_tail=True), or use more ids."
             )
         if exact and (0 < self.beta < FLAT or 1 - FLAT < self.beta < 1):
-            text = "beta=%s: the divergence and its gradient shrink with beta (1 - beta) and are not the KL of beta=%d."
+            text = (
+                "beta=%s: the divergence and its gradient are proportional to beta (1 - beta) here and are much "
+                "smaller than the KL of beta=%d."
+            )
             logger.warning(text, self.beta, round(self.beta))
         return self
 
 
 def check_weights(weights: Mapping[str, float] | None) -> None:
-    """Refuse weights of teachers that are no shares of one.
+    """Reject weights of teachers that are not numbers in [0, 1] with the sum 1.
 
     Raises:
-        ConfigError: One is no number from 0 to 1, or they do not sum to one.
+        ConfigError: A weight is out of range, or the sum is not 1.
     """
     for name, weight in (weights or {}).items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
-            raise ConfigError(f"teacher_weights: {name!r} has {weight!r}, which is no number from 0 to 1.")
+            raise ConfigError(
+                f"teacher_weights: the weight of {name!r} is {weight!r} and must be a number from 0 to 1."
+            )
     if weights is not None and not math.isclose(total := sum(weights.values()), 1, abs_tol=1e-6):
         shares = {name: round(weight / total, 6) for name, weight in weights.items()} if total else "shares of one"
-        raise ConfigError(f"teacher_weights={dict(weights)} sum to {total:g}, and must to 1. Fix: {shares}.")
+        raise ConfigError(f"teacher_weights={dict(weights)} have the sum {total:g}, which must be 1. Fix: {shares}.")
 
 
 @dataclass
@@ -243,11 +251,11 @@ class DistillationFields:
         "have different meanings. 'warn': log a warning. 'off': do not compare.",
     )
 
-    if TYPE_CHECKING:  # Of the config that these fields stand in front of.
+    if TYPE_CHECKING:  # Attributes of the config classes that inherit these fields.
         beta: float
         use_liger_kernel: bool
 
-    # Where the divergence has its beta and its temperature from: the name of a field, or the number itself.
+    # Source of the divergence's beta and temperature: the name of a field, or a number.
     _beta: ClassVar[str | float] = "beta"
     _loss_temperature: ClassVar[str | float] = "temperature"
     _least_generations: ClassVar[int] = 1
@@ -263,32 +271,37 @@ class DistillationFields:
             if isinstance(value, str) and value.startswith("{"):
                 setattr(self, name, read_mapping(name, value))
         super().__post_init__()  # type: ignore[misc]
-        # The names under which `SyncRefModelCallback` reads them.
+        # `SyncRefModelCallback` reads these names.
         self.ref_model_mixup_alpha, self.ref_model_sync_steps = self.teacher_update_rate, self.teacher_sync_steps
         check_rules(self, self._rules())
         self._check_sources()
         axes = self.axes().check()
         if axes.estimator == "score" and (cut := reshaped_sampling(self, "top_p", "top_k", "min_p")):
             logger.warning(
-                "%s with a loss of sampled tokens: they are drawn from another distribution than its own.", cut
+                "%s with a loss on sampled tokens: they are sampled from another distribution than the loss assumes.",
+                cut,
             )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         refused, names = self._refused.items(), ("teacher_update_rate", "teacher_sync_steps")
         ema = [(f.name, getattr(self, f.name) == f.default) for f in dataclasses.fields(self) if f.name in names]
         return [
-            *((name, getattr(self, name) == old, f"would change nothing. Fix: {new}") for name, (old, new) in refused),
+            *((name, getattr(self, name) == old, f"has no effect here. Fix: {new}") for name, (old, new) in refused),
             *(
-                (name, self.teacher_model_kind == "ema" or kept, "is read with teacher_model_kind='ema' alone")
+                (name, self.teacher_model_kind == "ema" or kept, "is only used with teacher_model_kind='ema'")
                 for name, kept in ema
             ),
-            ("max_length", (self.max_length or 2) >= 2, "must be at least 2: a prompt token and one of the answer"),
-            ("use_liger_kernel", not self.use_liger_kernel, "is not needed: the loss is computed in chunks anyway"),
+            (
+                "max_length",
+                (self.max_length or 2) >= 2,
+                "must be at least 2: one token of the prompt and one of the answer",
+            ),
+            ("use_liger_kernel", not self.use_liger_kernel, "is not needed: the loss is always computed in chunks"),
             ("eval_teacher_scores", self.teacher_scores or not self.eval_teacher_scores, "needs teacher_scores"),
         ]
 
     def _check_sources(self) -> None:
-        """Refuse sources of teachers that exclude each other, and tokens that a teacher cannot give."""
+        """Reject contradicting sources of the teacher, and completions that the teacher cannot score."""
         named = {
             "teacher_scores": self.teacher_scores,
             "teacher_model_server_url": self.teacher_model_server_url,
@@ -296,26 +309,29 @@ class DistillationFields:
             "teacher_model_kind": self.teacher_model_kind,
         }
         sources = {name: value for name, value in named.items() if value not in (None, "model")}
-        # A server's model may be named: the handshake compares.
+        # With a server, the name of the model is allowed: it is compared with the server's model.
         if len(sources) > 1 and set(sources) != {"teacher_model_server_url", "teacher_model_name_or_path"}:
-            raise ConfigError(f"there is one teacher, and {sources} name several. Fix: set one of them.")
+            raise ConfigError(
+                f"{sources} are all set, but only one source of the teacher is possible. Fix: set one of them."
+            )
         check_weights(self.teacher_weights)  # type: ignore[arg-type]
         if self.teacher_scores and self.lmbda > 0:
             raise ConfigError(
-                f"teacher_scores={self.teacher_scores!r} with lmbda={self.lmbda}: a file has scores of the dataset's "
-                "completions, and none of samples. Fix: lmbda=0, or a teacher model."
+                f"teacher_scores={self.teacher_scores!r} with lmbda={self.lmbda}: the file has scores of the "
+                "dataset's completions only, not of samples. Fix: set lmbda=0, or use a teacher model."
             )
         if self.seq_kd and (self.teacher_scores or self.teacher_model_server_url or self.lmbda == 1):
             raise ConfigError(
-                f"seq_kd=True with lmbda={self.lmbda}: the teacher samples where the student does not, and must be a model in "
-                "this process. Fix: lmbda below 1 and a teacher_model, or seq_kd=False."
+                f"seq_kd=True with lmbda={self.lmbda}: the teacher samples for prompts that the student does not "
+                "sample, and must be a model in this process. Fix: set lmbda below 1 and a teacher_model, or "
+                "seq_kd=False."
             )
         if self.num_generations > 1 and self.lmbda < 1 and not self.seq_kd:
-            text = "num_generations=%d with lmbda=%s: a completion of the dataset counts %d times."
+            text = "num_generations=%d with lmbda=%s: each completion of the dataset is used %d times."
             logger.warning(text, self.num_generations, self.lmbda, self.num_generations)
 
     def axes(self) -> Axes:
-        """The loss as a row of the table of methods."""
+        """Return the properties of the loss."""
         sources, k = (self._beta, self._loss_temperature), self.loss_top_k
         beta, t = (float(getattr(self, one) if isinstance(one, str) else one) for one in sources)
         support: Support = "student_topk" if beta == 1 else "union_topk"
@@ -330,9 +346,9 @@ class DistillationFields:
         return Axes(support, beta, k, self.loss_add_tail, student_temperature=t, teacher_temperature=t)
 
 
-# Of rewards, which these losses do not have, and of a ratio.
+# Options of rewards and of importance ratios, which distillation losses do not have.
 OF_REWARDS: dict[str, tuple[Any, str]] = {
-    name: (default, "Leave it out: the loss is the divergence from a teacher, without rewards and without a clipped ratio.")
+    name: (default, "Remove it: the loss is the divergence from a teacher, without rewards and without a clipped ratio.")
     for name, default in {
         "reward_weights": None, "reward_timeout": None, "reward_transform": None, "check_rewards": True,
         "check_reward_determinism": False, "stop_without_signal": None, "dynamic_sampling": 0,
@@ -344,7 +360,7 @@ OF_REWARDS: dict[str, tuple[Any, str]] = {
 @config
 @preset(
     unread=OF_REWARDS | {
-        "max_tool_calling_iterations": (None, "Use GRPOTrainer for tools: completions are single turns here."),
+        "max_tool_calling_iterations": (None, "Use GRPOTrainer for tools: distillation uses single-turn completions."),
         "sync_ref_model": (False, "Set teacher_model_kind='ema' for a teacher that follows the student."),
     }
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Rows of distillation: prompts and answers as ids, and prompts that show the teacher more than the student."""
+"""Data preparation for distillation: prompts and answers as token ids, and prompts with privileged context for the
+teacher.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def with_prompt_column(dataset: AnyDataset) -> Any:
-    """``messages`` as ``prompt`` and ``completion``, which is the last message where it is the assistant's."""
+    """Split the column ``messages`` into ``prompt`` and ``completion``.
+
+    The completion is the last message if it is from the assistant.
+    """
     names = known_columns(dataset)
     if "messages" not in names or "prompt" in names:
         return dataset
@@ -32,7 +37,7 @@ def with_prompt_column(dataset: AnyDataset) -> Any:
 
 
 def with_template_arguments(dataset: AnyDataset, kwargs: dict[str, Any] | None) -> Any:
-    """``chat_template_kwargs`` of the run in every row, whose own win: answers follow the prompts that are sampled from."""
+    """Add the run's ``chat_template_kwargs`` to every row. The row's own values take precedence."""
     if not kwargs:
         return dataset
     column, features = "chat_template_kwargs", None
@@ -46,7 +51,7 @@ def with_template_arguments(dataset: AnyDataset, kwargs: dict[str, Any] | None) 
 def _divided(row: dict[str, Any]) -> dict[str, Any]:
     messages = row["messages"]
     if not is_messages(messages):
-        raise DataError(f"column 'messages' must be a list of messages, and it is {str(messages)[:80]!r}.")
+        raise DataError(f"column 'messages' must be a list of messages, but is {str(messages)[:80]!r}.")
     if len(messages) > 1 and messages[-1].get("role") == "assistant":
         return {"prompt": messages[:-1], "completion": messages[-1:]}
     return {"prompt": messages, "completion": None}
@@ -55,10 +60,11 @@ def _divided(row: dict[str, Any]) -> dict[str, Any]:
 def tokenized_answers(
     dataset: AnyDataset, tokenizer: Tokenizer, *, name: str, max_length: int | None, max_prompt_length: int | None
 ) -> Any:
-    """A dataset with the columns ``prompt_ids`` and ``completion_ids``, and ``score_row``, the number of each row.
+    """Return the dataset with the columns ``prompt_ids``, ``completion_ids`` and ``score_row``, the row number.
 
     Raises:
-        DataError: A row without an answer token, or whose answer leaves no room for the prompt; names the row.
+        DataError: A row has no answer token, or its answer leaves no space for a prompt token. The message contains the
+            row.
     """
     options = {"tokenizer": tokenizer, "name": name, "max_length": max_length, "max_prompt_length": max_prompt_length}
     function = functools.partial(_tokenized, **options)
@@ -74,21 +80,23 @@ def _tokenized(
     empty = next((i for i, answer in zip(indices, texts["completion"], strict=True) if not answer), None)
     if empty is not None:
         raise DataError(
-            f"{name} row {empty}: its completion is empty, so that there is nothing to compare. Fix: leave it out."
+            f"{name} row {empty}: the completion is empty, so there is nothing to compare. Fix: remove the row."
         )
     labelled = label_batch(texts, indices, tokenizer, SupervisedOptions(completion_only_loss=True, max_length=None))
     out: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "score_row": list(indices)}
     for index, ids, labels in zip(indices, labelled["input_ids"], labelled["labels"], strict=True):
         first = next((i for i, label in enumerate(labels) if label != IGNORED), len(ids))
         if first == len(ids):
-            raise DataError(f"{name} row {index}: its answer has no token of its own. Fix: leave it out.")
+            raise DataError(f"{name} row {index}: the answer has no tokens. Fix: remove the row.")
         if first == 0:
-            raise DataError(f"{name} row {index}: its prompt has no token, and the first answer token follows nothing.")
+            raise DataError(
+                f"{name} row {index}: the prompt has no tokens, so the first answer token cannot be predicted."
+            )
         prompt, answer = cut_prompt(ids[:first], max_prompt_length), ids[first:]
         if max_length is not None and len(answer) >= max_length:
             raise DataError(
-                f"{name} row {index}: its answer of {len(answer)} tokens leaves no prompt token in max_length={max_length}. Fix: "
-                f"max_length above {len(answer)}, or a shorter answer."
+                f"{name} row {index}: the answer has {len(answer)} tokens and leaves no space for a prompt token "
+                f"within max_length={max_length}. Fix: set max_length above {len(answer)}, or shorten the answer."
             )
         out["prompt_ids"].append(cut_prompt(prompt, None if max_length is None else max_length - len(answer)))
         out["completion_ids"].append(answer)
@@ -96,14 +104,16 @@ def _tokenized(
 
 
 def as_rollout(row: Row, tokenizer: Tokenizer) -> Rollout:
-    """The answer of a dataset row, as if it had been sampled.
+    """Convert the answer of a dataset row to a rollout, as if it had been sampled.
 
     Raises:
-        DataError: The answer has images.
+        DataError: The answer contains images.
     """
     (ids,), pictures = row.completions, row.pictures or [[], []]
     if pictures[1]:
-        raise DataError(f"an answer has {len(pictures[1])} images, and a student writes text alone. Fix: leave it out.")
+        raise DataError(
+            f"an answer has {len(pictures[1])} images, but the student generates text only. Fix: remove the row."
+        )
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return Rollout(row.prompt_ids, ids, [], "stop", text=text, pictures=tuple(pictures[0]))
 
@@ -112,7 +122,11 @@ def privileged_prompt(
     example: dict[str, Any], template: str, shown: Mapping[str, str], tokenizer: Tokenizer, *, most: int | None,
     kwargs: dict[str, Any],
 ) -> list[int]:  # fmt: skip
-    """Ids of an example's prompt whose last user turn is ``template`` of its text and of what only the teacher sees, by name.
+    """Tokenize a prompt with privileged context for the teacher.
+
+    The last user turn is replaced by ``template``, filled with its text and the texts in ``shown``. If the prompt has
+    more than ``most`` tokens, the texts in ``shown`` are truncated at their ends, the last one first. The question is
+    truncated only after that.
 
     Where there are more than ``most`` tokens the texts of ``shown`` are cut, each from its end and the last one first, never the
     question.
@@ -135,7 +149,8 @@ def _filled(
         filled: Any = template.format(prompt=prompt, **shown)
     elif prompt[-1].get("role") != "user":
         raise DataError(
-            f"a prompt must end with a user turn to show the teacher more, and it ends with {prompt[-1].get('role')!r}."
+            "a prompt must end with a user turn to add privileged context, but it ends with "
+            f"{prompt[-1].get('role')!r}."
         )
     else:
         content = prompt[-1]["content"]
@@ -145,7 +160,7 @@ def _filled(
 
 
 def template_fields(template: str) -> set[str]:
-    """Names in braces of a template; ``{"{"}`` where it is malformed, which is no name."""
+    """Return the names in braces in a template, or ``{"{"}`` if it is malformed."""
     try:
         return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     except ValueError:
@@ -153,21 +168,22 @@ def template_fields(template: str) -> set[str]:
 
 
 def text_of(value: object) -> str:
-    """Privileged context as text: a string, or the texts of messages; empty where there is none."""
+    """Convert privileged context to text: a string, the texts of messages joined by newlines, or "" for None."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "\n".join(str(item["content"] if isinstance(item, dict) else item) for item in value)
     return "" if value is None else str(value)
 
 
 def joined_text(value: object, where: str = "") -> str:
-    """As `text_of`.
+    """Convert privileged context to text like `text_of`, and reject empty text.
 
     Raises:
-        DataError: There is none, or nothing is written in it; ``where`` names the row.
+        DataError: The text is empty. ``where`` is the row for the message.
     """
     text = text_of(value)
     if not text.strip():
         raise DataError(
-            f"{where}privileged_context is {value!r}: the teacher would see no more than the student. Fix: leave the row out."
+            f"{where}privileged_context is {value!r}, so the teacher would have no more information than the "
+            "student. Fix: remove the row."
         )
     return text

@@ -8,10 +8,13 @@ from posttrain.fields import PositiveInt, config, option
 from posttrain.methods.distillation.config import DistillationConfig, preset
 from posttrain.methods.distillation.objective import Distillation
 
-# Fields that the peer's configs have from SFT, whose preparation of rows its trainers switch off.
+# Fields that TRL's GKDConfig inherits from SFTConfig, but that TRL's trainer does not use.
 OF_SFT: dict[str, tuple[Any, str]] = {
-    "assistant_only_loss": (False, "Leave it out: only the completion is trained, the last message of a conversation."),
-    "completion_only_loss": (None, "Leave it out: only the completion is trained."),
+    "assistant_only_loss": (
+        False,
+        "Remove it: only the completion is trained, which is the last message of a conversation.",
+    ),
+    "completion_only_loss": (None, "Remove it: only the completion is trained."),
     "dataset_kwargs": (None, "Prepare the dataset with dataset.map."),
     "dataset_num_proc": (None, "Prepare the dataset with dataset.map(num_proc=...)."),
     "dataset_text_field": ("text", "Name the columns prompt and completion, or messages."),
@@ -22,7 +25,7 @@ OF_SFT: dict[str, tuple[Any, str]] = {
     "padding_free": (False, "Leave it out: rows share forward passes without padding if the model supports it."),
     "truncation_mode": (
         "keep_start",
-        "Leave it out: a row above max_length loses its beginning, as in TRL's collator.",
+        "Remove it: the beginning of a row above max_length is removed, as in TRL's collator.",
     ),
 }
 
@@ -61,7 +64,8 @@ class GKDConfig(DistillationConfig):
 
 
 class GKD(Distillation):
-    """Generalised knowledge distillation: the dataset's answers mixed with the student's own (or the teacher's).
+    """Generalized knowledge distillation on the dataset's answers, mixed with samples of the student (or of the
+    teacher).
 
     Reference: GKD, arXiv:2306.13649.
     """

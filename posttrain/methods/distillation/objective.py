@@ -1,4 +1,4 @@
-"""Both models' logits meet here, a chunk at a time; and what is made of their divergence."""
+"""Losses of distillation: the comparison of student and teacher logits in chunks, and the terms computed from it."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ COLUMNS = ("divergence", "logp", "gap", "entropy", "mass", "agree")
 
 
 def kept(logits: Tensor, columns: int | None, without: Tensor | None) -> Tensor:
-    """The first ``columns`` of ``(n, W)`` logits; those ``without`` a place in the distribution (marks of images) are -inf."""
+    """Return the first ``columns`` of logits ``(n, W)``. The ids in ``without`` (image placeholders) are set to -inf."""
     logits = logits[:, :columns]
     return logits if without is None else logits.index_fill(1, without, -torch.inf)
 
 
 @dataclass
 class HiddenTeacher:
-    """A teacher that ran here: hidden states at the loss positions and its output layer.
+    """Output of a teacher model in this process: hidden states at the loss positions, and the output layer.
 
     Attributes:
-        hidden: ``(N, H)``; where ``weight`` is None, logits ``(N, W)``.
-        weight: ``(W, H)``.
-        bias: ``(W,)`` or None.
-        rule: What its architecture does to logits.
+        hidden: ``(N, H)`` hidden states. If ``weight`` is None: ``(N, W)`` logits.
+        weight: ``(W, H)`` weight of the output layer.
+        bias: ``(W,)`` bias of the output layer, or None.
+        rule: Scaling and softcapping of the logits by the model's architecture.
     """
 
     hidden: Tensor
@@ -66,7 +66,7 @@ class HiddenTeacher:
     rule: LogitRule = field(default_factory=LogitRule)
 
     def logits(self, part: slice, columns: int | None, without: Tensor | None = None) -> Tensor:
-        """``(n, V)`` logits of the first ``columns`` ids ``without`` some."""
+        """Compute logits ``(n, V)`` of the first ``columns`` ids. The ids in ``without`` get -inf."""
         x = self.hidden[part].float()
         if self.weight is not None:
             rule = {"logit_scale": self.rule.scale, "softcap": self.rule.softcap}
@@ -74,18 +74,18 @@ class HiddenTeacher:
         return kept(x, columns, without)
 
     def logp(self, part: slice, columns: int | None, temperature: float, without: Tensor | None = None) -> Tensor:
-        """``(n, V)`` log-probs over the first ``columns`` ids ``without`` some."""
+        """Compute log-probs ``(n, V)`` over the first ``columns`` ids. The ids in ``without`` get -inf."""
         x = self.logits(part, columns, without)
         return (x if temperature == 1 else x / temperature).log_softmax(-1)
 
 
 @dataclass
 class TokenScores:
-    """What a file or a server says of L tokens, at temperature 1.
+    """Scores of L tokens from a file or a server, at temperature 1.
 
     Attributes:
-        ids: ``(L, k)`` most likely ids at each position, best first.
-        logps: ``(L, k)`` their log-probs.
+        ids: ``(L, k)`` most likely ids at each position, most likely first.
+        logps: ``(L, k)`` log-probs of ``ids``.
         actual: ``(L,)`` log-probs of the tokens themselves.
     """
 
@@ -95,18 +95,18 @@ class TokenScores:
 
     @classmethod
     def of(cls, fields: Mapping[str, list]) -> TokenScores:
-        """Of lists, by the names above."""
+        """Convert lists with the names of the attributes to an instance."""
         return cls(**{name: torch.tensor(values) for name, values in fields.items()})
 
 
 @dataclass
 class TeacherShare:
-    """One of several teachers, and its part in the loss.
+    """Output and weight of one of several teachers.
 
     Attributes:
-        teacher: `HiddenTeacher` or `TokenScores` at ``rows``, in their order; None where there are none.
-        rows: ``(M,)`` loss positions that it is asked about, ascending; None: all.
-        weight: Of its divergence at each of them.
+        teacher: `HiddenTeacher` or `TokenScores` at ``rows``, in that order. None: the teacher has no positions.
+        rows: ``(M,)`` loss positions that this teacher scores, ascending. None: all positions.
+        weight: Weight of its divergence at each of these positions.
     """
 
     teacher: Any
@@ -114,7 +114,7 @@ class TeacherShare:
     weight: float = 1.0
 
     def within(self, part: slice) -> tuple[Any, slice]:
-        """Its positions in a chunk of all, counted from the chunk's first; and where it speaks of them."""
+        """Return this teacher's positions within a chunk, relative to the chunk, and the slice of its output."""
         if self.rows is None:
             return slice(None), part
         begin, end, _ = part.indices(sys.maxsize)
@@ -123,7 +123,10 @@ class TeacherShare:
 
 
 def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Any]:
-    """For `posttrain.models.forward.forward`: the teacher's hidden states at the loss positions, and no logits."""
+    """Return the teacher's hidden states at the loss positions without computing logits.
+
+    It is a ``compare`` callback of `posttrain.models.forward.forward`.
+    """
     if hasattr(layer, "base_layer") and layer.disable_adapters:
         layer = layer.base_layer
     if layer is None:
@@ -132,14 +135,18 @@ def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) 
         return {"teacher": HiddenTeacher(rule.logits(layer(hidden)))}
     weight, device = layer.weight, hidden.device.type
     if type(layer) is nn.Linear and torch.is_autocast_enabled(device):
-        weight = weight.to(torch.get_autocast_dtype(device))  # As the student's: else rounding would be a divergence.
+        # Use the student's precision, or the difference in rounding would be part of the divergence.
+        weight = weight.to(torch.get_autocast_dtype(device))
     return {"teacher": HiddenTeacher(hidden, weight, layer.bias, rule)}
 
 
 def _by_position(
     hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead, measure: Callable[[Tensor, slice], Tensor]
 ) -> Tensor:
-    """``(N, K)`` numbers of each position's logits, the first two differentiable; a chunk at a time where that is possible."""
+    """Compute ``(N, K)`` values from the logits of each position; the first two columns are differentiable.
+
+    The logits are computed in chunks if the output layer is a single matrix.
+    """
     if layer is None:
         return measure(hidden, slice(None))
     if not is_one_matrix(layer):
@@ -151,17 +158,20 @@ def _by_position(
 
 @dataclass
 class Comparison:
-    """Compares the student's logits with those of a teacher or of several, position by position.
+    """Compare the student's logits with those of one or several teachers at each position.
+
+    The divergence from several teachers is the weighted mean ``sum_i w_i D(q, p_i)``; see `distillation_objective`.
 
     Several teachers are a weighted mean of their divergences, ``sum_i w_i D(q, p_i)``; see `distillation_objective`.
 
     Attributes:
-        axes: What is compared.
-        teacher: `HiddenTeacher` or `TokenScores` at the same positions; of several teachers the share of each, by name.
-        columns: Ids that all models have a token for; those beyond are padding. None: all.
-        policy_temperature: Divides the logits of the log-probs that are not part of the divergence.
-        without: Ids that have no probability on any side: placeholders and markers of images, which nobody writes.
-        own: A user's `DistillationTrainer.generalized_jsd_loss`, which replaces the divergence.
+        axes: Properties of the loss.
+        teacher: `HiddenTeacher` or `TokenScores` at the same positions. For several teachers: a `TeacherShare` by name.
+        columns: Number of ids that exist in all models; higher ids are padding. None: all ids.
+        policy_temperature: Divisor of the logits for log-probs that are not part of the divergence.
+        without: Ids without probability in any distribution: placeholders and markers of images, which are never
+            generated.
+        own: Override of `DistillationTrainer.generalized_jsd_loss` by a user, which replaces the divergence.
     """
 
     axes: Axes
@@ -177,7 +187,10 @@ class Comparison:
         self.names = tuple(self.shares) if several else ()
 
     def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
-        """``(N,)`` numbers by name, of which ``divergence`` and ``logp`` are differentiable.
+        """Compute tensors ``(N,)`` by name. ``divergence`` and ``logp`` are differentiable.
+
+        Several teachers add ``divergence/NAME`` and ``asked/NAME``, which is 1 at the positions that the teacher
+        scored.
 
         Of several teachers also ``divergence/NAME``, and ``asked/NAME``: 1 where that teacher was asked.
         """
@@ -191,9 +204,13 @@ class Comparison:
         return columns
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
-        """``(n, V)`` logits to ``(n, K)``, in the order of `COLUMNS` and then by teacher; in backward the first two alone."""
+        """Compute values ``(n, K)`` from logits ``(n, V)``, in the order of `COLUMNS` and then by teacher.
+
+        The backward pass computes only the first two.
+        """
         targets, axes = self.targets[part, None], self.axes
-        again = x.is_leaf and x.requires_grad  # Backward computes the chunk again, for the two that are differentiable.
+        # The backward pass computes the chunk again for the two differentiable columns.
+        again = x.is_leaf and x.requires_grad
         x = kept(x, self.columns, self.without)
         log_q = (x if axes.student_temperature == 1 else x / axes.student_temperature).log_softmax(-1)
         own = log_q
@@ -205,7 +222,7 @@ class Comparison:
             if share.teacher is None:
                 continue
             at, theirs = share.within(part)
-            if isinstance(at, Tensor) and not len(at):  # No token of the chunk is of a row that names it.
+            if isinstance(at, Tensor) and not len(at):  # No token of the chunk belongs to a row of this teacher.
                 continue
             here = _Beside(axes, share.teacher, theirs, log_q[at], targets[at])
             here.ask(self.columns, self.without)
@@ -233,36 +250,36 @@ class Comparison:
 
 
 def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor, labels: Tensor, axes: Axes) -> Tensor:
-    """Call a user's ``generalized_jsd_loss`` as TRL does, and give each token its mean.
+    """Call a user's ``generalized_jsd_loss`` like TRL, and assign its mean to each token.
 
     Args:
-        own: Returns the mean over the tokens.
+        own: Function that returns the mean over tokens.
         student: ``(n, V)`` logits.
-        teacher: Likewise.
+        teacher: ``(n, V)`` logits.
         labels: ``(n,)`` token ids.
         axes: ``beta`` and the temperature.
 
     Returns:
-        ``(n,)``, all equal. Their sum is that of the tokens, so that the loss does not depend on the size of chunks.
+        ``(n,)`` equal values. Their sum is the sum over the tokens, so the loss does not depend on the chunk size.
 
     Raises:
-        ConfigError: The function returns another shape than a scalar.
+        ConfigError: The function does not return a scalar.
     """
-    lowest = torch.finfo(student.dtype).min  # -inf on both sides would be NaN in a KL.
+    lowest = torch.finfo(student.dtype).min  # The KL would be NaN if both logits were -inf.
     options = {} if axes.student_temperature == 1 else {"temperature": axes.student_temperature}
     logits = {"student_logits": student.clamp_min(lowest)[None], "teacher_logits": teacher.clamp_min(lowest)[None]}
     loss = own(**logits, labels=labels[None], beta=axes.beta, **options)
     if loss.dim():
         raise ConfigError(
-            f"generalized_jsd_loss returned a tensor of shape {tuple(loss.shape)}, and must return a scalar. Fix: return the "
-            "mean over the tokens whose label is not -100."
+            f"generalized_jsd_loss returned a tensor of shape {tuple(loss.shape)} and must return a scalar. Fix: "
+            "return the mean over the tokens whose label is not -100."
         )
     return loss.expand(len(labels))
 
 
 @dataclass
 class _Beside:
-    """Student and one teacher, at the positions of a chunk that this teacher is asked about."""
+    """The student and one teacher at the positions of a chunk that this teacher scores."""
 
     axes: Axes
     teacher: Any
@@ -272,7 +289,9 @@ class _Beside:
 
     @torch.no_grad()
     def ask(self, columns: int | None, without: Tensor | None) -> None:
-        """Log-probs over the vocabulary where they exist, those of the tokens, and the most likely ids."""
+        """Set the teacher's log-probs over the vocabulary (if they exist), its log-probs of the tokens, and its most
+        likely ids.
+        """
         self.log_p: Tensor | None = None
         if isinstance(self.teacher, TokenScores):
             self.actual, self.best = self.teacher.actual[self.part].to(self.log_q), self.teacher.ids[self.part, 0]
@@ -282,7 +301,10 @@ class _Beside:
         self.actual, self.best = self.log_p.gather(1, self.targets)[:, 0], self.log_p.argmax(-1)
 
     def divergence(self) -> tuple[Tensor, Tensor]:
-        """``(n,)`` divergences, 0 where the loss is of the sampled token's score; and the teacher's mass of the support."""
+        """Return divergences ``(n,)`` and the teacher's probability of the support.
+
+        The divergences are 0 if the loss is the policy gradient of the sampled token.
+        """
         axes, log_q, log_p = self.axes, self.log_q, self.log_p
         if axes.estimator != "exact":
             return torch.zeros_like(self.actual), torch.ones_like(self.actual)
@@ -296,7 +318,7 @@ class _Beside:
         return divergence(complete(q), complete(p), beta=axes.beta), support_mass(p)
 
     def _support(self) -> tuple[Tensor, Tensor]:
-        """``(n, k)`` ids, and which of them do not count: there twice, or beyond the student's vocabulary."""
+        """Return ids ``(n, k)`` and a mask of the ids to ignore: duplicates, and ids beyond the student's vocabulary."""
         log_q, log_p, targets = self.log_q, self.log_p, self.targets
         kind, k = self.axes.support, min(self.axes.top_k or 1, log_q.shape[1])
         if kind == "sampled":
@@ -305,7 +327,7 @@ class _Beside:
         if kind == "student_topk":
             return mine, torch.zeros_like(mine, dtype=torch.bool)
         theirs = self.teacher.ids[self.part] if log_p is None else log_p.topk(k, -1).indices
-        # A server's model may have more logits than there are tokens: their mass is outside of the support.
+        # The model of a server may have more logits than there are tokens. Their probability is outside the support.
         beyond = theirs >= log_q.shape[1]
         theirs = theirs.masked_fill(beyond, 0)
         if kind == "teacher_topk":
@@ -314,7 +336,7 @@ class _Beside:
         return ids.clamp_min(0), again | (ids < 0)
 
     def _at(self, ids: Tensor) -> Tensor:
-        """The teacher's log-probs of those ids; of scores those that the support consists of."""
+        """Return the teacher's log-probs at ``ids``. Stored scores have only the ids of the support."""
         if self.log_p is not None:
             return self.log_p.gather(1, ids)
         logps, actual = self.teacher.logps[self.part], self.teacher.actual[self.part, None]
@@ -325,16 +347,16 @@ class _Beside:
 
 @dataclass
 class AlignedComparison:
-    """Compares groups of tokens that spell the same bytes in two vocabularies.
+    """Compare groups of tokens of two vocabularies that have the same bytes.
 
     Attributes:
-        axes: Temperatures and beta.
-        teacher: At the teacher's rows of the groups.
-        rows: ``(G,)`` which of the student's loss positions belong to the groups.
-        matched: Ids of equal bytes, for the hybrid loss; None: sorted probabilities alone.
-        weights: Of the matched and the unmatched part.
-        widths: Ids of each tokenizer.
-        without: Of each, ids that have no probability: placeholders and markers of images, which nobody writes.
+        axes: Temperatures and beta of the loss.
+        teacher: Teacher outputs at the teacher's positions of the groups.
+        rows: ``(G,)`` indices of the student's loss positions that belong to groups.
+        matched: Pairs of ids with equal bytes, for the hybrid loss. None: compare only sorted probabilities.
+        weights: Weights of the matched and of the unmatched part.
+        widths: Number of ids of each tokenizer.
+        without: For each model, ids without probability: placeholders and markers of images, which are never generated.
     """
 
     axes: Axes
@@ -346,7 +368,10 @@ class AlignedComparison:
     without: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
-        """``aligned``, the weighted sum of ``matched`` and ``unmatched``, at the groups' positions and 0 elsewhere; ``logp``.
+        """Compute differentiable tensors ``(N,)`` by name.
+
+        ``aligned`` is the weighted sum of ``matched`` and ``unmatched`` at the positions of the groups, and 0
+        elsewhere.
 
         All ``(N,)``, differentiable.
         """
@@ -365,7 +390,7 @@ class AlignedComparison:
         return torch.stack([log_q.gather(1, self.targets[part, None])[:, 0], entropy], 1)
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
-        """``(n, V)`` logits of groups to ``(n, 2)``."""
+        """Compute the matched and unmatched parts ``(n, 2)`` from logits ``(n, V)`` of groups."""
         log_q = (kept(x, self.widths[0], self.without[0]) / self.axes.student_temperature).log_softmax(-1)
         log_p = self.teacher.logp(part, self.widths[1], self.axes.teacher_temperature, self.without[1]).to(log_q.dtype)
         if self.matched is None:
@@ -374,7 +399,13 @@ class AlignedComparison:
 
 
 def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossTerms:
-    """``w d + w_ce (-log q)`` at every loss token, unreduced, with ``d`` the divergence or its sampled-token gradient.
+    """Compute ``w d + w_ce (-log q)`` at every loss token, unreduced.
+
+    ``d`` is the divergence, or the policy gradient of the sampled token. With several teachers ``d = sum_i w_i D(q,
+    p_i)``. The weights sum to 1, or the weight is 1 for the teacher that the row selects. Each teacher needs only its
+    own support, so servers can be among them. At ``beta=0`` the gradient is that of the divergence from the mixture
+    ``sum_i w_i p_i``, at ``beta=1`` that of the divergence from the normalized geometric mean ``prod_i p_i ** w_i``.
+    For other values neither holds. With the estimator ``score`` the reward of a token is ``sum_i w_i log p_i - log q``.
 
     Of several teachers ``d = sum_i w_i D(q, p_i)``, with weights that sum to one, or 1 for the teacher that the row names: a
     mixture of losses, which needs of each teacher its own support alone, so that servers can be among them. At ``beta=0`` its
@@ -382,9 +413,9 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
     ``prod_i p_i ** w_i``; between it is neither. With `score` the reward of a token is ``sum_i w_i log p_i - log q``.
 
     Args:
-        out: With ``compared`` of `Comparison` or `AlignedComparison`.
-        batch: Columns ``on_policy`` (S,) and ``active`` (S,) where there are such sequences; ``old_logp`` for ``is_clip``.
-        axes: The row of the table.
+        out: Model outputs whose ``compared`` is from `Comparison` or `AlignedComparison`.
+        batch: Batch with the optional columns ``on_policy`` (S,) and ``active`` (S,), and ``old_logp`` for ``is_clip``.
+        axes: Properties of the loss.
     """
     mask, grid = batch.loss_mask, torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
 
@@ -420,13 +451,16 @@ def _check_finite(values: Tensor, mask: Tensor, axes: Axes) -> None:
     wrong = int((~values.detach().isfinite() & mask).sum())
     if wrong:
         raise ModelError(
-            f"the divergence (beta={axes.beta}) is not finite at {wrong} of {int(mask.sum())} tokens: one model gives mass to "
-            "ids that the other excludes, or its logits are NaN. Fix: beta between 0 and 1, or a teacher of the same vocabulary."
+            f"the divergence (beta={axes.beta}) is not finite at {wrong} of {int(mask.sum())} tokens: one model gives "
+            "probability to ids that the other excludes, or its logits are NaN. Fix: set beta between 0 and 1, or "
+            "use a teacher with the same vocabulary."
         )
 
 
 def _agreement(compared: dict[str, Tensor]) -> dict[str, Metric]:
-    """Log q - log p of the tokens: its mean estimates KL(student || teacher) where the student sampled them."""
+    """Compute metrics of ``log q - log p`` of the tokens. Its mean estimates KL(student || teacher) on samples of the
+    student.
+    """
     gap = compared["gap"]
     return {
         "distill/k1": mean(gap),
@@ -437,7 +471,9 @@ def _agreement(compared: dict[str, Tensor]) -> dict[str, Metric]:
 
 
 def _divergence(compared: dict[str, Tensor]) -> dict[str, Metric]:
-    """How far the two are apart; of several teachers also from each, and the share of tokens that it was asked about."""
+    """Compute metrics of the divergence. Several teachers add one per teacher, and the fraction of tokens that it
+    scored.
+    """
     metrics = {
         "distill/divergence": mean(compared["divergence"]),
         "distill/divergence_max": maximum(compared["divergence"]),
@@ -451,7 +487,7 @@ def _divergence(compared: dict[str, Tensor]) -> dict[str, Metric]:
 
 
 def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Tensor, dict[str, Metric]]:
-    """The policy gradient of the reverse KL; with ``prefix`` early tokens weigh more."""
+    """Compute the policy gradient of the reverse KL. With ``prefix``, early tokens have larger weights."""
     assert out.logp is not None
     teacher, mask = out.logp.detach() - gap, batch.loss_mask
     if axes.prefix is None:
@@ -470,7 +506,7 @@ def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Te
 
 
 def _importance(out: ModelOutputs, batch: Batch, axes: Axes) -> Tensor | float:
-    """Clipped weight of tokens that older weights sampled."""
+    """Return the clipped importance weights of tokens that older weights sampled."""
     if axes.is_clip is None or batch.old_logp is None:
         return 1.0
     assert out.logp is not None
@@ -488,7 +524,7 @@ def _reduced(terms: Tensor, batch: Batch, axes: Axes) -> LossTerms:
 
 
 def _by_source(terms: Tensor, batch: Batch, mask: Tensor) -> dict[str, Metric]:
-    """The loss of tokens that the student sampled, and of the others."""
+    """Compute the loss separately for tokens that the student sampled and for tokens of the dataset or the teacher."""
     if "on_policy" not in batch.columns:
         return {}
     own = batch.columns["on_policy"]
@@ -501,12 +537,12 @@ def _by_source(terms: Tensor, batch: Batch, mask: Tensor) -> dict[str, Metric]:
 
 
 class Distillation(Method[Any]):
-    """A student learns a teacher's next-token distributions, on its own tokens or on others'.
+    """Train a student on a teacher's next-token distributions, on its own samples or on other completions.
 
     Attributes:
-        axes: The loss as a row of the table of methods.
-        takes_rewards: Whether GRPO's loss stands beside the divergence.
-        privileged: Whether the teacher reads another prompt than the student.
+        axes: Properties of the loss.
+        takes_rewards: Whether a GRPO loss is added to the divergence.
+        privileged: Whether the teacher's prompt differs from the student's.
 
     Reference: GKD, arXiv:2306.13649.
     """
@@ -526,16 +562,18 @@ class Distillation(Method[Any]):
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
         self.axes: Axes = cfg.axes()
-        # A mean over the tokens of the micro-batch wants them in one pass.
+        # 'bnpo' averages over the tokens of the micro-batch, which must be one pass.
         self.traits = replace(self.traits, single_pass=self.takes_rewards and cfg.loss_type == "bnpo")
 
     @property
     def temperature(self) -> float:
-        """Of log-probs: the sampling's where there is a GRPO term, else the loss's."""
+        """Temperature of log-probs: that of sampling if there is a GRPO term, else that of the loss."""
         return float(self.cfg.temperature) if self.takes_rewards else self.axes.student_temperature
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return whether ratios are clipped (in the policy's loss, with ``is_clip``, in IW-OPD) and begin away from 1.
+        """Return whether the loss has a ratio to the weights that sampled, and the ratio may differ from 1.
+
+        GRPO's loss, ``is_clip`` and IW-OPD have such a ratio; exact divergences do not.
 
         Exact divergences have no ratio.
         """
@@ -543,7 +581,7 @@ class Distillation(Method[Any]):
         return outlived and (self.takes_rewards or axes.is_clip is not None or axes.prefix is not None)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """As GRPO's; 0 without rewards."""
+        """Compute advantages like GRPO. Without rewards they are 0."""
         if not rewards.names:
             values = torch.zeros(len(rollouts.rollouts))
             return Advantages(values, values, rewards.start, token_columns=logps)
@@ -557,7 +595,7 @@ class Distillation(Method[Any]):
         return distillation_objective(outputs, batch, self.axes)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Sequences that have a teacher, and aligned groups, where the loss divides by them."""
+        """Count the sequences that have a teacher, or the aligned groups, if the loss is divided by them."""
         if self.axes.reduction == "active":
             return {"active": sum(float(b.columns["active"].sum()) for b in batches if "active" in b.columns)}
         if self.axes.support == "aligned":
@@ -565,7 +603,7 @@ class Distillation(Method[Any]):
         return {}
 
     def other_models(self, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
-        """The teacher models, or the copy of the student that stays its teacher."""
+        """Return the teacher models, or the copy of the student that is the teacher."""
         cfg = self.cfg
         if cfg.teacher_model_kind in ("base", "ema") and policy.peft_config is None:
             return [replace(policy, role="teacher", trained=False)]

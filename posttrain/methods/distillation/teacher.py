@@ -1,4 +1,4 @@
-"""Where a teacher's side of the comparison comes from: a model, the student itself, a file of scores, a server."""
+"""Sources of teacher outputs: a model, the student itself, a file of scores, or a server."""
 
 from __future__ import annotations
 
@@ -47,32 +47,32 @@ logger = logging.getLogger(__name__)
 
 
 def by_name(teachers: Any) -> dict[str, Any]:
-    """Teachers by their names; of a single one the name is empty."""
+    """Return a mapping of teachers by name. The name of a single teacher is ""."""
     return dict(teachers) if isinstance(teachers, Mapping) else {"": teachers}
 
 
 def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) -> nn.Module:
-    """The teacher as a frozen model in eval mode.
+    """Load the teacher as a frozen model in evaluation mode.
 
     Args:
-        teacher: A model or an id; None: ``teacher_model_name_or_path``.
-        args: Of the trainer.
-        student: Which it must not be.
+        teacher: Model, or its folder or Hub id. None: ``teacher_model_name_or_path``.
+        args: Config of the trainer.
+        student: The student, which must be another object than the teacher.
 
     Raises:
-        ConfigError: No teacher, or the student itself.
+        ConfigError: There is no teacher, or it is the student object.
     """
     teacher = teacher if teacher is not None else args.teacher_model_name_or_path
     if teacher is None:
         raise ConfigError(
-            "there is no teacher. Fix: teacher_model (a model or an id), teacher_scores (a file), teacher_model_server_url, or "
-            "teacher_model_kind='base', 'live' or 'ema' for the student itself."
+            "there is no teacher. Fix: set teacher_model (a model or an id), teacher_scores (a file), "
+            "teacher_model_server_url, or teacher_model_kind='base', 'live' or 'ema' to use the student itself."
         )
     if isinstance(teacher, nn.Module):
         if causal_lm(teacher) is causal_lm(student):
             raise ConfigError(
-                "teacher_model is the student object itself: its divergence is 0 at every step. Fix: another model, or "
-                "teacher_model_kind='base', which compares with the weights as they are now."
+                "teacher_model is the student object itself, so the divergence would be 0 at every step. Fix: pass "
+                "another model, or set teacher_model_kind='base' to compare with the initial weights."
             )
         return teacher.requires_grad_(False).eval()
     kwargs: dict[str, Any] = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
@@ -82,50 +82,54 @@ def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) 
 
 
 def teacher_id(teacher: object, args: PostTrainingConfig) -> str:
-    """Id or folder of a teacher: as it was given, or where a model object was loaded from; empty for one built in memory."""
+    """Return the id or folder of a teacher, or the source of a model object. "": the model was built in memory."""
     if isinstance(teacher, nn.Module):
         return get_config_model_id(causal_lm(teacher).config)
     return teacher or args.teacher_model_name_or_path or ""
 
 
 def own_tokenizer(name: str, *, required: bool, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """The tokenizer of a teacher's folder or id.
+    """Load the tokenizer of a teacher from its folder or id.
 
     Args:
-        name: See `teacher_id`; of a server, its model.
-        required: Whether a tokenizer that cannot be loaded is an error. If not, the result is None, and a warning says so.
-        trust_remote_code: As for the teacher.
-        revision: Of the teacher.
+        name: Result of `teacher_id`, or the model name of a server.
+        required: Whether a missing tokenizer is an error. If False, log a warning and return None.
+        trust_remote_code: Same as for the teacher.
+        revision: Revision of the teacher.
 
     Raises:
-        ModelError: It is required, and cannot be loaded.
+        ModelError: The tokenizer is required and cannot be loaded.
     """
     try:
         return load.load_tokenizer(name, trust_remote_code=trust_remote_code, revision=revision)
     except ModelError as error:
         if required:
             raise
-        text = "the teacher's tokenizer is not known, so that its ids are taken for the student's: %s Fix: "
-        logger.warning(text + "teacher_processing_class.", error)
+        text = "the teacher's tokenizer was not found, so the student's ids are assumed to be the teacher's: %s Fix: "
+        logger.warning(text + "pass teacher_processing_class.", error)
         return None
 
 
 @contextmanager
 def frozen(model: nn.Module, autocast: Callable[[], AbstractContextManager] = nullcontext) -> Iterator[nn.Module]:
-    """A model of its own, without gradients, in the precision of the student: else rounding would be a divergence."""
+    """Run a teacher model without gradients, in the student's precision.
+
+    With another precision, the difference in rounding would be part of the divergence.
+    """
     with torch.no_grad(), autocast():
         yield model
 
 
 @dataclass
 class ModelTeacher:
-    """A model in this process; its logits exist only where the student's are compared with them.
+    """A teacher model in this process. Its logits are computed only where they are compared with the student's.
 
     Attributes:
-        running: Context in which the model is the teacher (eval mode, no gradients, maybe another adapter).
-        layout: How its rows are laid out; a forest where a probe shows that it is exact.
-        shared: Whether the student's batches are laid out for it too.
-        pad_token_id: For its batches.
+        running: Context manager that returns the model in evaluation mode without gradients, possibly with another
+            adapter.
+        layout: Layout of the teacher's rows. Prefix trees are used if a probe shows that they are exact.
+        shared: Whether the layout of the student's batches is also exact for the teacher.
+        pad_token_id: Pad token of the teacher's batches.
     """
 
     running: Callable[[], AbstractContextManager[nn.Module]]
@@ -134,7 +138,10 @@ class ModelTeacher:
     pad_token_id: int
 
     def of_batch(self, batch: Batch, members: Sequence[int] | None = None) -> HiddenTeacher:
-        """The teacher at the loss positions of a batch, in their order; None: of all its sequences."""
+        """Compute the teacher's outputs at the loss positions of a batch.
+
+        ``members`` are the sequences to compute. None: all sequences.
+        """
         if members is not None or not self.shared:
             rows = sequences(batch)
             return self.of_rows(rows if members is None else [rows[k] for k in members], batch.input_ids.device)
@@ -142,7 +149,7 @@ class ModelTeacher:
             return forward(model, batch, frozenset(), compare=capture).compared["teacher"]
 
     def of_rows(self, rows: Sequence[Row], device: torch.device | str) -> HiddenTeacher:
-        """The teacher at the loss tokens of all completions, in the order of the rows; equal prompts are computed once."""
+        """Compute the teacher's outputs at the loss tokens of all completions. Equal prompts are computed once."""
         bare = [Row(row.prompt_ids, row.completions, row.loss_masks, pictures=row.pictures) for row in rows]
         shared, places = share_prompts(bare)
         pieces: list[Tensor] = [torch.empty(0)] * len(places)
@@ -156,18 +163,20 @@ class ModelTeacher:
         return replace(view, hidden=torch.cat(pieces))
 
     def of_prompts(self, batch: Batch, prompt_of: Callable[[int], list[int]]) -> HiddenTeacher:
-        """The teacher after prompts of its own, by the number in the batch's column ``key``."""
+        """Compute the teacher's outputs after other prompts, found by the number in the batch's column ``key``."""
         rows = [Row(prompt_of(key), [ids], [mask]) for key, ids, mask in _keyed(batch)]
         return self.of_rows(rows, batch.input_ids.device)
 
 
 class AdapterAverage(transformers.TrainerCallback):
-    """Moves the teacher's adapter, a copy of the student's as it was given, towards the student's.
+    """Callback that moves the teacher's adapter, a copy of the student's initial adapter, towards the student's.
+
+    The factors A and B are averaged separately. For a small rate this approximates the average of their products.
 
     Factors are averaged, A and B each: with a small share that follows the average of their products.
 
     Args:
-        teacher: Holds the copy.
+        teacher: Reference that holds the copy.
     """
 
     def __init__(self, teacher: Reference) -> None:
@@ -175,7 +184,7 @@ class AdapterAverage(transformers.TrainerCallback):
 
     @torch.no_grad()
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Mix the student's share in, where it is due."""
+        """Update the teacher's adapter every ``teacher_sync_steps`` steps."""
         if state.global_step % args.teacher_sync_steps:
             return
         named = dict(self.teacher.policy.named_parameters())
@@ -186,7 +195,7 @@ class AdapterAverage(transformers.TrainerCallback):
 
 
 def _keyed(batch: Batch) -> Iterator[tuple[int, list[int], list[int]]]:
-    """``(key, completion, loss mask)`` of every sequence, in the order of its loss positions."""
+    """Yield ``(key, completion, loss mask)`` of every sequence, in the order of the loss positions."""
     for row in sequences(batch):
         for key, ids, mask in zip(row.sequence_columns["key"], row.completions, row.loss_masks, strict=True):
             yield int(key), ids, mask
@@ -195,13 +204,13 @@ def _keyed(batch: Batch) -> Iterator[tuple[int, list[int], list[int]]]:
 def shares_of_batch(
     batch: Batch, weights: Mapping[str, float] | None, names: Sequence[str], say: Callable[[str, list[int] | None], Any]
 ) -> dict[str, TeacherShare]:
-    """What several teachers say of a batch, each asked about the sequences that are its own and no others.
+    """Return the outputs of several teachers for a batch. Each teacher scores only its own sequences.
 
     Args:
-        batch: Its column ``teacher`` has the number of each sequence's teacher, unless there are weights.
-        weights: Of the divergence from each, by name: every teacher is asked about every sequence. None: the column's alone.
-        names: Of the teachers, in the order of their numbers.
-        say: A teacher's side of some sequences of the batch by its name; None: of all.
+        batch: Batch whose column ``teacher`` has the number of each sequence's teacher, unless there are weights.
+        weights: Weight of each teacher's divergence by name; every teacher scores every sequence. None: use the column.
+        names: Names of the teachers, in the order of their numbers.
+        say: Function from the name of a teacher and a list of sequences to its outputs. None: all sequences.
     """
     if weights is not None:
         return {name: TeacherShare(say(name, None), weight=weights[name]) for name in names if weights[name]}
@@ -210,7 +219,7 @@ def shares_of_batch(
         members = [k for k, one in enumerate(numbers) if one == number]
         rows = torch.isin(places, places.new_tensor(members)).nonzero().flatten()
         whole = len(members) == len(numbers)
-        # One that has no sequence here is not asked, and counts in its share of all tokens.
+        # A teacher without a sequence in this batch is not run, but is counted in its fraction of all tokens.
         shares[name] = TeacherShare(say(name, None if whole else members) if members else None, rows)
     return shares
 
@@ -218,34 +227,40 @@ def shares_of_batch(
 def scores_of_batch(
     batch: Batch, scores: Callable[[int], TokenScores], members: Sequence[int] | None = None
 ) -> TokenScores:
-    """Scores of the batch's loss tokens, in their order, by the number in its column ``key``; None: of all its sequences."""
+    """Return scores of the batch's loss tokens, found by the number in its column ``key``.
+
+    ``members`` are the sequences to score. None: all sequences.
+    """
     score_parts, keyed = [], list(_keyed(batch))
     for key, ids, mask in keyed if members is None else [keyed[k] for k in members]:
         one = scores(key)
-        if not ids:  # Of a completion that is left out no token is here.
+        if not ids:  # An excluded completion has no tokens in the batch.
             mask = [0] * len(one.actual)
         kept = torch.tensor(mask, dtype=torch.bool)
         if len(one.actual) != len(kept):
-            raise ModelError(f"the teacher scored {len(one.actual)} of {len(ids)} tokens of a completion.")
+            raise ModelError(
+                f"the teacher returned scores of {len(one.actual)} tokens for a completion of {len(ids)} tokens."
+            )
         score_parts.append((one.ids[kept], one.logps[kept], one.actual[kept]))
     return TokenScores(*(torch.cat(parts).to(batch.input_ids.device) for parts in zip(*score_parts, strict=True)))
 
 
 class ServerTeacher:
-    """Scores of completions that a server gives (``vllm serve``, ``posttrain serve``), by the client that rollouts use too.
+    """Teacher on a server (``vllm serve`` or ``posttrain serve``), with the client that rollouts use.
 
     Args:
-        client: A `posttrain.extensions.server.client.VLLMClient`, or what has its ``info`` and ``score``.
-        axes: Of the run: k and temperature.
-        expected: ``teacher_model_name_or_path``, which the server's model must be; None: any.
-        probe: Token ids that the server scores before anything is trained.
+        client: A `posttrain.extensions.server.client.VLLMClient`, or an object with its methods ``info`` and ``score``.
+        axes: Properties of the loss, for k and the temperature.
+        expected: ``teacher_model_name_or_path``, which must be the server's model. None: any model.
+        probe: Token ids that the server scores before training begins.
 
     Attributes:
-        name: The server's model, as the server says.
+        name: Name of the model that the server reports.
 
     Raises:
-        ConfigError: Another model; k above the server's cap; a temperature other than 1, which servers do not apply to prompts.
-        ModelError: The server scores another number of tokens than it is given, or scores that are no log-probs.
+        ConfigError: The server has another model, k is above its limit, or the temperature is not 1, which servers do
+            not apply to prompts.
+        ModelError: The server returns a wrong number of scores, or scores that are not log-probs.
     """
 
     def __init__(self, client: Any, axes: Axes, *, expected: str | None, probe: list[int]) -> None:
@@ -254,40 +269,42 @@ class ServerTeacher:
         self.name = name = str(facts.get("model") or facts.get("served") or "")
         if expected and name and Path(name).name != Path(expected).name:
             raise ConfigError(
-                f"the server has the model {name!r}, and teacher_model_name_or_path names {expected!r}. Fix: start it with that "
-                "model, or name the one it has."
+                f"the server has the model {name!r}, but teacher_model_name_or_path is {expected!r}. Fix: start the "
+                "server with that model, or set teacher_model_name_or_path to the server's model."
             )
         if axes.support not in ("teacher_topk", "sampled", "top1_pair"):
             raise ConfigError(
-                f"loss_top_k={axes.top_k} with beta={axes.beta}: a server gives its own likeliest ids and the sampled token, and "
-                "this loss sees others. Fix: beta=0 with any loss_top_k, or loss_top_k=1."
+                f"loss_top_k={axes.top_k} with beta={axes.beta}: a server returns its own most likely ids and the "
+                "sampled token, but this loss needs other ids. Fix: set beta=0 with any loss_top_k, or loss_top_k=1."
             )
-        # Our host has no limit but the vocabulary; vLLM's is an option of its own: 20 where the server does not name it, and
-        # -1 for none.
+        # `posttrain serve` has no limit other than the vocabulary. vLLM's limit is an option: 20 if the server does not
+        # report it, -1 for no limit.
         most = int(facts.get("max_logprobs") or 20)
         cap = int(facts["vocab_size"]) if most < 0 or facts.get("engine") in IN_WORKERS else most
         if self.top_k > cap:
             raise ConfigError(
-                f"loss_top_k={self.top_k}: the server gives at most {cap} log-probs a position. Fix: loss_top_k={cap}, or start "
-                f"it with --max-logprobs {self.top_k}."
+                f"loss_top_k={self.top_k}: the server returns up to {cap} log-probs per position. Fix: set "
+                f"loss_top_k={cap}, or start the server with --max-logprobs {self.top_k}."
             )
         if axes.teacher_temperature != 1:
             raise ConfigError(
-                f"temperature={axes.teacher_temperature} with a teacher server: its log-probs of given tokens are at temperature "
-                "1, and the student's would not be. Fix: temperature=1.0, or a teacher model in this process."
+                f"temperature={axes.teacher_temperature} with a teacher server: the server's log-probs are at "
+                "temperature 1, so they cannot be compared with the student's. Fix: set temperature=1.0, or use a "
+                "teacher model in this process."
             )
-        # vLLM generates a token behind what it scores, which must fit too.
+        # vLLM generates one token after the scored text, which must fit into the context too.
         self.most = None if facts.get("max_model_len") is None else int(facts["max_model_len"]) - 1
         self.score([probe[:1]], [probe[1:]])
 
     def score(self, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> list[dict[str, Any]]:
-        """Fields of `TokenScores` of all completions; every token has them, or this raises."""
+        """Return the fields of `TokenScores` for each completion. Raise if a token has no score."""
         whole = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
         longest = max(map(len, whole), default=0)
         if self.most is not None and longest > self.most:
             raise DataError(
-                f"a prompt and its completion have {longest} tokens, and the teacher server scores at most {self.most} "
-                f"(max_model_len={self.most + 1}). Fix: max_length={self.most}, or start the server with a longer context."
+                f"a prompt and its completion have {longest} tokens, but the teacher server scores at most "
+                f"{self.most} (max_model_len={self.most + 1}). Fix: set max_length={self.most}, or start the server "
+                "with a longer context."
             )
         replies = self.client.score(whole, [len(prompt) for prompt in prompts], top=self.top_k)
         for ids, reply in zip(completions, replies, strict=True):
@@ -296,8 +313,9 @@ class ServerTeacher:
             finite = good and bool(logps.isfinite().all() and actual.isfinite().all())
             if not (finite and bool((logps.diff(dim=-1) <= 1e-6).all() and (logps <= 1e-4).all())):
                 raise ModelError(
-                    f"the teacher server scored {len(actual)} of {len(ids)} tokens with {logps.shape[-1]} of {self.top_k} "
-                    "log-probs each, or scores that are not finite, falling log-probs. Fix: look at the server's log."
+                    f"the teacher server returned scores of {len(actual)} tokens with {logps.shape[-1]} log-probs "
+                    f"each, instead of {len(ids)} tokens with {self.top_k}, or the log-probs are not finite or not in "
+                    "descending order. Fix: see the server's log."
                 )
         return [{"ids": reply.top_ids, "logps": reply.top_logps, "actual": reply.logps} for reply in replies]
 
@@ -305,12 +323,12 @@ class ServerTeacher:
 def asked_servers(
     servers: Mapping[str, ServerTeacher], rollouts: Sequence[Rollout], numbers: Sequence[float] | None
 ) -> list[dict[str, Any]]:
-    """Of each rollout what the servers say of it, by their names; all servers are asked at once.
+    """Return the scores of each rollout by the name of the server. All servers are called concurrently.
 
     Args:
-        servers: By name.
-        rollouts: Whose completions are scored.
-        numbers: Of the one server that each is sent to; None: to all.
+        servers: Servers by name.
+        rollouts: Rollouts whose completions are scored.
+        numbers: Number of the server for each rollout. None: send each rollout to all servers.
     """
     scores_of_each: list[dict[str, Any]] = [{} for _ in rollouts]
 
@@ -325,15 +343,15 @@ def asked_servers(
     return scores_of_each
 
 
-# Scores in a file: computed once, top-k with the mass outside, read without loading the teacher ----------------------
+# Scores in a file: computed once, top-k with the remaining probability, read without the teacher ---------------------
 
 FORMAT = "posttrain teacher scores 2"
-POSITIONS = 256  # Whose logits exist at once.
+POSITIONS = 256  # Number of positions whose logits exist at the same time.
 COLUMNS = {"ids": pa.int32(), "logps": pa.float32(), "actual": pa.float32()}
 
 
 def identity(dataset: AnyDataset, tokenizer: Tokenizer) -> dict[str, str]:
-    """Hashes of what scores depend on: the rows as ids, the vocabulary, the chat template."""
+    """Compute hashes of everything that scores depend on: token ids of the rows, the vocabulary and the chat template."""
     digest = hashlib.sha256()
     for row in dataset:
         digest.update(json.dumps([list(row["prompt_ids"]), list(row["completion_ids"])]).encode())
@@ -342,7 +360,7 @@ def identity(dataset: AnyDataset, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: int) -> list[dict[str, list]]:
-    """Top-k log-probs at temperature 1 of every completion token, one entry a row."""
+    """Compute top-k log-probs at temperature 1 of every completion token, with one entry per row."""
     with teacher.running() as model:
         view = teacher.of_rows(rows, next(model.parameters()).device)
     targets = torch.tensor([t for row in rows for t in row.completions[0]], device=view.hidden.device)
@@ -360,11 +378,12 @@ def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: 
 
 
 def _check_scorer(teacher: Any, tokenizer: Tokenizer, mode: str) -> str:
-    """Where the teacher comes from; refuse one that does not read the tokenizer's ids."""
+    """Return the source of the teacher. Raise if the teacher does not use the tokenizer's ids."""
     name, width = get_config_model_id(causal_lm(teacher).config), logit_width(teacher)
     if width < len(tokenizer):
         raise ModelError(
-            f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
+            f"the teacher has {width} logits, but the tokenizer has {len(tokenizer)} tokens, so they do not "
+            "belong together."
         )
     own = None if mode == "off" else own_tokenizer(name, required=False)
     if own is not None:
@@ -386,26 +405,29 @@ def score_dataset(
     batch_size: int = 16,
     tokenizer_check: Literal["error", "warn", "off"] = "error",
 ) -> int:
-    """Write the teacher's scores of every answer of a dataset, for ``teacher_scores`` of a config; returns the rows.
+    """Write the teacher's scores of every answer of a dataset to a file, and return the number of rows.
+
+    The file is for ``teacher_scores`` of a config. It is an Arrow file with one row per answer, in the order of the
+    dataset, and ``batch_size`` rows per record batch. It appears at ``path`` only when it is complete.
 
     The file is Arrow's: a row an answer, in the order of the dataset, ``batch_size`` rows a record batch. It is there when it
     is whole.
 
     Args:
-        teacher: A causal language model of the student's tokenizer.
-        dataset: ``prompt`` and ``completion``, or ``messages``.
-        tokenizer: The student's.
-        path: Of the file.
-        top_k: Ids per position, at least 1.
-        max_length: As in the config that will read the file.
-        max_prompt_length: Likewise.
-        chat_template_kwargs: Likewise.
-        batch_size: Rows that the teacher reads at a time.
-        tokenizer_check: As in the config: what happens where the tokenizer of the teacher's own folder or id is another one.
+        teacher: A causal language model with the student's tokenizer.
+        dataset: Dataset with the columns ``prompt`` and ``completion``, or ``messages``.
+        tokenizer: The student's tokenizer.
+        path: Path of the file.
+        top_k: Number of ids per position, at least 1.
+        max_length: Same value as in the config that will read the file.
+        max_prompt_length: Same value as in that config.
+        chat_template_kwargs: Same value as in that config.
+        batch_size: Number of rows per forward pass of the teacher.
+        tokenizer_check: Same as in the config: what happens if the teacher's own tokenizer differs.
 
     Raises:
-        ConfigError: The teacher's tokenizer is another one; ``top_k`` or ``batch_size`` below 1.
-        DataError: The dataset is a stream, empty, or without answers.
+        ConfigError: The teacher's tokenizer differs, or ``top_k`` or ``batch_size`` is below 1.
+        DataError: The dataset is a stream, is empty or has no answers.
         ModelError: The teacher has fewer logits than the tokenizer has tokens.
     """
     for field, value in (("top_k", top_k), ("batch_size", batch_size)):
@@ -417,8 +439,9 @@ def score_dataset(
     dataset = with_template_arguments(with_prompt_column(plain_rows(dataset)), chat_template_kwargs)
     if not isinstance(dataset, Sized) or "completion" not in dataset.column_names:
         raise DataError(
-            f"scores are of a Dataset's answers, and this {type(dataset).__name__} has the columns {dataset.column_names}. Fix: "
-            "'prompt' and 'completion', or 'messages'; of a stream Dataset.from_list(list(stream))."
+            "scores need a Dataset with the columns 'prompt' and 'completion', or 'messages', but this "
+            f"{type(dataset).__name__} has the columns {dataset.column_names}. Convert a stream with "
+            "Dataset.from_list(list(stream))."
         )
     dataset = tokenized_answers(dataset, tokenizer, name="dataset", **limits)
     install_token_head(teacher)
@@ -443,59 +466,61 @@ def score_dataset(
 
 
 class ScoreFile:
-    """Scores that `score_dataset` wrote, read row by row from a memory map.
+    """Scores written by `score_dataset`, read row by row from a memory-mapped file.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Raises:
-        ConfigError: There is no such file, or it is none of ours.
+        ConfigError: The file does not exist or has another format.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         if not Path(path).is_file():
             raise ConfigError(
-                f"teacher_scores={self.path!r}: there is no such file. Fix: write it with posttrain teacher-scores."
+                f"teacher_scores={self.path!r}: the file does not exist. Fix: create it with posttrain teacher-scores."
             )
         try:
             self.reader = pa.ipc.open_file(pa.memory_map(self.path))
         except pa.ArrowInvalid as error:
-            raise ConfigError(f"teacher_scores={self.path!r} is no Arrow file ({error}).") from error
+            raise ConfigError(f"teacher_scores={self.path!r} is not an Arrow file ({error}).") from error
         metadata = self.reader.schema.metadata or {}
         if metadata.get(b"format") != FORMAT.encode():
             raise ConfigError(f"teacher_scores={self.path!r} was not written by posttrain teacher-scores.")
         self.facts: dict[str, Any] = json.loads(metadata[b"facts"])
 
     def check(self, dataset: AnyDataset, tokenizer: Tokenizer, axes: Axes) -> None:
-        """Refuse a file of another dataset, tokenizer or template, and a loss that its numbers are not of.
+        """Reject a file of another dataset, tokenizer or template, and a loss that the scores do not support.
 
         Raises:
-            DataError: A hash differs; names what and both hashes.
-            ConfigError: The temperature is not 1; more ids than the file has, or one without a tail.
+            DataError: A hash differs. The message contains both hashes.
+            ConfigError: The temperature is not 1, or the loss needs more ids than the file has.
         """
         size = self.facts["top_k"]
         if axes.top_k > size:
             raise ConfigError(
-                f"loss_top_k={axes.top_k} with teacher_scores={self.path!r}, which has {size} ids a token. Fix: at most {size}, "
-                f"or compute the file again with --top_k {axes.top_k}."
+                f"loss_top_k={axes.top_k} with teacher_scores={self.path!r}, which has {size} ids per token. Fix: set "
+                f"loss_top_k to at most {size}, or compute the file again with --top_k {axes.top_k}."
             )
         if size == 1:
             replace(axes, top_k=1).check()
         if axes.teacher_temperature != 1:
             raise ConfigError(
-                f"temperature={axes.teacher_temperature} with teacher_scores: the file has log-probs at temperature 1, and "
-                "its tails cannot be tempered. Fix: temperature=1.0."
+                f"temperature={axes.teacher_temperature} with teacher_scores: the file has log-probs at temperature "
+                "1, and the probability outside the top k cannot be converted to another temperature. Fix: set "
+                "temperature=1.0."
             )
         for name, value in identity(dataset, tokenizer).items():
             if self.facts[name] != value:
                 raise DataError(
-                    f"teacher_scores={self.path!r} is of another {name}: its hash is {self.facts[name][:12]}, and this run's "
-                    f"{value[:12]}. Fix: compute the file again (posttrain teacher-scores) with this run's data and lengths."
+                    f"teacher_scores={self.path!r} was computed with another {name}: its hash is "
+                    f"{self.facts[name][:12]}, and the hash of this run is {value[:12]}. Fix: compute the file again "
+                    "(posttrain teacher-scores) with the data and lengths of this run."
                 )
 
     def read(self, row: int, top_k: int = 0) -> TokenScores:
-        """Scores of the dataset's row of that number; its ``top_k`` likeliest ids, 0: all that there are."""
+        """Return the scores of one dataset row with its ``top_k`` most likely ids. 0: all stored ids."""
         size = self.facts["batch_size"]
         one = self.reader.get_batch(row // size).slice(row % size, 1)
         ids, logps, actual = (np.array(one.column(name)[0].values) for name in COLUMNS)

@@ -1,4 +1,4 @@
-"""GRPO and its family."""
+"""GRPO and the losses of its family."""
 
 from posttrain.methods.grpo.config import GRPOConfig
 from posttrain.methods.grpo.objective import GRPO, grpo_objective

@@ -1,4 +1,4 @@
-"""`GRPOConfig`: the loss family's choices, checked against each other before anything is loaded."""
+"""`GRPOConfig`: the options of GRPO and the losses of its family, with their validation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from posttrain.methods.online_config import (
 logger = logging.getLogger(__name__)
 
 
-OLD_UPDATES = 16  # Updates between sampling and training, after which even a clipped ratio is mostly noise.
-BY_LENGTH = ("bnpo", "dr_grpo", "dapo", "cispo")  # Reductions under which a sequence's ratio counts once a token.
+# Number of optimizer steps between sampling and training above which even a clipped ratio is mostly noise.
+OLD_UPDATES = 16
+# Losses that average over tokens, so the ratio of a sequence is weighted by its length.
+BY_LENGTH = ("bnpo", "dr_grpo", "dapo", "cispo")
 LOW_TEMPERATURE = 0.1
-# What the loss of one ratio a completion has no place for.
+# Options that GMPO cannot use, because its loss has one ratio per completion.
 WITHOUT_IN_GMPO = {
     "importance_sampling_level": "token",
     "delta": None,
@@ -34,10 +36,10 @@ WITHOUT_IN_GMPO = {
 
 
 def check_combinations(cfg: GRPOConfig) -> None:
-    """Refuse what could only train something else than what was asked for.
+    """Reject combinations of options that contradict each other.
 
     Raises:
-        ConfigError: Names the fields, their values and what to set.
+        ConfigError: The message contains the fields, their values and the fix.
     """
     if cfg.loss_type == "luspo":
         _check_luspo(cfg)
@@ -45,8 +47,8 @@ def check_combinations(cfg: GRPOConfig) -> None:
         _check_gmpo(cfg)
     if cfg.loss_type == "cispo" and (cfg.epsilon_high is None or cfg.epsilon_high < 1):
         raise ConfigError(
-            f"loss_type='cispo' with epsilon_high={cfg.epsilon_high}: CISPO caps the ratio itself, so a cap below 1 would "
-            "scale every token down. Use epsilon_high=5.0."
+            f"loss_type='cispo' with epsilon_high={cfg.epsilon_high}: CISPO caps the ratio itself at epsilon_high, "
+            "and a cap below 1 would reduce the weight of every token. Set epsilon_high=5.0."
         )
     check_truncation(cfg)
 
@@ -61,8 +63,8 @@ def _check_luspo(cfg: GRPOConfig) -> None:
     }.items():
         if not fits:
             raise ConfigError(
-                f"loss_type='luspo' weighs whole sequences, so {name}={getattr(cfg, name)!r} cannot be used with it. "
-                "Set importance_sampling_level='sequence', beta=0.0, top_entropy_quantile=1.0 and a "
+                f"loss_type='luspo' weights whole sequences and does not support {name}={getattr(cfg, name)!r}. Set "
+                "importance_sampling_level='sequence', beta=0.0, top_entropy_quantile=1.0 and a "
                 "vllm_importance_sampling_mode that begins with 'sequence'."
             )
 
@@ -71,44 +73,48 @@ def _check_gmpo(cfg: GRPOConfig) -> None:
     for name, default in WITHOUT_IN_GMPO.items():
         if (value := getattr(cfg, name)) != default:
             raise ConfigError(
-                f"{name}={value!r} has no meaning in GMPO, whose loss is one ratio a completion. Leave it at "
-                f"{default!r}, or use another loss_type."
+                f"{name}={value!r} is not supported by loss_type='gmpo', whose loss has one ratio per completion. Set "
+                f"it to {default!r}, or use another loss_type."
             )
 
 
 def check_correction(cfg: GRPOConfig) -> None:
-    """Refuse settings that do not fit log-probs of an engine which is not the trainer.
+    """Reject settings that are invalid if the engine's log-probs are not the trainer's.
 
     Raises:
-        ConfigError: VESPO with one weight a sequence; truncated sampling with the correction.
+        ConfigError: VESPO with a sequence-level correction, or changed sampling with the correction.
     """
     if not cfg.vllm_importance_sampling_correction:
         return
     mode = cfg.vllm_importance_sampling_mode
     if cfg.loss_type == "vespo" and not mode.startswith("token"):
         raise ConfigError(
-            f"loss_type='vespo' multiplies the engine's correction up over tokens, and vllm_importance_sampling_mode="
-            f"{mode!r} has one value a sequence. Set vllm_importance_sampling_mode='token_truncate'."
+            "loss_type='vespo' multiplies the correction over the tokens of a sequence, but "
+            f"vllm_importance_sampling_mode={mode!r} has one value per sequence. Set "
+            "vllm_importance_sampling_mode='token_truncate'."
         )
     reject_reshaped_sampling(cfg)
 
 
 def warn_ineffective_options(cfg: GRPOConfig) -> None:
-    """Say what is accepted and will not do what it may seem to do."""
+    """Warn about options that are accepted but have no effect, or an unexpected one."""
     _warn_of_levels(cfg)
     _warn_of_clips(cfg)
     _warn_of_schedule(cfg)
     if cfg.multi_objective_aggregation == "normalize_then_sum" and cfg.scale_rewards != "group":
-        logger.warning("scale_rewards=%r is ignored with normalize_then_sum.", cfg.scale_rewards)
+        logger.warning(
+            "scale_rewards=%r is ignored with multi_objective_aggregation='normalize_then_sum'.", cfg.scale_rewards
+        )
     if cfg.temperature < LOW_TEMPERATURE:
         logger.warning(
-            "temperature=%s is so low that completions of a group will hardly differ; log-probs are divided by it too.",
+            "temperature=%s is so low that the completions of a group will be nearly identical. Log-probs are "
+            "computed at this temperature too.",
             cfg.temperature,
         )
     if reshaped := reshaped_sampling(cfg):
         logger.warning(
-            "%s: completions are drawn from a changed distribution; log-probs, ratios and the KL are of the one before, and "
-            "ignore it.", reshaped,
+            "%s changes the distribution of completions. Log-probs, ratios and the KL are computed for the unchanged "
+            "distribution.", reshaped,
         )  # fmt: skip
 
 
@@ -116,11 +122,12 @@ def _warn_of_levels(cfg: GRPOConfig) -> None:
     level, kind = cfg.importance_sampling_level, cfg.loss_type
     if level != "token" and kind in BY_LENGTH:
         logger.warning(
-            "importance_sampling_level=%r with loss_type=%r weighs sequences by length; GSPO is loss_type='grpo'.",
+            "importance_sampling_level=%r with loss_type=%r weights sequences by their length. For GSPO set "
+                "loss_type='grpo'.",
             level, kind,
         )  # fmt: skip
     if level != "token" and kind == "vespo":
-        logger.warning("vespo forms its own sequence weight; importance_sampling_level=%r is ignored.", level)
+        logger.warning("loss_type='vespo' has its own sequence weight; importance_sampling_level=%r is ignored.", level)
 
 
 def _warn_of_clips(cfg: GRPOConfig) -> None:
@@ -130,11 +137,11 @@ def _warn_of_clips(cfg: GRPOConfig) -> None:
     unused["vespo"] = unused["sapo"]
     if ignored := sorted(set_by_user & unused.get(cfg.loss_type, set())):
         logger.warning(
-            "%s: ignored, because loss_type=%r does not clip with it.",
+            "%s has no effect, because loss_type=%r does not clip with it.",
             ", ".join(f"{name}={getattr(cfg, name)}" for name in ignored), cfg.loss_type,
         )  # fmt: skip
     elif cfg.delta is not None and cfg.delta < 1 + high:
-        logger.warning("delta=%s is below 1 + epsilon_high = %s and cancels the clip.", cfg.delta, 1 + high)
+        logger.warning("delta=%s is below 1 + epsilon_high = %s, so the upper clip has no effect.", cfg.delta, 1 + high)
 
 
 def _changed(cfg: GRPOConfig, name: str) -> bool:
@@ -146,8 +153,9 @@ def _warn_of_schedule(cfg: GRPOConfig) -> None:
     accumulation = cfg.gradient_accumulation_steps
     if window / accumulation > OLD_UPDATES:
         logger.warning(
-            "steps_per_generation=%d x num_iterations=%d over gradient_accumulation_steps=%d: the last slices are %.0f "
-            "updates old when they are trained. Lower steps_per_generation or num_iterations.",
+            "steps_per_generation=%d x num_iterations=%d with gradient_accumulation_steps=%d: the last slices of a "
+            "generation are trained %.0f optimizer steps after sampling. Lower steps_per_generation or "
+            "num_iterations.",
             cfg.steps_per_generation, cfg.num_iterations, accumulation, window / accumulation,
         )  # fmt: skip
     fields = ["epsilon", "epsilon_high", "delta", "importance_sampling_level"]
@@ -155,9 +163,9 @@ def _warn_of_schedule(cfg: GRPOConfig) -> None:
     chosen += [f"loss_type={cfg.loss_type!r}"] * (cfg.loss_type in ("sapo", "cispo", "vespo"))
     if chosen and accumulation % window == 0:
         logger.warning(
-            "%s: no effect, because each batch is trained before the weights move (gradient_accumulation_steps=%d is a "
-            "multiple of steps_per_generation x num_iterations = %d), so the importance ratio is 1. Raise "
-            "steps_per_generation or num_iterations to go off-policy.",
+            "%s has no effect, because each batch is trained before the weights change "
+            "(gradient_accumulation_steps=%d is a multiple of steps_per_generation x num_iterations = %d), so the "
+            "importance ratio is 1. Raise steps_per_generation or num_iterations to train off-policy.",
             ", ".join(chosen), accumulation, window,
         )  # fmt: skip
 
@@ -167,7 +175,7 @@ SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
-# Published methods that are settings of a loss.
+# Published methods that are a combination of options.
 OTHER_NAMES = {
     "dapo+": "loss_type='dapo', epsilon_high=0.28, dynamic_sampling and mask_truncated_completions=True",
     "gspo": "loss_type='grpo' and importance_sampling_level='sequence'",
@@ -320,9 +328,10 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         self.scale_rewards = spelled.get(str(self.scale_rewards), self.scale_rewards)
         self._resolve_liger()
         if (settings := OTHER_NAMES.get(str(self.loss_type).lower().replace("-", "_"))) is not None:
-            raise ConfigError(f"loss_type={self.loss_type!r} is not a loss of its own. Fix: set {settings}.")
+            raise ConfigError(f"loss_type={self.loss_type!r} is a combination of options. Fix: set {settings}.")
         if self.loss_type == "bnpo":
-            self.balance_ranks = False  # Its mean is one of each rank's own rows.
+            # 'bnpo' averages over each rank's own rows, so exchanging rows would change the loss.
+            self.balance_ranks = False
         super().__post_init__()
         self._check_ranges()
         self._check_combinations()
@@ -333,10 +342,10 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     def _resolve_liger(self) -> None:
         if self.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
-            # Its loss is what people turn it on for, and ours never holds the logits either, with every option.
+            # Most users enable Liger for its loss. Our loss does not materialize the logits either, for every option.
             logger.warning(
-                "use_liger_kernel=True: liger_kernel is not installed and its layers are left out. The loss is computed in "
-                "chunks without it."
+                "use_liger_kernel=True: liger_kernel is not installed, so its layers are not used. The loss is "
+                "computed in chunks without it."
             )
             self.use_liger_kernel = False
 
@@ -347,8 +356,8 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             )
         if self.log_completions_hub_repo and not self.log_completions:
             raise ConfigError(
-                f"log_completions_hub_repo={self.log_completions_hub_repo!r} is set but log_completions=False. Turn "
-                "log_completions on, or leave the repository out."
+                f"log_completions_hub_repo={self.log_completions_hub_repo!r} is set but log_completions=False. Set "
+                "log_completions=True or remove the repository."
             )
 
     def _check_combinations(self) -> None:

@@ -1,4 +1,4 @@
-"""GRPO: the objective of the whole family, advantages within groups, and the steered entropy bonus."""
+"""GRPO: the loss of the whole family, advantages within groups, and the adaptive entropy bonus."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Config = TypeVar("Config", bound=GRPOConfig)
 
 
 def grpo_needs(cfg: GRPOConfig) -> frozenset[str]:
-    """What the forward pass must produce for this config."""
+    """Return the model outputs that this config needs."""
     bonus = cfg.entropy_coef or cfg.use_adaptive_entropy
     return frozenset({"logp", "entropy"} | ({"entropy_grad"} if bonus else set()))
 
@@ -59,16 +59,19 @@ def grpo_objective(
     entropy_coef: float | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> LossTerms:
-    """``-surrogate(ratio, A) * weights + beta * KL - entropy_coef * H``, unreduced; the bonus is the first extra term.
+    """Compute ``-surrogate(ratio, A) * weights + beta * KL - entropy_coef * H``, unreduced.
+
+    The entropy bonus is the first extra term. The KL term is never clipped, weighted, filtered by entropy or masked as
+    off-policy.
 
     The KL is never clipped, weighted, filtered by entropy or masked as off-policy.
 
     Args:
         out: Log-probs and entropies of the policy.
-        batch: Completions with their advantages; log-probs of older, frozen or sampling weights where there are any.
+        batch: Completions with advantages, and log-probs of older, reference and sampling weights if there are any.
         cfg: `GRPOConfig`.
-        entropy_coef: Instead of ``cfg.entropy_coef``, where it is steered.
-        gather: Concatenates over ranks, so that the entropy filter has one threshold; every rank must call it.
+        entropy_coef: Replaces ``cfg.entropy_coef`` if the coefficient is adaptive.
+        gather: Function that concatenates a tensor over ranks, for one entropy threshold. All ranks must call it.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equation 3; the loss types are rows of `LOSS_TYPES`.
     """
@@ -116,7 +119,7 @@ def grpo_objective(
     )
     if cfg.entropy_coef or cfg.use_adaptive_entropy:
         coefficient = cfg.entropy_coef if entropy_coef is None else entropy_coef
-        # The filter is one of this pass, and so is the mean over what it kept.
+        # The entropy filter is computed per pass, so the average over its tokens is too.
         reduction = "token" if uncertain is batch.loss_mask else "local_token"
         loss.extra.append(LossTerms(-coefficient * out.entropy, uncertain, reduction))
     return loss
@@ -126,7 +129,8 @@ def _vespo(
     log_ratio: Tensor, advantages: Tensor, logp: Tensor, batch: Batch, cfg: GRPOConfig, weight: Tensor | None
 ) -> tuple[Tensor, dict[str, Metric]]:
     if weight is not None and batch.rollout_logp is not None:
-        # A missing log-prob is no evidence about its sequence. A weight that a bound set to 0 suppresses the sequence.
+        # A missing log-prob gives no information about its sequence. A weight that is masked to 0 suppresses the
+        # sequence.
         weight = weight.masked_fill(batch.rollout_logp.isnan(), 1.0)
     phi = vespo_weight(
         log_ratio,
@@ -142,7 +146,10 @@ def _vespo(
 def _geometric(
     log_ratio: Tensor, advantages: Tensor, batch: Batch, cfg: GRPOConfig, kept: Tensor
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """GMPO: ``-c_i A_i`` on every token of a completion, the ratio over the ``kept`` ones; bounds are in log space."""
+    """Compute the GMPO loss ``-c_i A_i``, spread over the tokens of a completion.
+
+    The geometric mean of ratios is over the ``kept`` tokens. Bounds are in log space.
+    """
     forest = (batch.sequence, batch.num_sequences)
     high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
     bounds = {"epsilon": cfg.epsilon, "epsilon_high": high}
@@ -155,7 +162,10 @@ def _geometric(
 def _rollout_weight(
     logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig
 ) -> tuple[Tensor | None, dict[str, Metric]]:
-    """Correction for an engine that is not the trainer, and how far the two are apart; None where the engine is."""
+    """Return the correction for an engine that is not exactly the policy, and metrics of the mismatch.
+
+    The correction is None if the engine's log-probs are the policy's.
+    """
     if sampled is None:
         return None, {}
     trained = logp.detach() if batch.old_logp is None else batch.old_logp
@@ -178,7 +188,7 @@ def _rollout_weight(
 
 
 def _kept(logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig) -> Tensor | float:
-    """1 on tokens of sequences the policy has not moved away from, 0 on others; denominators do not change."""
+    """Return 0 for tokens of sequences that are masked as off-policy, 1 for other tokens. Denominators do not change."""
     if cfg.off_policy_mask_threshold is None:
         return 1.0
     old = logp.detach() if batch.old_logp is None else batch.old_logp
@@ -189,20 +199,24 @@ def _kept(logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig) -
 
 
 STATE_FILE = "entropy_ctrl_state.json"
-# Optimiser steps without a single bonus, after which the target counts as out of reach.
+# Number of optimizer steps without a bonus after which a warning is logged.
 STEPS_UNTIL_WARNING = 50
 
 
 @dataclass(frozen=True, slots=True)
 class EntropyBonus:
-    """The coefficient of the entropy term: fixed, or steered so that the entropy stays near its target.
+    """Coefficient of the entropy bonus, fixed or adaptive.
+
+    An adaptive coefficient increases by a fixed amount after every optimizer step whose entropy is at or below the
+    target, and decreases otherwise. The bonus is applied only if the entropy of the previous step was at or below the
+    target, so never in the first step.
 
     A steered coefficient rises by a step after every optimizer step whose entropy was at or below the target, and falls
     otherwise. It is applied only while the last entropy was at or below the target, so not in the first step.
 
     Attributes:
-        coefficient: Before the gate.
-        last: Entropy of the last optimizer step in nats; infinite before the first.
+        coefficient: Coefficient, whether or not it is applied.
+        last: Entropy of the last optimizer step in nats; infinite before the first step.
         ever_applied: Whether any step had a bonus.
 
     Reference: Skywork-OR1, arXiv:2505.22312.
@@ -213,24 +227,24 @@ class EntropyBonus:
     ever_applied: bool = False
 
     def applied(self, args: GRPOConfig) -> float:
-        """Return what multiplies the entropy in the present step."""
+        """Return the coefficient that is applied in the current step."""
         return self.coefficient if not args.use_adaptive_entropy or self.last <= args.entropy_target else 0.0
 
     def after(self, entropy: float, args: GRPOConfig) -> EntropyBonus:
-        """Return the bonus after an optimizer step with this entropy."""
+        """Return the state after an optimizer step with this entropy."""
         step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
         coefficient = min(max(self.coefficient + step, args.entropy_coef_min), args.entropy_coef_max)
         following = EntropyBonus(coefficient, entropy, self.ever_applied)
         return replace(following, ever_applied=self.ever_applied or following.applied(args) > 0)
 
     def save(self, folder: str) -> None:
-        """Write the bonus into a checkpoint. JSON has no infinity."""
+        """Write the state to a checkpoint folder. JSON has no infinity, so it is stored as null."""
         last = self.last if math.isfinite(self.last) else None
         state = {"entropy_coef": self.coefficient, "last_world_entropy": last}
         Path(folder, STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def loaded(self, folder: str | None) -> EntropyBonus:
-        """Return the bonus that a checkpoint holds; this one where it holds none."""
+        """Return the state in a checkpoint folder, or this state if the folder has none."""
         path = Path(folder or ".", STATE_FILE)
         if folder is None or not path.is_file():
             return self
@@ -241,7 +255,7 @@ class EntropyBonus:
 
 @torch.no_grad()
 def bonus_sums(terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> Tensor:
-    """Return entropy of the tokens it acts on, their count and the policy loss of one training pass, ``(3,)``."""
+    """Return ``(3,)`` for one training pass: the entropy sum of the bonus tokens, their number and the policy loss."""
     assert outputs.entropy is not None
     mask = terms.extra[0].mask
     policy = reduce(replace(terms, extra=[]), denominators) / denominators.world_size
@@ -249,7 +263,7 @@ def bonus_sums(terms: LossTerms, outputs: ModelOutputs, denominators: Denominato
 
 
 def group_options(args: GRPOConfig) -> dict[str, Any]:
-    """Return how a config scales rewards within groups, as keywords of `group_advantages`."""
+    """Return the options for scaling rewards within groups, as keywords of `group_advantages`."""
     return {
         "scale_rewards": str(args.scale_rewards),
         "aggregation": args.multi_objective_aggregation,
@@ -258,7 +272,9 @@ def group_options(args: GRPOConfig) -> dict[str, Any]:
 
 
 class GRPO(Method[Config]):
-    """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
+    """Group-relative policy optimization: the baseline of a completion is the mean reward of its group.
+
+    There is no value model. `State.own` is an `EntropyBonus`.
 
     `State.own` is an `EntropyBonus`.
 
@@ -272,18 +288,21 @@ class GRPO(Method[Config]):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
+        # The entropy threshold and the average of 'bnpo' are over the micro-batch, which must be one pass.
         single = cfg.top_entropy_quantile < 1.0 or cfg.loss_type == "bnpo"
         head = cfg.cast_lm_head_to_fp32
         self.traits = replace(self.traits, needs=grpo_needs(cfg), single_pass=single, float32_head=head)
         self.has_bonus = bool(cfg.entropy_coef or cfg.use_adaptive_entropy)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """A completion's reward against its group's mean, divided by a spread; groups without a spread may be left out."""
+        """Compute each completion's reward minus the group mean, optionally divided by a standard deviation.
+
+        Groups with equal rewards may be excluded.
+        """
         cfg, size, metrics, left_out = self.cfg, rollouts.group_size, {}, frozenset()
         stats = group_advantages(rewards.values, rewards.weights, size, **group_options(cfg))
         if cfg.mask_zero_variance_groups and size > 1:
-            flat = self.without_signal(rewards, size)  # Also where nothing was scored.
+            flat = self.without_signal(rewards, size)  # This includes groups without any reward.
             mine = flat.repeat_interleave(size)[rewards.start : rewards.start + len(rollouts.rollouts)]
             left_out, metrics = frozenset(mine.nonzero().flatten().tolist()), {"groups/masked": mean(flat.float())}
         return within_groups(
@@ -297,26 +316,29 @@ class GRPO(Method[Config]):
         )
 
     def without_signal(self, rewards: RewardTable, group_size: int) -> Tensor:
-        """See `Method.without_signal`; as the config counts signal."""
+        """Mark groups without a signal as defined by the config; see `Method.without_signal`."""
         each = self.cfg.multi_objective_aggregation == "normalize_then_sum"
         least = self.cfg.min_group_std
         return flat_groups(rewards.values, rewards.weights, group_size, least=least, each_function=each)
 
     def knows_gradient(self, batch: Batch) -> bool:
-        """On the policy's own samples every ratio is 1 and a term's gradient is its advantage, if nothing else is charged."""
+        """Return True for on-policy samples without KL, entropy bonus and entropy filter.
+
+        All ratios are then 1, and the gradient of a token's loss is its advantage.
+        """
         others = self.cfg.beta or self.has_bonus or self.cfg.top_entropy_quantile < 1.0
         return batch.old_logp is None and batch.rollout_logp is None and not others
 
     def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
-        """Return what steering and the log need of a pass."""
+        """Return the statistics of a pass that the entropy bonus and its metrics need."""
         return bonus_sums(terms, outputs, counts) if self.has_bonus else None
 
     def start(self) -> EntropyBonus:
-        """Return the coefficient of the config."""
+        """Return the initial entropy bonus with the coefficient of the config."""
         return EntropyBonus(float(self.cfg.entropy_coef))
 
     def end_step(self, state: State, sums: Tensor | None) -> tuple[EntropyBonus, dict[str, Metric]]:
-        """Steer the coefficient of the entropy term, by the entropy over all passes and ranks of the step."""
+        """Update the entropy coefficient from the entropy over all passes and ranks of the step."""
         bonus, steered = state.own, self.cfg.use_adaptive_entropy
         if not self.has_bonus:
             return bonus, {}
@@ -325,13 +347,14 @@ class GRPO(Method[Config]):
             bonus = bonus.after(entropy / max(tokens, 1.0), self.cfg)
         if steered and state.step == STEPS_UNTIL_WARNING and not bonus.ever_applied:
             logger.warning(
-                "after %d steps the entropy (%.2f nats) never was at or below entropy_target=%s, so there was no bonus yet. Set "
-                "the target near the entropy of the first steps.", STEPS_UNTIL_WARNING, bonus.last, self.cfg.entropy_target,
+                "after %d steps the entropy (%.2f nats) has never been at or below entropy_target=%s, so no bonus "
+                "has been applied. Set the target near the entropy of the first steps.",
+                STEPS_UNTIL_WARNING, bonus.last, self.cfg.entropy_target,
             )  # fmt: skip
         return bonus, {"policy_loss": mean(policy), "entropy_coef": mean(bonus.coefficient)}
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `grpo_objective`."""
-        # In evaluation passes are not equally many.
+        # In evaluation ranks have different numbers of passes, so they cannot use a collective.
         gather = state.ranks.join if state.ranks.size > 1 and torch.is_grad_enabled() else None
         return grpo_objective(outputs, batch, self.cfg, entropy_coef=state.own.applied(self.cfg), gather=gather)

@@ -1,1 +1,1 @@
-"""Conversations of several turns: tools, environments, and rollouts by a user's function."""
+"""Multi-turn rollouts: tools, environments, and rollout functions of the user."""

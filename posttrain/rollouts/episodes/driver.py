@@ -1,4 +1,4 @@
-"""`EpisodeDriver`: episodes of several turns with tools and environments, or a user's rollout function, in any process."""
+"""`EpisodeDriver`: runs multi-turn episodes with tools and environments, a harness, or a user's rollout function."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class EpisodeSetup:
-    """What a user gave for episodes, with its options; picklable where the functions are, so that workers get the same.
+    """Arguments and options of multi-turn episodes. It is picklable if its functions are, so that workers can use it.
 
     Attributes:
-        tools: Functions the model may call, with type hints and Google-style docstrings; plain or asynchronous.
-        environment_factory: Makes an object with ``reset`` whose public methods are tools; or a dict of factories from which
-            each row chooses by its ``environment`` column. One with ``get_reward`` is a reward function too.
-        rollout_func: ``f(prompts, trainer) -> dict`` with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (or None), one
-            entry a received prompt, optionally ``env_mask``; other keys go to the reward functions.
-        template_kwargs: For the chat template.
-        max_iterations: Rounds of tool calls; None: unlimited.
-        max_output_tokens: A longer tool result is cut in its middle; None: it is left whole.
-        tool_workers: Rollouts whose tools run at once; None: all, at most 32; 0: in turn, on the calling thread.
-        tool_timeout: Seconds a call, a reset or a get_reward may take; None: no limit.
-        environment_retries: Further attempts of a reset or get_reward.
-        harness: Runs whole episodes against an address of the policy; see `posttrain.Harness`.
-        harness_options: How it is run (`HarnessOptions`). None: the defaults.
+        tools: Functions that the model may call, with type hints and Google-style docstrings. They may be asynchronous.
+        environment_factory: Creates an object with ``reset`` whose public methods are tools, or a dict of factories
+            that the column ``environment`` of each row selects from. An object with ``get_reward`` is also a reward
+            function.
+        rollout_func: ``f(prompts, trainer) -> dict`` with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (or
+            None), one entry per prompt, and optionally ``env_mask``. Other keys are passed to reward functions.
+        template_kwargs: Arguments of the chat template.
+        max_iterations: Maximum number of rounds of tool calls. None: no limit.
+        max_output_tokens: Maximum number of tokens of a tool result. A longer result loses its middle. None: no limit.
+        tool_workers: Number of rollouts whose tools run concurrently. None: all, up to 32. 0: one after the other, on
+            the calling thread.
+        tool_timeout: Maximum number of seconds of a tool call, a reset or a get_reward. None: no limit.
+        environment_retries: Number of further attempts of a reset or get_reward.
+        harness: Runs whole episodes against an HTTP endpoint of the policy; see `posttrain.Harness`.
+        harness_options: Options of the harness (`HarnessOptions`). None: the defaults.
     """
 
     tools: Sequence[Callable] | None = None
@@ -60,7 +62,7 @@ class EpisodeSetup:
 
     @classmethod
     def of(cls, args: PostTrainingConfig, **given: Any) -> EpisodeSetup:
-        """What was given, with the options of a config that has `EpisodeFields`; None: their defaults."""
+        """Create a setup from arguments and the options of a config with `EpisodeFields`. None: default options."""
         if args is None:
             return cls(**given)
         rounds, options = args.max_tool_calling_iterations, None
@@ -84,7 +86,7 @@ def take_harness(worker: object, harness: object, reward_funcs: object) -> tuple
     A worker that is a harness is returned as the harness. Without ``reward_funcs``, the harness's own result is the reward.
 
     Raises:
-        ConfigError: Two harnesses.
+        ConfigError: There are two harnesses.
     """
     if worker is None and harness is None:
         return None, None, reward_funcs
@@ -92,36 +94,37 @@ def take_harness(worker: object, harness: object, reward_funcs: object) -> tuple
 
 
 class EpisodeDriver:
-    """Runs the episodes of one process: of the trainer, or of a worker.
+    """Runs the episodes of one process, of the trainer or of a worker.
 
-    Made before the model loads, so that what cannot work is refused early; `use_tokenizer` follows.
+    It is created before the model is loaded, so that invalid arguments are reported early. `use_tokenizer` is called
+    later.
 
     Args:
-        setup: What was given.
+        setup: Arguments and options.
 
     Attributes:
-        pool: Environments; None where none were given.
-        harness: Runs the user's own code; None where none was given.
+        pool: Environments. None: there are none.
+        harness: Harness that runs the user's code. None: there is none.
 
     Raises:
-        ConfigError: A rollout function beside tools or environments; two tools of one name.
-        ArgumentTypeError: A rollout function that cannot be called.
+        ConfigError: A rollout function is combined with tools or environments, or two tools have the same name.
+        ArgumentTypeError: The rollout function is not callable.
     """
 
     def __init__(self, setup: EpisodeSetup) -> None:
         function, factory = setup.rollout_func, setup.environment_factory
         if function is not None and (setup.tools or factory is not None):
             raise ConfigError(
-                "rollout_func runs whole episodes itself, so tools and environment_factory have nothing to do beside it. Give "
-                "one of the two."
+                "rollout_func runs whole episodes itself and cannot be combined with tools or environment_factory. "
+                "Pass one of them."
             )
         if setup.harness is not None and (function is not None or setup.tools or factory is not None):
             raise ConfigError(
-                "harness runs whole episodes itself, so tools, environment_factory and rollout_func have nothing to do beside "
-                "it. Give one of them."
+                "harness runs whole episodes itself and cannot be combined with tools, environment_factory or "
+                "rollout_func. Pass one of them."
             )
         if function is not None and not callable(function):
-            raise ArgumentTypeError(f"rollout_func must be callable, and it is {type(function).__name__}.")
+            raise ArgumentTypeError(f"rollout_func must be callable, but is {type(function).__name__}.")
         self.setup, self.tokenizer = setup, None
         self.reader: PictureProcessor | None = None
         self.harness: Any = None
@@ -135,32 +138,32 @@ class EpisodeDriver:
         if factory is not None:
             self.pool = EnvironmentPool(factory, self.runner, setup.environment_retries)
             for probe in self.pool.probes:
-                # A tool's name given twice is found now.
+                # This raises for duplicate names of tools.
                 self.pool.toolbox(probe, self.toolbox)
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the model has anything to call."""
+        """Whether the model has tools to call."""
         return bool(self.setup.tools) or (self.pool is not None and self.pool.has_tools)
 
     def use_tokenizer(self, tokenizer: Tokenizer, reader: PictureProcessor | None = None) -> None:
-        """Render and read turns with this tokenizer; with a reader, tools and environments may return images.
+        """Set the tokenizer that renders and parses turns. With a reader, tools may return images.
 
         Raises:
-            ModelError: Its chat template cannot hold tool calls; or what the model wrote would be read differently in the next
-                turn, because a prompt is read both ways, or text before a picture attends to it.
+            ModelError: The chat template does not support tool calls, or the model's attention is bidirectional within
+                prompts or images, so a completed turn would be computed differently as part of the next prompt.
         """
         if reader is not None and not reader.family.several_turns:
             raise ModelError(
-                f"{type(reader.processor).__name__}: this model reads a whole prompt both ways, or text before a picture attends "
-                "to it: what it wrote would be read differently in the next turn. Fix: prompts of one turn, or a model of "
-                "another family."
+                f"{type(reader.processor).__name__}: this model uses bidirectional attention within prompts or "
+                "towards images, so the text of a turn would be computed differently in the next turn. Fix: use "
+                "prompts of one turn, or a model of another family."
             )
         self.reader = reader
         self.runner.background = None if reader is None else reader.background
         schema, template = [getattr(tokenizer, f"response_{x}", None) for x in ("schema", "template")]
         if self.calls_tools and schema is not None and template is None:
-            warnings.warn("response_schema is not read any more: set response_template.", FutureWarning, stacklevel=2)
+            warnings.warn("response_schema is no longer used: set response_template.", FutureWarning, stacklevel=2)
         prepared = tokenizer if reader is None else reader.processor
         self.tokenizer = prepare_tokenizer(prepared) if self.calls_tools else tokenizer
 
@@ -170,18 +173,18 @@ class EpisodeDriver:
         """Reset an environment for each row; see `EnvironmentPool.begin`.
 
         Returns:
-            The environments, None where there are none, and the rows with what the environments said first.
+            The environments (None: there are none), and the rows with the first observations added to their prompts.
         """
         return (None, rows) if self.pool is None else self.pool.begin(rows, seeds, errors)
 
     def tokenize(self, rows: Sequence[dict[str, Any]]) -> Sequence[list[int]]:
-        """Prompts in which nothing that an environment added can open or end a turn."""
+        """Tokenize prompts. Special tokens in text from environments are encoded as plain text."""
         return tokenize_observed(
             rows, self.tokenizer, chat_template_kwargs=self.setup.template_kwargs, reader=self.reader
         )
 
     def episodes(self, rows: Sequence[dict[str, Any]], environments: Sequence[Any] | None) -> list[Episode]:
-        """An episode of each row, with its prompt and its tools, before its first turn."""
+        """Create an episode for each row, with its prompt and tools, before the first turn."""
         each, shared = environments or [None] * len(rows), self.toolbox
         boxes = [shared if e is None or self.pool is None else self.pool.toolbox(e, shared) for e in each]
         rows = (
@@ -199,15 +202,15 @@ class EpisodeDriver:
         stop_ids: Sequence[int],
         any_process: Callable[[bool], bool] = bool,
     ) -> tuple[list[Rollout], list[Any]]:
-        """Take episodes to their end, turn by turn.
+        """Run episodes turn by turn until all are finished.
 
         Args:
-            episodes: From `episodes`.
-            sampling: ``max_new_tokens`` is the budget of a whole episode.
-            generate: See `ToolLoop`, as are the others.
-            context: Most tokens of prompt and completion.
+            episodes: Result of `episodes`.
+            sampling: Sampling settings. ``max_new_tokens`` is the budget of a whole episode.
+            generate: Function that runs the engine; see `ToolLoop`.
+            context: Maximum number of tokens of prompt and completion.
             stop_ids: Tokens that end a turn.
-            any_process: Whether any process has episodes left, given whether this one has.
+            any_process: Function of whether this process has episodes left, which returns whether any process has.
 
         Returns:
             Rollouts, and the messages of each episode.
@@ -247,18 +250,18 @@ class EpisodeDriver:
         everyone: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
         place: int = 0,
     ) -> Any:
-        """One episode of the user's own code a row; see `HarnessRunner.run`.
+        """Run one episode of the user's code per row; see `HarnessRunner.run`.
 
         Args:
-            rows: Tasks.
-            seeds: Of their draws.
-            sampling: ``max_new_tokens`` bounds one call.
-            sample: Asks the engine.
-            engine: For what it cannot do.
-            context: Most tokens of prompt and completion.
-            vocabulary: V.
+            rows: Tasks of the episodes.
+            seeds: Sampling seeds of the episodes.
+            sampling: Sampling settings. ``max_new_tokens`` limits one call.
+            sample: Function that runs the engine.
+            engine: Engine, for its capabilities.
+            context: Maximum number of tokens of prompt and completion.
+            vocabulary: Vocabulary size V.
             placeholder: See `as_rollouts`.
-            any_process: Whether any process has episodes left, given whether this one has.
+            any_process: Function of whether this process has episodes left, which returns whether any process has.
             everyone: See `HarnessRunner.run`.
             place: See `HarnessRunner.run`.
         """
@@ -300,10 +303,10 @@ class EpisodeDriver:
         vocabulary: int,
         most: int,
     ) -> tuple[list[Rollout], list[Any], dict[str, list[Any]]]:
-        """Let the user's rollout function complete the prompts; see `custom_rollouts`.
+        """Complete prompts with the user's rollout function; see `custom_rollouts`.
 
         Returns:
-            Rollouts, what reward functions see of each, and the further columns that the function returned.
+            Rollouts, completions for reward functions, and additional columns that the function returned.
         """
         prompts = [row["prompt"] for row in rows]
         limits = {"stop_ids": stop_ids, "vocabulary": vocabulary, "most": most}
@@ -324,30 +327,32 @@ def custom_rollouts(
     vocabulary: int | None = None,
     most: int | None = None,
 ) -> tuple[list[Rollout], dict[str, list[Any]]]:
-    """Call ``function(prompts)`` and read what it returns.
+    """Call ``function(prompts)`` and validate its result.
 
     Args:
-        function: Returns a dict: ``prompt_ids``, ``completion_ids`` and ``logprobs`` (may be None), one entry a prompt; perhaps
-            ``env_mask`` (1 the model's token, 0 another's); anything else is a column for the reward functions.
-        prompts: n prompts, each repeated as often as completions of it are wanted.
-        stop_ids: A completion that does not end with one of these counts as truncated.
-        vocabulary: V; ids lie in [0, V). None: only negative ones are refused.
-        most: ``max_completion_length``; None is no bound.
+        function: Function that returns a dict with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (may be None),
+            one entry per prompt, and optionally ``env_mask`` (1: token of the model, 0: other token). Other keys are
+            columns for reward functions.
+        prompts: n prompts. A prompt is repeated for each of its completions.
+        stop_ids: A completion that does not end with one of these ids is counted as truncated.
+        vocabulary: Vocabulary size V; ids must be in [0, V). None: only negative ids are rejected.
+        most: ``max_completion_length``. None: no limit.
 
     Returns:
-        n rollouts, and the further columns with n values each.
+        n rollouts, and the additional columns with n values each.
 
     Raises:
         ArgumentTypeError: The function did not return a dict.
-        RolloutError: A key is missing, or an entry cannot be used: names the key, the row, the position and the value.
+        RolloutError: A key is missing or an entry is invalid. The message contains key, row, position and value.
     """
     returned = function(list(prompts))
     if not isinstance(returned, dict):
-        raise ArgumentTypeError(f"rollout_func must return a dict, and it returned {type(returned).__name__}.")
+        raise ArgumentTypeError(f"rollout_func must return a dict, but returned {type(returned).__name__}.")
     missing = [key for key in REQUIRED if key not in returned]
     if missing:
         raise _Bad(
-            f"rollout_func returned no {missing} (required: {', '.join(REQUIRED)}; it returned {sorted(returned)})."
+            f"rollout_func returned no {missing}. Required keys are {', '.join(REQUIRED)}; it returned "
+            f"{sorted(returned)}."
         )
     n = len(prompts)
     tokens: dict[str, list[Any]] = {}
@@ -357,8 +362,8 @@ def custom_rollouts(
         tokens[key] = listed(returned[key], f"rollout_func: {key!r}")
         if len(tokens[key]) != n:
             raise _Bad(
-                f"rollout_func returned {len(tokens[key])} entries in {key!r} for {n} prompts. The prompts it gets are already "
-                "repeated once a completion: return one entry for each."
+                f"rollout_func returned {len(tokens[key])} entries in {key!r} for {n} prompts. Prompts are already "
+                "repeated for each completion, so return one entry per prompt."
             )
     ends = frozenset(stop_ids)
     rollouts = [_rollout(tokens, i, ends, vocabulary, most) for i in range(n)]
@@ -366,11 +371,11 @@ def custom_rollouts(
 
 
 class _Bad(RolloutError, ValueError):
-    """What a rollout function returned cannot be used."""
+    """The result of a rollout function is invalid."""
 
 
 def for_trainer(function: Callable, trainer: Any) -> Callable[[list[Any]], Any]:
-    """The user's ``rollout_func(prompts, trainer)`` as a function of prompts."""
+    """Convert the user's ``rollout_func(prompts, trainer)`` to a function of prompts."""
     try:
         named = {"prompts", "trainer"} <= set(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -388,8 +393,8 @@ def _rollout(
     prompt, ids = [token_ids(returned[key][row], _at(key, row), vocabulary) for key in ("prompt_ids", "completion_ids")]
     if most is not None and len(ids) > most:
         raise _Bad(
-            f"{_at('completion_ids', row)} has {len(ids)} tokens, and max_completion_length={most}. Fix: end completions there, "
-            "or raise max_completion_length."
+            f"{_at('completion_ids', row)} has {len(ids)} tokens, but max_completion_length={most}. Fix: end "
+            "completions there, or raise max_completion_length."
         )
     mask, logp = None, []
     if "env_mask" in returned:
@@ -404,7 +409,7 @@ def _rollout(
 
 
 def _listed_alike(returned: dict[str, Any], key: str, row: int, ids: list[int]) -> list[Any]:
-    """One value a token of the completion."""
+    """Return the values of a key, one per token of the completion."""
     values = listed(returned[key][row], _at(key, row))
     if len(values) != len(ids):
         raise _Bad(
@@ -414,19 +419,19 @@ def _listed_alike(returned: dict[str, Any], key: str, row: int, ids: list[int]) 
 
 
 def _chosen(returned: dict[str, Any], row: int, position: int, value: object, token: int) -> Any:
-    """The log-prob of the token that was drawn, out of a number or a list of candidates."""
+    """Return the log-prob of the sampled token from a number or a list of candidates."""
     if not isinstance(value, list | tuple):
         return value
     if "logprob_token_ids" not in returned:
-        return value[0] if value else None  # Engines list the drawn token first.
+        return value[0] if value else None  # Engines list the sampled token first.
     names = listed(returned["logprob_token_ids"][row], _at("logprob_token_ids", row))
     candidates = listed(
         names[position] if position < len(names) else None, f"{_at('logprob_token_ids', row)} position {position},"
     )
     if token not in candidates or len(candidates) != len(value):
         raise _Bad(
-            f"rollout_func: row {row}, token {position}: 'logprob_token_ids' {candidates} do not hold the token {token}, or are "
-            f"not as many as its {len(value)} log-probs."
+            f"rollout_func: row {row}, token {position}: 'logprob_token_ids' {candidates} does not contain the token "
+            f"{token}, or has not the same length as its {len(value)} log-probs."
         )
     return value[candidates.index(token)]
 
@@ -437,6 +442,7 @@ def _column(key: str, values: Any, n: int) -> list[Any]:
         return [values] * n
     if len(values) != n:
         raise _Bad(
-            f"rollout_func returned {len(values)} values in {key!r} for {n} prompts. Give one each, or one scalar."
+            f"rollout_func returned {len(values)} values in {key!r} for {n} prompts. Return one value per prompt, "
+            "or one scalar."
         )
     return list(values)

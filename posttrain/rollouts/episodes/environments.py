@@ -1,4 +1,4 @@
-"""Environments: objects with a state that a rollout resets, acts on through its methods, and may ask for a reward."""
+"""Environments: stateful objects with ``reset``, tools as methods, and an optional reward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMPTY_PROMPT = [{"role": "user", "content": ""}]
 
 @dataclass(slots=True)
 class _Kind:
-    """What one factory makes: its instances, and what their methods look like to the model."""
+    """The environments of one factory: their instances, and the schemas of their methods."""
 
     name: str
     factory: Callable[[], Any]
@@ -37,17 +37,19 @@ class _Kind:
 
 
 def _tool_names(kind: type) -> list[str]:
-    """Public methods that are tools, read from the class so that no property runs."""
+    """Return the names of public methods that are tools. They are read from the class, so no property is evaluated."""
     names = [name for name in dir(kind) if not name.startswith("_") and name not in NOT_TOOLS]
     return [n for n in names if callable(member := getattr(kind, n)) and not inspect.isclass(member)]
 
 
 class Observed(list):
-    """The messages of a prompt to which ``reset`` added text or images, and which of it that was: a template must not obey it.
+    """The messages of a prompt to which ``reset`` added text or images.
+
+    The added part is stored separately, so that special tokens in it can be encoded as plain text.
 
     Args:
-        prompt: As the dataset has it.
-        blocks: What was added, at the end of the last message.
+        prompt: Messages of the dataset.
+        blocks: Content blocks that were added to the last message.
     """
 
     def __init__(self, prompt: list[dict[str, Any]], blocks: list[dict[str, Any]]) -> None:
@@ -64,7 +66,7 @@ class Observed(list):
         return Observed, (self.prompt, self.blocks)
 
     def through(self, change: Callable[[str], str]) -> Observed:
-        """The same with another spelling of what was added."""
+        """Return a copy in which the added texts are changed by a function."""
         blocks = [{**b, "text": change(b["text"])} if b["type"] == "text" else b for b in self.blocks]
         return Observed(self.prompt, blocks)
 
@@ -72,16 +74,16 @@ class Observed(list):
 def add_observation(
     prompt: list[dict[str, Any]], observation: Any, where: str, background: Background | None = None
 ) -> list[dict[str, Any]]:
-    """A prompt with what ``reset`` returned at the end of its last message; the given prompt is not changed.
+    """Append the result of ``reset`` to the last message of a prompt, and return the new prompt.
 
     Args:
-        prompt: Of the dataset.
-        observation: None, text, a list of blocks, or an image of PIL.
-        where: Environment and row, for errors.
+        prompt: Prompt of the dataset. It is not changed.
+        observation: None, text, a list of content blocks, or a PIL image.
+        where: Environment and row, for error messages.
         background: See `ToolRunner`.
 
     Raises:
-        RolloutError: The observation is none of these, or holds images for a model that reads text alone.
+        RolloutError: The observation has another type, or contains images for a text model.
     """
     if observation is None:
         return prompt
@@ -90,12 +92,13 @@ def add_observation(
         try:
             return Observed(prompt, observed_blocks(content, where, background))
         except DataError as error:
-            raise RolloutError(f"{where}: what reset returned cannot be shown: {error}") from error
+            raise RolloutError(f"{where}: the result of reset cannot be rendered: {error}") from error
     blocks = [{"type": "text", "text": observation}] if isinstance(observation, str) else observation
     if not isinstance(blocks, list) or not all(_is_text(block) for block in blocks):
         raise RolloutError(
-            f"{where}: reset must return None, text, or a list of text blocks, and it returned {observation!r:.120}. A client "
-            "with reset and step is adapted by posttrain.step_environment. Images need a processor as processing_class."
+            f"{where}: reset must return None, text, or a list of text blocks, but returned {observation!r:.120}. "
+            "Wrap a client with reset and step in posttrain.step_environment. Images need a processor as "
+            "processing_class."
         )
     return Observed(prompt, blocks)
 
@@ -105,26 +108,28 @@ def _is_text(block: Any) -> bool:
 
 
 def is_done(environment: object) -> bool:
-    """Whether an environment says that its episode is over: its attribute ``done``, unless that is a method (a tool).
+    """Return whether an environment's episode is over, from its attribute ``done``.
+
+    A method named ``done`` is a tool and is ignored.
 
     Raises:
-        RolloutError: It is neither True nor False, nor a 0 or 1 of any library.
+        RolloutError: The attribute is not a bool, 0 or 1.
     """
     done = getattr(environment, "done", False)
     return not callable(done) and given_truth(done, f"environment {type(environment).__name__}: done")
 
 
 class EnvironmentPool:
-    """Instances of environments, one a rollout: lent by `begin`, which resets them, and free again after `release`.
+    """Pool of environment instances, one per rollout. `begin` resets and assigns instances, `release` returns them.
 
     Args:
-        factories: Called without arguments, returns an object with ``reset``; or a dict of such, from which each row chooses
-            by its ``environment`` column.
+        factories: Function without arguments that returns an object with ``reset``, or a dict of such functions that
+            the column ``environment`` of each row selects from.
         runner: Threads and time limit of ``reset``, ``get_reward`` and the tools.
-        retries: Further attempts, each on a fresh instance, when ``reset`` raises.
+        retries: Number of further attempts if ``reset`` raises. Each uses a new instance.
 
     Raises:
-        ConfigError: Not callable, or what it makes has no ``reset`` or tools that cannot be described.
+        ConfigError: A factory is not callable, or its objects have no ``reset`` or have tools without a valid schema.
     """
 
     def __init__(
@@ -137,26 +142,26 @@ class EnvironmentPool:
         self.runner, self.retries = runner or ToolRunner(), retries
         named = dict(factories) if isinstance(factories, Mapping) else {"": factories}
         if not named:
-            raise ConfigError("environment_factory is an empty dict. Give at least one name and factory.")
+            raise ConfigError("environment_factory is an empty dict. Pass at least one name and factory.")
         self.kinds = {name: _probe(name, factory) for name, factory in named.items()}
-        # Instances that a call never came back from: nobody asks them for a reward.
+        # Instances with a call that did not return. They are not asked for a reward.
         self.lost: list[Any] = []
         self._warned = False
-        # Groups that ask servers begin and end on threads of their own.
+        # Groups that use servers are started and finished on their own threads.
         self._lock = threading.Lock()
 
     @property
     def has_tools(self) -> bool:
-        """Whether any environment gives the model something to call."""
+        """Whether any environment has tools."""
         return any(kind.methods for kind in self.kinds.values())
 
     @property
     def probes(self) -> list[Any]:
-        """One instance of each kind."""
+        """One instance of each factory."""
         return [kind.instances[0] for kind in self.kinds.values()]
 
     def rewards(self) -> list[PooledReward]:
-        """A reward function for each class (exact type, once) that has ``get_reward``."""
+        """Return one reward function for each class (exact type) that has ``get_reward``."""
         kinds = dict.fromkeys(type(probe) for probe in self.probes if callable(getattr(probe, "get_reward", None)))
         return [PooledReward(kind, self) for kind in kinds]
 
@@ -166,17 +171,18 @@ class EnvironmentPool:
         seeds: Sequence[int] | None = None,
         errors: dict[int, str] | None = None,
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Lend one reset instance a row, and add what ``reset`` returned to the rows' prompts.
+        """Assign a reset instance to each row, and add the results of ``reset`` to the prompts.
 
         Args:
-            rows: Dataset rows; a missing ``prompt`` is an empty user message.
-            seeds: Passed as ``group_seed`` where ``reset`` takes it: equal for completions that are compared.
-            errors: Where given, a row whose ``reset`` fails is named here with its error, and has None for an environment;
-                the others go on.
+            rows: Dataset rows. A missing ``prompt`` is an empty user message.
+            seeds: Passed as ``group_seed`` if ``reset`` accepts it. Equal for completions of a group.
+            errors: If set, errors of ``reset`` are stored here by row instead of raised, and the row's environment is
+                None.
 
         Raises:
-            DataError: A row asks for an environment that does not exist.
-            RolloutError: ``reset`` raised or returned something that is no text; names the environment and the row.
+            DataError: A row selects an unknown environment.
+            RolloutError: ``reset`` raised or returned an invalid observation. The message contains the environment and
+                the row.
         """
         kinds = [self._kind(row, index) for index, row in enumerate(rows)]
         lent = [self._free(kind) for kind in kinds]
@@ -205,7 +211,7 @@ class EnvironmentPool:
         return [environment for environment, _, _ in begun], [row for _, row, _ in begun]
 
     def release(self, environments: Sequence[Any] | None = None) -> None:
-        """Take instances back, to be lent again; None: all."""
+        """Return instances to the pool. None: all instances."""
         with self._lock:
             for kind in self.kinds.values():
                 back = [e for e in kind.instances if environments is None or any(e is one for one in environments)]
@@ -214,7 +220,7 @@ class EnvironmentPool:
             self.lost = [e for e in self.lost if not any(e is one for one in gone)]
 
     def toolbox(self, environment: object, tools: ToolBox) -> ToolBox:
-        """What a rollout in this environment may call: the common tools and the environment's methods."""
+        """Return the tools of a rollout in this environment: the common tools and the environment's methods."""
         kind = next(k for k in self.kinds.values() if any(environment is e for e in k.instances))
         box = ToolBox(dict(tools.functions), [*tools.schemas, *kind.schemas], owner=environment)
         for name in kind.methods:
@@ -222,14 +228,14 @@ class EnvironmentPool:
         return box
 
     def discard(self, environment: object) -> None:
-        """Drop an instance that a call never came back from: it is not reset, asked or closed any more."""
+        """Drop an instance with a call that did not return. It is not reset, used or closed again."""
         with self._lock:
             self.lost.append(environment)
             for kind in self.kinds.values():
                 kind.instances = [e for e in kind.instances if e is not environment]
 
     def close(self) -> None:
-        """Close every instance that can be closed; the next `begin` makes new ones."""
+        """Close all instances. The next `begin` creates new instances."""
         for kind in self.kinds.values():
             for instance in kind.instances:
                 _close(instance)
@@ -241,35 +247,35 @@ class EnvironmentPool:
         name = row.get("environment")
         if name not in self.kinds:
             raise DataError(
-                f"row {index}, column 'environment': {name!r} is no environment{did_you_mean(name, self.kinds)}. "
+                f"row {index}, column 'environment': {name!r} is unknown{did_you_mean(name, self.kinds)}. "
                 f"environment_factory has: {', '.join(sorted(self.kinds))}."
             )
         return self.kinds[name]
 
     def _free(self, kind: _Kind) -> Any:
-        """A free instance; None where there is none."""
+        """Return a free instance, or None."""
         with self._lock:
             return kind.free.pop(0) if kind.free else None
 
     def _made(self, kind: _Kind) -> Any:
-        """A new instance."""
+        """Create and return a new instance."""
         with self._lock:
             kind.instances.append(kind.factory())
             return kind.instances[-1]
 
     def _drop(self, kind: _Kind, environment: object) -> None:
-        """Close an instance whose ``reset`` failed, and forget it."""
+        """Close and remove an instance whose ``reset`` failed."""
         with self._lock:
             known, kind.instances = kind.instances, [e for e in kind.instances if e is not environment]
         if len(known) > len(kind.instances):
             _close(environment)
 
     def _reset(self, kind: _Kind, environment: object, row: dict[str, Any], seed: int, index: int) -> tuple[Any, Any]:
-        """The instance that was reset, a new one where none is given, and what ``reset`` returned."""
+        """Reset an instance, or a new one if None is passed, and return it with the result of ``reset``."""
         if self.routed:
             row.pop("environment", None)
         if row.get("prompt") is not None:
-            # Completions of a group share the dataset's row.
+            # Completions of a group share the dataset row, so copy its prompt.
             row["prompt"] = copy.deepcopy(row["prompt"])
         arguments = {"group_seed": seed, **row}
         for attempt in range(self.retries + 1):
@@ -286,7 +292,7 @@ class EnvironmentPool:
             environment = None
             if attempt < self.retries:
                 logger.warning(
-                    "%s, row %d: %s failed (%s); a fresh instance is tried.", _label(kind), index, method, cause
+                    "%s, row %d: %s failed (%s). Trying again with a new instance.", _label(kind), index, method, cause
                 )
         late = f"did not return within tool_timeout={self.runner.timeout} s" if isinstance(cause, TooSlow) else None
         raise RolloutError(
@@ -300,19 +306,19 @@ class EnvironmentPool:
             if not self._warned and first.setdefault(seed, seen) != seen:
                 self._warned = True
                 logger.warning(
-                    "completions of one group start from different observations: their rewards are compared all the same, "
-                    "which makes the baseline noisy. Let reset take group_seed and draw from it."
+                    "completions of a group start from different observations, but their rewards are compared, which "
+                    "makes the baseline noisy. Accept group_seed in reset and use it as the random seed."
                 )
 
 
 def _probe(name: str, factory: Any) -> _Kind:
     where = f"environment_factory[{name!r}]" if name else "environment_factory"
     if not callable(factory):
-        raise ConfigError(f"{where} must be callable without arguments, and it is {type(factory).__name__}.")
+        raise ConfigError(f"{where} must be callable without arguments, but is {type(factory).__name__}.")
     instance = factory()
     kind = type(instance)
     if not callable(getattr(instance, "reset", None)):
-        raise ConfigError(f"{where} made a {kind.__name__}, which has no method reset. An environment needs one.")
+        raise ConfigError(f"{where} returned a {kind.__name__}, which has no method reset. An environment needs one.")
     methods = _tool_names(kind)
     schemas = [tool_schema(getattr(instance, method)) for method in methods]
     return _Kind(name, factory, kind, schemas, methods, [instance], [instance])
@@ -326,13 +332,14 @@ def _prompt(row: dict[str, Any], index: int) -> list[dict[str, Any]]:
     prompt = row.get("prompt") or EMPTY_PROMPT
     if isinstance(prompt, str):
         raise DataError(
-            f"row {index}: the prompt is text, and environments need messages. Give it as [{{'role': 'user', 'content': ...}}]."
+            f"row {index}: the prompt is text, but environments need messages. Pass it as "
+            f"[{{'role': 'user', 'content': ...}}]."
         )
     return prompt
 
 
 def accepted_arguments(function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments a function names, or all where it has ``**kwargs``."""
+    """Return the arguments that a function accepts by name, or all if it has ``**kwargs``."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return arguments
@@ -341,7 +348,7 @@ def accepted_arguments(function: Callable, arguments: dict[str, Any]) -> dict[st
 
 
 def _close(instance: Any) -> None:
-    """Close as well as it can be; what is thrown away may be broken already."""
+    """Close an instance and ignore errors, because a discarded instance may be broken."""
     close = getattr(instance, "close", None)
     if callable(close):
         with contextlib.suppress(Exception):
@@ -352,11 +359,11 @@ def _close(instance: Any) -> None:
 
 
 class PooledReward:
-    """The reward that environments of one class give themselves, as a reward function; None for rows of other classes.
+    """Reward function that calls ``get_reward`` of environments of one class. It returns None for other rows.
 
     Args:
-        made: Exactly this class.
-        pool: Where the instances come from: its threads, time limit and retries.
+        made: Exact class of the environments.
+        pool: Pool of the instances, with threads, time limit and retries.
     """
 
     def __init__(self, made: type, pool: EnvironmentPool) -> None:
@@ -364,7 +371,7 @@ class PooledReward:
         self.__name__ = made.__name__
 
     def __call__(self, completions: list[Any], environments: list[Any] | None = None, **_: Any) -> list[Any]:
-        """One reward a row."""
+        """Return one reward per row."""
         rows = environments or [None] * len(completions)
         return self.runner.each([lambda e=e, i=i: self._ask(e, i) for i, e in enumerate(rows)])
 
@@ -393,18 +400,20 @@ def step_environment(
     actions: str = "What to do.",
     name: str = "StepEnvironment",
 ) -> Callable[[], Any]:
-    """A factory of environments around clients with ``reset()`` and ``step(action)``, as OpenEnv and Gymnasium have them.
+    """Return a factory of environments for clients with ``reset()`` and ``step(action)``, like OpenEnv and Gymnasium.
 
-    The model gets one tool, ``step(action)``; the reward is the sum over steps; when the client says that it is done, the
-    rollout ends. A client may return ``(observation, reward, terminated, truncated, info)``, ``(observation, reward, done,
-    info)``, or an object with ``observation``, ``reward`` and ``done``; its ``reset`` may also return ``(observation, info)``.
+    The model gets one tool, ``step(action)``. The reward is the sum over steps. The rollout ends when the client is
+    done. ``step`` may return ``(observation, reward, terminated, truncated, info)``, ``(observation, reward, done,
+    info)``, or an object with ``observation``, ``reward`` and ``done``. ``reset`` may also return ``(observation,
+    info)``.
 
     Args:
-        make: Makes a client.
-        action: From the model's text to what the client's ``step`` takes; what it raises, the model reads.
-        observe: From an observation to the text the model reads.
-        actions: Describes the argument to the model, for example ``"One of: up, down, left, right."``.
-        name: Of the class, and so of its reward column.
+        make: Function that creates a client.
+        action: Converts the model's text to the argument of the client's ``step``. If it raises, the model receives the
+            error.
+        observe: Converts an observation to text for the model.
+        actions: Description of the argument for the model, for example ``"One of: up, down, left, right."``.
+        name: Name of the class and of its reward column.
 
     >>> class Countdown:
     ...     def reset(self, seed=None):
@@ -419,7 +428,7 @@ def step_environment(
     """
 
     class StepEnvironment:
-        """A client with reset and step, as an environment."""
+        """A client with reset and step as an environment."""
 
         def __init__(self) -> None:
             self._client = make()
@@ -452,18 +461,19 @@ def step_environment(
 
 
 def _read(result: Any, where: str) -> tuple[Any, float, bool]:
-    """Observation, reward and end, from any of the shapes clients return.
+    """Parse the result of a client's ``reset`` or ``step`` to observation, reward and end of the episode.
 
     Raises:
-        RolloutError: A tuple of another length, a reward that is no finite number (None is 0), or an end that is no truth.
+        RolloutError: The result has another form, the reward is not finite (None counts as 0), or the end is not a
+            bool.
     """
     resets, tells = where.endswith("reset"), hasattr(result, "observation")
     odd = len(result) not in (3, 4, 5) if isinstance(result, tuple) else not tells
     if odd and not (resets and (not isinstance(result, tuple) or len(result) == 2)):
         raise BadValue(
-            f"{where} returned {result!r:.80} ({type(result).__name__}). Fix: return (observation, reward, terminated, "
-            "truncated, info), or an object with observation, reward and done; from reset an observation will do, or "
-            "(observation, info)."
+            f"{where} returned {result!r:.80} ({type(result).__name__}). Fix: return (observation, reward, "
+            "terminated, truncated, info), or an object with observation, reward and done. reset may return only an "
+            "observation, or (observation, info)."
         )
     if isinstance(result, tuple):
         seen, reward, *ends = result if len(result) > 2 else (result[0], None)

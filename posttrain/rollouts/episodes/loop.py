@@ -1,4 +1,4 @@
-"""Rollouts of several turns over any engine: the model speaks, its tools answer, and no token is ever tokenised again."""
+"""Multi-turn rollouts with tools on any engine. Tokens are never re-tokenized: each turn appends to the token ids."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Rounds of tool calls, unless another number (or no limit) is given.
+# Default maximum number of rounds of tool calls.
 MAX_ITERATIONS = 32
-# Later calls to the engine draw other numbers than the first; and batches of a call others than the next rank, whose seeds are
-# the next numbers.
+# Seed offsets: later calls of the engine use other random numbers than the first, and batches of a call use others than
+# the next rank, whose seeds are consecutive.
 SEED_STRIDE, BATCH_STRIDE = 7_919, 15_485_863
-# Rollouts share a call to the engine while none can be generated this many times beyond its budget.
+# Rollouts share a call of the engine if none can be generated beyond this multiple of its budget.
 TURN_WASTE = 2
 
 Batches = list[tuple[list[list[int]], Sampling]]
@@ -39,25 +39,25 @@ Generate = Callable[[Batches], list[list[Rollout]]]
 
 @dataclass(slots=True)
 class Episode:
-    """One rollout of several turns, as it grows.
+    """A multi-turn rollout in progress.
 
     Attributes:
-        prompt_ids: As the first turn saw it.
-        tools: What may be called.
-        environment: Whose methods are among them.
-        token_ids: Everything after the prompt: what the model wrote and what its tools answered.
-        tool_mask: 1 on the model's tokens, 0 on the tools'.
-        logp: Log-probs of the model's tokens from the engine, 0.0 on the tools'; empty where the engine has none.
-        processed_logp: The same under the distribution they were drawn from.
-        messages: The same as messages, tool calls parsed.
-        finish_reason: ``stop``, or ``length`` when the budget of the whole episode cut the last turn.
-        version: Of the weights.
-        spans: Runs of (version, tokens) of what the model wrote.
-        shown: Pictures that tools answered with, placed in ``token_ids``.
-        masked: Whether nothing of it is trained, because an answer's pictures could not be placed.
-        escaped: Special tokens that tools spelled, and that stayed text.
-        calls: Tool calls so far.
-        failures: Those that ended in an error.
+        prompt_ids: Prompt of the first turn.
+        tools: Tools that may be called.
+        environment: Environment whose methods are among the tools.
+        token_ids: Tokens after the prompt: turns of the model and results of tools.
+        tool_mask: 1 for tokens of the model, 0 for tokens of tools.
+        logp: The engine's log-probs of the model's tokens, 0.0 for tokens of tools. Empty if the engine returns none.
+        processed_logp: The same under the distribution that was sampled from, after truncation.
+        messages: The turns as messages, with parsed tool calls.
+        finish_reason: ``stop``, or ``length`` if the budget of the whole episode truncated the last turn.
+        version: Version of the weights.
+        spans: Runs of (version, number of tokens) of the model's tokens.
+        shown: Images in tool results, with positions in ``token_ids``.
+        masked: Whether the episode is excluded from training, because images of a result could not be placed.
+        escaped: Number of special tokens in tool results that were encoded as plain text.
+        calls: Number of tool calls so far.
+        failures: Number of tool calls that ended with an error.
     """
 
     prompt_ids: list[int]
@@ -83,12 +83,12 @@ class Episode:
 
     @property
     def ids(self) -> Prompt:
-        """All tokens so far, with the pictures in them: what the next turn goes on from."""
+        """All tokens so far with their images. The next turn continues from them."""
         shown = [replace(image, start=image.start + len(self.prompt_ids)) for image in self.shown]
         return Prompt([*self.prompt_ids, *self.token_ids], (*Prompt.pictures_of(self.prompt_ids), *shown))
 
     def rollout(self, text: str | None = None) -> Rollout:
-        """The finished episode as the rest of the library knows completions."""
+        """Convert the finished episode to a `Rollout`."""
         logp = self.logp if self.knows_logp else []
         mask = None if all(self.tool_mask) else self.tool_mask
         mask = [0] * len(self.tool_mask) if self.masked else mask
@@ -108,7 +108,7 @@ class Episode:
         )
 
     def add(self, ids: list[int], mask: int, logp: list[float], processed_logp: list[float] | None = None) -> None:
-        """More tokens, of the model (mask 1) or of its tools (mask 0)."""
+        """Append tokens of the model (mask 1) or of tools (mask 0)."""
         self.token_ids += ids
         self.tool_mask += [mask] * len(ids)
         self.logp += logp
@@ -117,24 +117,24 @@ class Episode:
 
 
 class ToolLoop:
-    """Drives episodes turn by turn until each is finished.
+    """Runs episodes turn by turn until all are finished.
 
-    One budget holds for the whole episode: every turn may use what is left of ``sampling.max_new_tokens`` after all tokens
-    before it, those of tools included. An answer of the tools that does not fit ends the episode as it was before the call.
+    ``sampling.max_new_tokens`` is the budget of the whole episode, including tokens of tools. If a tool result does not
+    fit, the episode ends without it.
 
     Args:
-        tokenizer: From `prepare_tokenizer`.
-        generate: Runs ``[(prompts, sampling), ...]``, one completion a prompt; called once a turn, with ``[]`` when this
-            process has nothing to say but another may have.
+        tokenizer: Result of `prepare_tokenizer`.
+        generate: Function that runs ``[(prompts, sampling), ...]``, one completion per prompt. It is called once per
+            turn, with ``[]`` if this process has no episodes left but another may have.
         stop_ids: Tokens that end a turn.
-        runner: Runs the tools.
-        max_iterations: Rounds of calls; None is unlimited.
-        max_output_tokens: A longer result is cut in its middle; None leaves it whole.
-        context: Most tokens the model can read.
-        any_process: Whether any process has episodes left, given whether this one has.
-        template_kwargs: For the chat template.
-        reader: Where prompts and results may hold images.
-        parse: Reads a turn: ``(tokenizer, ids, prefix, tools) -> message``.
+        runner: Executor of the tools.
+        max_iterations: Maximum number of rounds of tool calls. None: no limit.
+        max_output_tokens: Maximum number of tokens of a result. A longer result loses its middle. None: no limit.
+        context: Maximum number of tokens of prompt and completion.
+        any_process: Function of whether this process has episodes left, which returns whether any process has.
+        template_kwargs: Arguments of the chat template.
+        reader: Image processor, if prompts and results may contain images.
+        parse: Function that parses a turn: ``(tokenizer, ids, prefix, tools) -> message``.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class ToolLoop:
         self.suffix, self.reader = ToolSuffix(tokenizer, stop_ids, template_kwargs, reader), reader
 
     def run(self, episodes: Sequence[Episode], sampling: Sampling) -> None:
-        """Take every episode to its end, in place."""
+        """Run all episodes to their end, in place."""
         self._generate_turn(list(episodes), sampling)
         rounds = itertools.count(1) if self.max_iterations is None else range(1, self.max_iterations + 1)
         for number in rounds:
@@ -171,12 +171,12 @@ class ToolLoop:
             self._generate_turn(ready, replace(sampling, seed=_later(sampling.seed, number)))
 
     def _left(self, episode: Episode, sampling: Sampling) -> int:
-        """Tokens that may still come."""
+        """Return the number of tokens left in the budget and the context."""
         left = sampling.max_new_tokens - len(episode.token_ids)
         return left if self.context is None else min(left, self.context - len(episode.ids))
 
     def _answer(self, episode: Episode, results: list[ToolResult], sampling: Sampling) -> bool:
-        """Append the results of the tools; False when the episode ends here."""
+        """Append the results of the tools. Return False if the episode ends here."""
         calls, episode.waiting = episode.waiting, []
         episode.calls += len(calls)
         episode.failures += sum(result.failed for result in results)
@@ -198,7 +198,7 @@ class ToolLoop:
         return True
 
     def _suffix(self, episode: Episode, messages: list[dict[str, Any]]) -> Prompt | None:
-        """Tokens of the results; None, and the episode is masked, where their pictures cannot be placed."""
+        """Tokenize the results of tools. If their images cannot be placed, mask the episode and return None."""
         before = self.suffix.text.escaped
         try:
             suffix = self.suffix(messages, closed=episode.token_ids[-1] in self.suffix.stop_ids)
@@ -207,12 +207,12 @@ class ToolLoop:
         except DataError as error:
             if not any(isinstance(message["content"], list) for message in messages):
                 raise
-            logger.warning("the images of a tool's result cannot be shown, and the episode is not trained: %s", error)
+            logger.warning("the images of a tool result cannot be used, so the episode is not trained: %s", error)
             episode.masked = True
             return None
 
     def _fits(self, episode: Episode, suffix: Prompt, sampling: Sampling) -> bool:
-        """Whether results fit the budget, the context, and the images that an episode may have."""
+        """Return whether results fit into the budget, the context and the maximum number of images."""
         most = None if self.reader is None else self.reader.per_row
         images = len(Prompt.pictures_of(episode.prompt_ids)) + len(episode.shown) + len(suffix.pictures)
         many = most is not None and bool(suffix.pictures) and images > most
@@ -227,11 +227,11 @@ class ToolLoop:
         return message | ({"tool_call_id": call["id"]} if call.get("id") is not None else {})
 
     def _shortened(self, text: str) -> str:
-        """A long result without its middle."""
+        """Remove the middle of a long result."""
         limit = self.max_output_tokens
         if limit is None or len(ids := self.suffix.plain(text)) <= limit:
             return text
-        marker = f" ... [{len(ids) - limit} tokens left out] ... "
+        marker = f" ... [{len(ids) - limit} tokens omitted] ... "
         kept = max(0, limit - len(self.suffix.plain(marker)))
         if kept < 2:
             return self._text(ids[:limit])
@@ -244,7 +244,7 @@ class ToolLoop:
     # Turns of the model ------------------------------------------------------------------------------------------
 
     def _generate_turn(self, episodes: list[Episode], sampling: Sampling) -> None:
-        """One turn of each episode."""
+        """Generate one turn of each episode."""
         groups = self._batches(episodes, sampling)
         batches = [
             (
@@ -258,24 +258,24 @@ class ToolLoop:
                 self._append_turn(episodes[index], rollout, self._left(episodes[index], sampling))
 
     def _batches(self, episodes: list[Episode], sampling: Sampling) -> list[tuple[list[int], int]]:
-        """Which episodes share a call to the engine, and its token limit: the largest budget among them.
+        """Group episodes into calls of the engine, each with its token limit, the largest budget of the group.
 
-        A call has one limit. Rollouts with much smaller budgets would be generated far beyond them only to be cut, and a
-        long one plus the largest budget may not fit the context: these wait for a call of their own.
+        A call has one limit. A rollout with a much smaller budget would be generated far beyond it and then truncated,
+        and a long rollout plus the largest budget may exceed the context. Such rollouts get their own call.
         """
         left = [self._left(e, sampling) for e in episodes]
         for e, tokens in zip(episodes, left, strict=True):
             if tokens < 1:
                 raise RolloutError(
-                    f"a prompt of {len(e.prompt_ids)} tokens leaves no room for an answer in the model's context of "
-                    f"{self.context} tokens."
+                    f"a prompt of {len(e.prompt_ids)} tokens leaves no space for a completion in the model's context "
+                    f"of {self.context} tokens."
                 )
         waiting = sorted(range(len(episodes)), key=lambda i: -left[i])
         groups = []
         while waiting:
             most = left[waiting[0]]
             fits = [i for i in waiting if TURN_WASTE * left[i] > most and self._room(episodes[i]) >= most]
-            groups.append((sorted(fits), most))  # In the order they came: neighbours with one prompt share it.
+            groups.append((sorted(fits), most))  # Keep the order, so that consecutive equal prompts are computed once.
             waiting = [i for i in waiting if i not in fits]
         return groups
 
@@ -283,7 +283,7 @@ class ToolLoop:
         return float("inf") if self.context is None else self.context - len(episode.ids)
 
     def _append_turn(self, episode: Episode, rollout: Rollout, left: int) -> None:
-        """Append what the model wrote and read it."""
+        """Append and parse a turn of the model."""
         ids = rollout.token_ids[:left]
         cut = len(ids) < len(rollout.token_ids)
         episode.finish_reason = "length" if cut else rollout.finish_reason
@@ -298,14 +298,15 @@ class ToolLoop:
         message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
         episode.messages.append(message)
         if self.reader is not None and self.reader.token_id in ids:
-            # No engine may draw it; a turn behind it would miss a picture.
+            # No engine should sample this token; a following turn would lack an image.
             return
-        if episode.finish_reason == "stop":  # A turn that was cut has used up the budget: nobody could read the answer.
+        # A truncated turn has used up the budget, so there is no space for results.
+        if episode.finish_reason == "stop":
             episode.waiting = list(message.get("tool_calls") or [])
 
 
 def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results as reward functions read them: images of PIL, decoded when they are touched."""
+    """Convert results to the messages for reward functions. Images become PIL images that are decoded on access."""
     if all(isinstance(message["content"], str) for message in messages):
         return messages
     blocks, pictures = conversation_pictures(messages)
@@ -313,7 +314,7 @@ def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def turn_spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
-    """Runs of (version, tokens) of the first tokens of a rollout."""
+    """Return the runs of (version, number of tokens) of the first ``length`` tokens of a rollout."""
     kept = []
     for version, count in rollout.spans or [(rollout.version, length)]:
         kept.append((version, min(count, length)))
@@ -335,19 +336,20 @@ def roll_out_with_tools(
     runner: ToolRunner | None = None,
     **options: Any,
 ) -> list[Episode]:
-    """Let a model answer with tools, outside of any training.
+    """Generate episodes with tools outside of training.
 
     Args:
         engine: Any rollout engine.
-        tokenizer: With a chat template that knows tools.
+        tokenizer: Tokenizer whose chat template supports tools.
         prompts: Lists of messages.
         tools: Functions with type hints and Google-style docstrings.
-        sampling: ``max_new_tokens`` is the budget of a whole episode; without ``stop_token_ids`` the tokenizer's are used.
+        sampling: Sampling settings. ``max_new_tokens`` is the budget of a whole episode. Without ``stop_token_ids``,
+            the tokenizer's are used.
         runner: Threads and time limit of the tools.
-        options: Of `ToolLoop` (``max_iterations``, ``max_output_tokens``, ``context``, ``template_kwargs``).
+        options: Options of `ToolLoop` (``max_iterations``, ``max_output_tokens``, ``context``, ``template_kwargs``).
 
     Returns:
-        One finished episode a prompt, in order.
+        One finished episode per prompt, in order.
 
     Example:
         ``roll_out_with_tools(create_engine("auto", model, pad_token_id=0), tokenizer, [[{"role": "user", "content": "7 * 8?"}]],

@@ -1,4 +1,4 @@
-"""Texts of tools and environments as tokens that no special token is among: results behind a turn, observations in a prompt."""
+"""Tokenization of tool results and observations, in which special tokens are encoded as plain text."""
 
 from __future__ import annotations
 
@@ -37,21 +37,23 @@ if TYPE_CHECKING:
 
 
 def prepare_tokenizer(tokenizer: Tokenizer) -> Any:
-    """A copy of a tokenizer that can hold a conversation with tools token by token; the given one is not changed.
+    """Return a copy of a tokenizer for multi-turn rollouts with tools. The original is not changed.
 
-    Its template keeps earlier turns as they were (a training template where the published one does not), and its wire
-    format is known, so that calls can be read.
+    The template of the copy never changes earlier turns: if the published template does, a training template replaces
+    it. The format of tool calls is detected, so that calls can be parsed.
 
     Args:
-        tokenizer: A processor where results may hold images: its template is probed with one, and used as it is.
+        tokenizer: A tokenizer, or a processor if results may contain images. The template of a processor is probed and
+            not replaced.
 
     Raises:
-        ModelError: The template shows no tool calls or results, changes what was said before, or nobody reads its calls.
+        ModelError: The template does not render tool calls or results, changes earlier turns, or has no parser for its
+            calls.
     """
     if not supports_tool_calling(tokenizer):
         raise ModelError(
-            "tools need a chat template that shows a tool call and its result, and this tokenizer's does not"
-            f"{'' if template_text(tokenizer) else ' (it has none)'}. Use a checkpoint trained with tools, or set "
+            "tools need a chat template that renders tool calls and results, but this tokenizer's template does "
+            f"not{'' if template_text(tokenizer) else ' (it has none)'}. Use a checkpoint trained with tools, or set "
             "tokenizer.chat_template to a template that renders tool_calls and the role 'tool'."
         )
     template, preserved = template_text(tokenizer), is_chat_template_prefix_preserving(tokenizer)
@@ -60,24 +62,24 @@ def prepare_tokenizer(tokenizer: Tokenizer) -> Any:
         preserved = is_chat_template_prefix_preserving(with_template(tokenizer, template))
     if not preserved:
         raise ModelError(
-            "the chat template changes a tool call once its result follows, so what the model wrote would not be what is "
-            "trained. Use a template that only appends (chat_template_path)."
+            "the chat template renders a tool call differently once its result follows, so the trained tokens would "
+            "differ from the generated ones. Use a template that only appends (chat_template_path)."
         )
     return add_response_schema(with_template(tokenizer, template))
 
 
 class PlainText:
-    """Hides special tokens in a text while a template renders it, and encodes what they spell as plain text.
+    """Hides special tokens in a text while a template renders it, and encodes them as plain text.
 
-    The words that stand for them are drawn anew for each instance: no text can spell them. They never reach a tokenizer, so
-    token ids do not depend on them.
+    Special tokens are replaced by random placeholder words, which differ for each instance, so a text cannot contain
+    them. The placeholders are removed before tokenization, so token ids do not depend on them.
 
     Args:
-        tokenizer: Whose special tokens are meant.
-        read: Text to ids; None: the tokenizer, without special tokens of its own.
+        tokenizer: Tokenizer whose special tokens are hidden.
+        read: Function from text to ids. None: the tokenizer, without adding special tokens.
 
     Attributes:
-        escaped: Special tokens that were hidden so far.
+        escaped: Number of special tokens that have been hidden.
     """
 
     def __init__(self, tokenizer: Tokenizer, read: Callable[[str], list[int]] | None = None) -> None:
@@ -91,7 +93,7 @@ class PlainText:
         self.escaped = 0
 
     def hide(self, text: str, drop: bool = False) -> str:
-        """Special tokens as words that no template and no tokenizer takes for anything else."""
+        """Replace special tokens by placeholder words."""
         if self.pattern is None:
             return text
         hidden, count = self.pattern.subn(lambda m: "" if drop else self.word.format(self.special.index(m[0])), text)
@@ -99,12 +101,12 @@ class PlainText:
         return hidden
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of a text; what was hidden in it is spelled without being a token of the added vocabulary."""
+        """Tokenize a text. Hidden special tokens are encoded as ordinary characters."""
         ids: list[int] = []
         for index, part in enumerate(self.hidden.split(text)):
             if index % 2:
                 token = self.special[int(part)]
-                pieces = [token[:1], token[1:]]  # Cut in two, it is no token of the added vocabulary.
+                pieces = [token[:1], token[1:]]  # Split the token in two, so that it is not encoded as a special token.
             else:
                 pieces = [part]
             for piece in filter(None, pieces):
@@ -119,13 +121,13 @@ def tokenize_observed(
     chat_template_kwargs: dict[str, Any] | None = None,
     reader: PictureProcessor | None = None,
 ) -> Sequence[list[int]]:
-    """As `tokenize_prompts`; special tokens that an environment's ``reset`` spelled in a prompt are plain text there.
+    """Tokenize prompts like `tokenize_prompts`, with special tokens in observations of ``reset`` as plain text.
 
     Args:
-        rows: Conversational; prompts of environments are `Observed`.
-        tokenizer: With a chat template.
-        chat_template_kwargs: For the template.
-        reader: Where prompts may hold images; then they are `Prompt`.
+        rows: Conversational rows. Prompts of environments are `Observed`.
+        tokenizer: Tokenizer with a chat template.
+        chat_template_kwargs: Arguments of the chat template.
+        reader: Image processor, if prompts may contain images. Results are then `Prompt` objects.
     """
     if reader is not None:
         plain = PlainText(tokenizer, reader.ids)
@@ -147,17 +149,17 @@ def tokenize_observed(
 
 
 class ToolSuffix:
-    """Token ids of tool results as they follow a turn the model has just ended.
+    """Computes the token ids of tool results that follow a turn of the model.
 
-    They are the difference between two renderings of a made-up conversation, with and without the results: so nothing the
-    model wrote is rendered, let alone tokenised, again. Special tokens inside a result are encoded as plain text: a result
-    cannot end its own turn or begin one of the model's.
+    The ids are the difference between two renderings of a dummy conversation, with and without the results. Text of the
+    model is therefore never rendered or tokenized again. Special tokens in a result are encoded as plain text, so a
+    result cannot end its own turn or begin a turn of the model.
 
     Args:
-        tokenizer: From `prepare_tokenizer`.
+        tokenizer: Result of `prepare_tokenizer`.
         stop_ids: Tokens that end a turn.
-        template_kwargs: For the chat template.
-        reader: Where results may hold images.
+        template_kwargs: Arguments of the chat template.
+        reader: Image processor, if results may contain images.
     """
 
     def __init__(
@@ -172,15 +174,16 @@ class ToolSuffix:
         self.template_kwargs = dict(template_kwargs or {})
 
     def __call__(self, results: list[dict[str, Any]], *, closed: bool = True) -> Prompt:
-        """What stands between the end of the model's turn and the beginning of its next, with the pictures in it.
+        """Return the tokens between the end of the model's turn and the beginning of its next turn, with images.
 
         Args:
             results: Messages of the tools.
-            closed: Whether the model ended its turn itself; one that a stop string or a guide ended is ended here.
+            closed: Whether the turn ended with its end token. If a stop string or structured output ended it, the end
+                token is added.
 
         Raises:
-            ModelError: The template renders a call differently once its result follows.
-            DataError: Pictures that the template does not show, or that the processor refuses.
+            ModelError: The template renders a call differently if a result follows.
+            DataError: The template does not render an image, or the processor rejects it.
         """
         hidden = [self._hidden(message) for message in results]
         call = {"type": "function", "function": {"name": hidden[0]["name"] or "tool", "arguments": {}}}
@@ -190,18 +193,18 @@ class ToolSuffix:
         ends = [i for i, token in enumerate(before) if token in self.stop_ids]
         cut = ends[-1] + 1 if ends else len(before)
         if self.tokenizer.decode(before[cut:]).strip():
-            cut = len(before)  # That token ended the question: the template writes none after a call.
+            cut = len(before)  # That token ended the question; the template has no such token after a call.
         if common_prefix(before, after) < cut:
             raise ModelError(
-                "the chat template renders a tool call differently once its result follows, so the tokens of the result "
-                f"cannot be told apart: {text!r:.200}"
+                "the chat template renders a tool call differently if its result follows, so the tokens of the "
+                f"result cannot be determined: {text!r:.200}"
             )
         if not closed and ends and cut == ends[-1] + 1:
             cut -= 1
         return Prompt(after[cut:], () if self.reader is None else self.reader.place(after[cut:], pictures))
 
     def _hidden(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A result whose texts spell no special token."""
+        """Return a result in whose texts special tokens are hidden."""
         hide, content = self.text.hide, message["content"]
         if isinstance(content, str):
             content = hide(content)
@@ -210,7 +213,7 @@ class ToolSuffix:
         return {**message, "name": hide(message["name"], drop=True), "content": content}
 
     def _rendered(self, messages: list[dict[str, Any]], **how: Any) -> tuple[str, list[int], list[Picture]]:
-        """Text, ids, and the pictures that are expanded in them."""
+        """Return text, ids and images of rendered messages."""
         if self.reader is None:
             text = render(self.tokenizer, messages, **how, **self.template_kwargs)
             return text, self.text.ids(text), []
@@ -220,5 +223,5 @@ class ToolSuffix:
         return text, self.reader.encode(text, pictures, ids_of=self.text.ids)[0], pictures
 
     def plain(self, text: str) -> list[int]:
-        """A text as tokens none of which is special, whatever it spells."""
+        """Tokenize a text without any special token."""
         return self.text.ids(self.text.hide(text))

@@ -1,4 +1,4 @@
-"""Tools a model may call: their schemas, and calls that can neither break, block nor outlast a rollout."""
+"""Tools for the model: their schemas, and a runner that isolates errors and limits time."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from posttrain.pictures.picture import Background, is_image, observed_blocks
 from posttrain.values import BadValue
 
 T = TypeVar("T")
-LONGEST = 1_000_000  # Characters of a result; more fits no context, and would only cost time to tokenise.
-GRACE = 1.0  # Seconds an event loop gets to report a time-out itself before it counts as blocked.
+# Maximum number of characters of a result. A longer result fits into no context and takes long to tokenize.
+LONGEST = 1_000_000
+GRACE = 1.0  # Seconds that an event loop has to report a timeout before it counts as blocked.
 
 
 class TooSlow(Exception):
-    """A call that did not return in its time."""
+    """A call did not return within its time limit."""
 
 
 class UnknownTool(Exception):
-    """A call of something that is not there."""
+    """A call of a tool that does not exist."""
 
 
 class WrongValue(Exception):
-    """An argument that is not of its declared type, or a result that is none."""
+    """An argument or a result has another type than declared."""
 
 
 class Cancelled(Exception):
-    """A call that raised what is meant to end a thread or a task (``CancelledError``, ``SystemExit``): it ended itself alone."""
+    """A call raised ``CancelledError`` or ``SystemExit``. Only this call ends."""
 
 
 @dataclass(slots=True)
 class ToolResult:
-    """What one call gave: the text the model will read, and whether it is an error; ``blocks`` where it holds images."""
+    """Result of one call: text for the model, whether it is an error, and content blocks if there are images."""
 
     text: str
     failed: bool = False
@@ -50,10 +51,10 @@ class ToolResult:
 
 
 def tool_schema(tool: Any) -> dict[str, Any]:
-    """The JSON schema of a function, from its type hints and its Google-style docstring.
+    """Return the JSON schema of a function from its type hints and its Google-style docstring.
 
     Raises:
-        ConfigError: Not a function, or one without the hints or the docstring.
+        ConfigError: The object is not a function, or has no type hints or docstring.
 
     >>> def add(a: int, b: int) -> int:
     ...     '''Add two numbers.
@@ -68,15 +69,15 @@ def tool_schema(tool: Any) -> dict[str, Any]:
     """
     if not callable(tool) or not hasattr(tool, "__name__"):
         raise ConfigError(
-            f"tools must hold named functions, and one is {tool!r} ({type(tool).__name__}). Wrap it in a def with type hints "
-            "and a docstring."
+            f"tools must be named functions, but one is {tool!r} ({type(tool).__name__}). Wrap it in a def with type "
+            "hints and a docstring."
         )
     try:
         return get_json_schema(tool)
     except Exception as error:
         raise ConfigError(
-            f"tool {tool.__name__!r} cannot be described to the model: {error} Give every parameter a type hint, and the "
-            "function a docstring with a line for each under 'Args:'."
+            f"tool {tool.__name__!r} has no valid schema: {error} Add a type hint to every parameter, and a docstring "
+            "with a line for each parameter under 'Args:'."
         ) from error
 
 
@@ -84,15 +85,15 @@ KINDS = {"integer": int, "number": int | float, "string": str, "boolean": bool, 
 
 
 def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
-    """An argument as its declaration wants it: a model often writes ``"21"`` where an integer is declared.
+    """Convert an argument to its declared type, for example ``"21"`` to an integer.
 
     Args:
-        value: As it was parsed.
-        schema: Of the argument, JSON schema as `tool_schema` writes it.
-        name: Of the argument, for the message.
+        value: Parsed value.
+        schema: JSON schema of the argument, as in the result of `tool_schema`.
+        name: Name of the argument, for the message.
 
     Raises:
-        WrongValue: It cannot be read as what is declared; the model reads why.
+        WrongValue: The value cannot be converted. The model receives the message.
 
     >>> by_schema("21", {"type": "integer"}, "n"), by_schema(21, {"type": "string"}, "n")
     (21, '21')
@@ -107,7 +108,7 @@ def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
     if kinds in KINDS:
         value = _as_kind(value, kinds, name)
     if "enum" in schema and value not in schema["enum"]:
-        raise WrongValue(f"argument {name!r} must be one of {schema['enum']}, and it is {value!r:.80}")
+        raise WrongValue(f"argument {name!r} must be one of {schema['enum']}, but is {value!r:.80}")
     if kinds == "array" and "items" in schema:
         return [by_schema(item, schema["items"], f"{name}[{i}]") for i, item in enumerate(value)]
     if kinds == "object" and isinstance(schema.get("additionalProperties"), Mapping):
@@ -116,7 +117,7 @@ def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
 
 
 def _first_fit(value: object, schemas: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """By the schema whose type it has already, else by the first it can be read as."""
+    """Convert with the schema whose type the value already has, else with the first that works."""
     for schema in sorted(schemas, key=lambda one: not _is_kind(value, one.get("type"))):
         try:
             return by_schema(value, schema, name)
@@ -146,21 +147,19 @@ def _as_kind(value: object, kind: str, name: str) -> Any:
         return int(read)
     if not _is_kind(read, kind):
         article = "an" if kind[0] in "aio" else "a"
-        raise WrongValue(
-            f"argument {name!r} must be {article} {kind}, and it is {value!r:.80} ({type(value).__name__})"
-        )
+        raise WrongValue(f"argument {name!r} must be {article} {kind}, but is {value!r:.80} ({type(value).__name__})")
     return read
 
 
 @dataclass(slots=True)
 class ToolBox:
-    """The functions one rollout may call.
+    """The functions that one rollout may call.
 
     Attributes:
-        functions: By name.
-        schemas: What the chat template shows of them.
-        owner: The environment some of them belong to.
-        lost: A call to the owner never returned: it may still be at work, so nobody calls it again.
+        functions: Functions by name.
+        schemas: Their schemas for the chat template.
+        owner: Environment that some of the functions are methods of.
+        lost: Whether a call to the owner did not return. It may still be running, so the owner is not called again.
     """
 
     functions: dict[str, Callable] = field(default_factory=dict)
@@ -170,10 +169,10 @@ class ToolBox:
 
     @classmethod
     def of(cls, tools: Sequence[Callable] | None) -> ToolBox:
-        """A box of plain functions.
+        """Create a tool box from functions.
 
         Raises:
-            ConfigError: One cannot be described, or two have one name.
+            ConfigError: A function has no valid schema, or two functions have the same name.
         """
         box = cls()
         for tool in tools or ():
@@ -182,75 +181,77 @@ class ToolBox:
         return box
 
     def add(self, name: str, function: Callable) -> None:
-        """Another function; a name is given once.
+        """Add a function under a name that is not in use.
 
         Raises:
-            ConfigError: The name is taken.
+            ConfigError: The name is in use.
         """
         if name in self.functions:
-            raise ConfigError(f"two tools are called {name!r}; the model could only call one of them. Rename one.")
+            raise ConfigError(
+                f"two tools have the name {name!r}, so the model could call only one of them. Rename one."
+            )
         self.functions[name] = function
 
     def function(self, call: dict[str, Any]) -> Callable:
-        """What a call asks for.
+        """Return the function that a call names.
 
         Raises:
-            UnknownTool: No such tool, or a call that is not of a function.
+            UnknownTool: There is no such tool, or the call is not a function call.
         """
         if call.get("type", "function") != "function":
-            raise UnknownTool(f"a call of type {call.get('type')!r} cannot be run; only 'function' can")
+            raise UnknownTool(f"calls of type {call.get('type')!r} are not supported; use 'function'")
         name = call.get("function", {}).get("name")
         if name not in self.functions:
             known = ", ".join(sorted(self.functions))
-            raise UnknownTool(f"no tool is called {name!r}{did_you_mean(name, self.functions)}; there are: {known}")
+            raise UnknownTool(f"there is no tool {name!r}{did_you_mean(name, self.functions)}; the tools are: {known}")
         return self.functions[name]
 
     def declared(self, call: dict[str, Any]) -> dict[str, Any]:
-        """What is declared of the called function; empty where nothing is."""
+        """Return the schema of the called function, or {} if there is none."""
         name = call.get("function", {}).get("name")
         return next((s["function"] for s in self.schemas if s.get("function", {}).get("name") == name), {})
 
     def arguments(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A call's arguments, each of its declared type; one that is not declared is left to the function.
+        """Return the arguments of a call, converted to their declared types. Undeclared arguments are not converted.
 
         Raises:
-            WrongValue: One cannot be read as its type.
+            WrongValue: An argument cannot be converted.
         """
         arguments = call["function"].get("arguments") or {}
         if not isinstance(arguments, Mapping):
-            raise WrongValue(f"arguments must be an object, and they are {arguments!r:.80}")
+            raise WrongValue(f"arguments must be an object, but are {arguments!r:.80}")
         known = self.declared(call).get("parameters", {}).get("properties", {})
         return {name: by_schema(value, known.get(name, {}), name) for name, value in arguments.items()}
 
     def waits(self, call: dict[str, Any]) -> bool:
-        """Whether a call is of an asynchronous function."""
+        """Return whether the called function is asynchronous."""
         name = call.get("function", {}).get("name")
         return inspect.iscoroutinefunction(self.functions.get(name))
 
 
 def as_text(value: object) -> str:
-    """A tool's result as the model reads it: text as it is, text blocks joined, anything else as ``str`` shows it.
+    """Convert a tool's result to text: a string unchanged, text blocks joined, other values with ``str``.
 
     Raises:
-        TypeError: A block that is no text, or a value that no text shows: a generator, a function, a bare object.
+        TypeError: A block is not text, or the value has no useful text form: a generator, a function, a plain object.
     """
     bare = type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__
     bare = bare or is_image(value)
     if bare or isinstance(value, Iterator | AsyncIterator) or inspect.isroutine(value):
-        raise TypeError(f"the tool returned a {type(value).__name__} object, which no text shows; return its values")
+        raise TypeError(f"the tool returned a {type(value).__name__} object, which has no text form; return its values")
     if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
         other = [part["type"] for part in value if part["type"] != "text"]
         if other:
-            raise TypeError(f"the tool returned {other[0]!r}; this model reads text only")
+            raise TypeError(f"the tool returned {other[0]!r}, but this model supports text only")
         value = "".join(str(part.get("text", "")) for part in value)
     text = value if isinstance(value, str) else str(value)
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
-    return text.encode("utf-8", "replace").decode()  # Half a surrogate pair has no tokens.
+    return text.encode("utf-8", "replace").decode()  # An unpaired surrogate cannot be tokenized.
 
 
 def shows_images(value: object) -> bool:
-    """Whether a value is an image of PIL, or a list of blocks with images.
+    """Return whether a value is a PIL image or a list of blocks with images.
 
     >>> shows_images([{"type": "text", "text": "a"}, {"type": "image", "image": "a.png"}]), shows_images("a.png")
     (True, False)
@@ -260,18 +261,18 @@ def shows_images(value: object) -> bool:
 
 
 class ToolRunner:
-    """Runs calls of many rollouts side by side, those of one rollout in their order.
+    """Runs tool calls of many rollouts concurrently. The calls of one rollout run in order.
 
-    Plain functions run on threads, asynchronous ones on one event loop; neighbouring asynchronous calls of a message run at
-    once. A call that takes longer than ``timeout`` is left behind, and the model reads that it was.
+    Plain functions run on threads, asynchronous functions on one event loop. Consecutive asynchronous calls of a
+    message run concurrently. A call that exceeds ``timeout`` is abandoned, and the model receives an error.
 
     Args:
-        workers: Rollouts served at once; None is one each, at most 32; 0 runs everything in turn on the calling thread,
-            without a time limit (for tools that belong to one thread).
-        timeout: Seconds a call may take; None waits for ever.
+        workers: Number of rollouts that are served concurrently. None: one per rollout, up to 32. 0: run all calls one
+            after the other on the calling thread without a time limit, for tools that are not thread-safe.
+        timeout: Maximum number of seconds of a call. None: no limit.
 
     Attributes:
-        background: What shows through transparent pixels of images that are returned; None: the model reads text alone.
+        background: Color behind transparent pixels of returned images. None: the model supports text only.
     """
 
     def __init__(self, workers: int | None = None, timeout: float | None = 60.0) -> None:
@@ -281,7 +282,7 @@ class ToolRunner:
         self._lock = threading.Lock()
 
     def each(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Results of all tasks in their order; the first error among them is raised after all have ended."""
+        """Run all tasks and return their results in order. The first error is raised after all tasks have ended."""
         workers = min(32, len(tasks)) if self.workers is None else min(self.workers, len(tasks))
         if workers == 0 or (workers == 1 and self.workers is not None):
             return [task() for task in tasks]
@@ -290,19 +291,20 @@ class ToolRunner:
         return [future.result() for future in futures]
 
     def run(self, jobs: Sequence[tuple[ToolBox, Sequence[dict[str, Any]]]]) -> list[list[ToolResult]]:
-        """The results of every job's calls, in their order. Never raises on what a tool or a model does.
+        """Run the calls of every job and return their results in order. Errors of tools and models become results.
 
         Raises:
-            RolloutError: An environment broke its contract (a reward that is no number): no model can mend that.
+            RolloutError: An environment is broken, for example its reward is not a number.
         """
         return self.each([lambda box=box, calls=calls: self._in_order(box, calls) for box, calls in jobs])
 
     def call(self, function: Callable, arguments: dict[str, Any]) -> Any:
-        """One call, plain or asynchronous, within its time.
+        """Call a plain or asynchronous function with the time limit.
 
         Raises:
-            TooSlow: It did not return.
-            Cancelled: It raised something that is no `Exception`. Otherwise whatever the function raises.
+            TooSlow: The function did not return in time.
+            Cancelled: The function raised an exception that is not an `Exception`. Other errors of the function are
+                raised unchanged.
         """
         if inspect.iscoroutinefunction(function):
             return self._start(function, arguments)()
@@ -353,7 +355,7 @@ class ToolRunner:
         try:
             value, kind = wait(), box.declared(call).get("return") or {}
             if value is None and kind.get("type") not in (None, "null") and not kind.get("nullable"):
-                raise WrongValue(f"the tool returned nothing, and its declaration says {kind['type']}")
+                raise WrongValue(f"the tool returned nothing, but its declared type is {kind['type']}")
             if self.background is not None and shows_images(value):
                 content = value if isinstance(value, list) else [{"type": "image", "image": value}]
                 return ToolResult("", blocks=observed_blocks(content, "a tool's result", self.background))
@@ -369,7 +371,7 @@ class ToolRunner:
         return ToolResult(as_text({"error": text}), failed=True)
 
     def _start(self, function: Callable, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Set an asynchronous function going; the result waits for it."""
+        """Start an asynchronous function and return a function that waits for its result."""
         limit = self.timeout
 
         async def work() -> Any:
@@ -387,15 +389,15 @@ class ToolRunner:
                 return future.result(None if limit is None else limit + GRACE)
             except concurrent.futures.TimeoutError:
                 if future.done():
-                    raise  # The tool's own.
-                self._loop = None  # A coroutine that never gives the loop back has it to itself from now on.
+                    raise  # The tool itself raised it.
+                self._loop = None  # The coroutine blocks the event loop, so later calls use a new loop.
                 raise TooSlow from None
 
         return wait
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            # A call that never gave its loop back leaves it, at any time and without this lock.
+            # A blocking call can unset the loop at any time without this lock.
             loop = self._loop
             if loop is None:
                 loop = self._loop = asyncio.new_event_loop()
@@ -404,13 +406,13 @@ class ToolRunner:
 
 
 async def _itself(value: object) -> Any:
-    """Wait for it; what would end the event loop or its task ends this call alone."""
+    """Await a value. Exceptions that would end the event loop or its task end only this call."""
     try:
         return await value
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            raise  # By us.
+            raise  # This runner cancelled the task.
         raise _cancelled(error) from error
     except (Exception, KeyboardInterrupt):
         raise
@@ -423,13 +425,13 @@ def _cancelled(error: BaseException) -> Cancelled:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Call on a daemon thread and stop waiting after ``seconds``: a thread cannot be ended, only left."""
+    """Run a call on a daemon thread and stop waiting after ``seconds``. The thread itself cannot be stopped."""
     box: list[tuple[T | None, BaseException | None]] = []
 
     def work() -> None:
         try:
             box.append((call(), None))
-        except BaseException as error:  # Carried over to the waiting thread.
+        except BaseException as error:  # Raised again in the waiting thread.
             box.append((None, error))
 
     thread = threading.Thread(target=work, daemon=True, name="tool")

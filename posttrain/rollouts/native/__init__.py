@@ -1,1 +1,3 @@
-"""Our own engine: in the trainer's process, on the trainer's own weights, each prompt computed once."""
+"""The native rollout engine: it samples in the trainer's process with the trained weights and computes each prompt
+once.
+"""

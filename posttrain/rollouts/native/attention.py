@@ -1,9 +1,9 @@
-"""Attention over shared prefixes and an own suffix, plugged into transformers' models by name.
+"""Attention over shared prefixes and a separate suffix per row, registered by name in transformers.
 
-The model's own decoder code runs unchanged; only the attention product is ours. What all prompts of a call begin with is
-computed once and kept once; so is the rest of each prompt, in blocks of prompts. Decoding multiplies all live queries with
-the common beginning in one product, all queries of a prompt with it in another, without repeating key-value heads, and each
-query with its own suffix; one softmax spans the three.
+The model's own decoder code runs unchanged; only the attention function is replaced. The common prefix of all prompts
+of a call is computed and stored once. The rest of each prompt is stored once too, in blocks of prompts. A decoding step
+multiplies all queries with the common prefix in one product, all queries of a prompt with the prompt in another product
+without repeating key-value heads, and each query with its own suffix. One softmax covers all three.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Rule(NamedTuple):
     Attributes:
         scale: Factor of the products of queries and keys.
         softcap: Bound of the scaled scores (``softcap * tanh(scores / softcap)``), or None.
-        window: Number of positions that a token sees, its own included, or None for all.
-        chunk: Size of the chunks of positions that see only themselves (Llama 4), or None.
-        sinks: ``(heads,)`` one more logit per head, whose value is zero, or None.
+        window: Number of positions that a token attends to, including its own. None: all.
+        chunk: Size of chunks of positions that attend only within the chunk (Llama 4), or None.
+        sinks: ``(heads,)`` an additional logit per head with value zero, or None.
     """
 
     scale: float
@@ -43,18 +43,18 @@ class Rule(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether the weights are a softmax of scaled scores, so that torch's attention computes them."""
+        """Whether the weights are a softmax of scaled scores, which torch's attention computes."""
         return self.softcap is None and self.sinks is None
 
     def weights(self, scores: Tensor, sinks: Tensor | None) -> Tensor:
-        """Return the softmax in float32 of scores that `capped` returned; ``sinks`` has a shape that expands to them."""
+        """Return the softmax in float32 of scores from `capped`. ``sinks`` must be expandable to the scores."""
         if sinks is None:
             return scores.softmax(-1)
         sinks = sinks.to(scores).expand(*scores.shape[:-1], 1)
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
     def capped(self, scores: Tensor) -> Tensor:
-        """Return scaled scores within the bound."""
+        """Apply softcapping to scaled scores."""
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
@@ -63,12 +63,12 @@ Sight = tuple[int | None, int | None]  # Window and chunk of a layer.
 
 @dataclass(slots=True)
 class Block:
-    """Keys and values of prompts that were prefilled together, right-padded to the longest.
+    """KV cache of prompts that were prefilled together, right-padded to the longest.
 
     Attributes:
         prompts: Numbers of the prompts, in batch order.
-        lengths: ``(P,)`` tokens of each.
-        keys, values: Per layer ``(P, KV heads, width, head size)``.
+        lengths: ``(P,)`` number of tokens of each prompt.
+        keys, values: By layer ``(P, KV heads, width, head size)``.
         states: ``(P, ...)`` states of recurrent layers at the end of each prompt, see `posttrain.models.recurrent.states`.
     """
 
@@ -79,33 +79,35 @@ class Block:
     states: list[Tensor] = field(default_factory=list)
 
     def append(self, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
-        """Add the next positions of all prompts."""
+        """Append the next positions of all prompts."""
         for memory, new in ((self.keys, keys), (self.values, values)):
             for layer, tensor in new.items():
                 memory[layer] = torch.cat([memory[layer], tensor], 2) if layer in memory else tensor
 
     def close_gaps(self, known: Tensor, room: int) -> None:
-        """Move what was computed, from column ``room`` on, behind each prompt's ``known (P,)`` first positions."""
+        """Move new columns, from column ``room`` on, directly behind the ``known (P,)`` cached positions of each
+        prompt.
+        """
         width = int(self.lengths.max())
         columns = torch.arange(width, device=known.device).expand(len(known), -1)
         source = torch.where(columns < known[:, None], columns, columns - known[:, None] + room)
         for memory in (self.keys, self.values):
             for layer, tensor in memory.items():
-                last = tensor.shape[2] - 1  # Columns behind a short prompt's end are never looked at.
+                last = tensor.shape[2] - 1  # Columns after the end of a short prompt are never read.
                 index = source.clamp_max(last)[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
                 memory[layer] = tensor.gather(2, index)
 
     def row(self, prompt: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Per layer keys and values ``(1, KV heads, length, head size)`` of one prompt."""
+        """Return keys and values ``(1, KV heads, length, head size)`` of one prompt by layer."""
         i = self.prompts.index(prompt)
         return {n: (self.keys[n][i : i + 1, :, :length], self.values[n][i : i + 1, :, :length]) for n in self.keys}
 
     def states_of(self, prompt: int) -> list[Tensor]:
-        """Return copies ``(1, ...)`` of the states of one prompt."""
+        """Return copies ``(1, ...)`` of the recurrent states of one prompt."""
         return one_row(self.states, self.prompts.index(prompt))
 
     def keep(self, prompts: list[int]) -> None:
-        """Free the memory of all other prompts."""
+        """Keep only these prompts and free the memory of all other prompts."""
         index = torch.tensor([self.prompts.index(p) for p in prompts], device=self.lengths.device)
         self.prompts, self.lengths = prompts, self.lengths[index]
         self.states = [state[index] for state in self.states]
@@ -116,7 +118,7 @@ class Block:
 
 
 def one_row(states: list[Tensor], row: int) -> list[Tensor]:
-    """Return copies ``(1, ...)`` of the states of one row."""
+    """Return copies ``(1, ...)`` of the recurrent states of one row."""
     return [state[row : row + 1].clone() for state in states]
 
 
@@ -126,9 +128,9 @@ class Group:
 
     Attributes:
         rows: ``(m,)`` live rows, ascending.
-        grid: ``(P, g)`` the same rows by prompt, g the most that one prompt has, gaps filled with a repeated row.
-        place: ``(m,)`` where each of ``rows`` stands in the flattened grid.
-        alone: Whether these are all live rows.
+        grid: ``(P, g)`` the same rows by prompt. g is the maximum number of rows per prompt; a repeated row fills gaps.
+        place: ``(m,)`` index of each of ``rows`` in the flattened grid.
+        alone: Whether the group contains all live rows.
     """
 
     block: Block
@@ -139,7 +141,7 @@ class Group:
     orders: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def order(self, kv: int) -> tuple[Tensor, Tensor]:
-        """Where ``(P, kv, g)`` finds its lines among ``(n, kv)``, and where ``(m, kv)`` finds its own among those."""
+        """Return indices that gather ``(P, kv, g)`` from ``(n, kv)``, and indices that gather ``(m, kv)`` back."""
         if kv not in self.orders:
             heads, g = torch.arange(kv, device=self.grid.device), self.grid.shape[1]
             take = self.grid[:, None, :] * kv + heads[:, None]
@@ -149,34 +151,34 @@ class Group:
         return self.orders[kv]
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """``(n, kv, r, c)`` to ``(P, kv, g r, c)``: all queries of a prompt side by side, for one product with it."""
+        """Rearrange ``(n, kv, r, c)`` to ``(P, kv, g r, c)``: all queries of a prompt, for one product with its keys."""
         n, kv, r, c = x.shape
         lines = x.reshape(n * kv, r, c).index_select(0, self.order(kv)[0])
         return lines.view(self.grid.shape[0], kv, -1, c)
 
     def by_row(self, x: Tensor, r: int) -> Tensor:
-        """``(P, kv, g r, c)`` back to ``(m, kv, r, c)`` in the order of ``rows``."""
+        """Rearrange ``(P, kv, g r, c)`` to ``(m, kv, r, c)``, in the order of ``rows``."""
         kv, c = x.shape[1], x.shape[3]
         return x.reshape(-1, r * c).index_select(0, self.order(kv)[1]).view(-1, kv, r, c)
 
 
 NAME = "posttrain_native"
-FIRST_BLOCK = 64  # Suffix positions allocated at first; doubled when they are used up.
+FIRST_BLOCK = 64  # Number of suffix positions that are allocated first. The number is doubled when they are used up.
 
 
 @dataclass(slots=True)
 class Fill:
-    """A prefill pass: what its tokens may see before themselves, and the keys and values they leave.
+    """A prefill pass: the earlier keys and values that its tokens attend to, and the new ones.
 
     Attributes:
-        past: Per layer earlier keys and values, ``(1 or P, KV heads, length, head size)``, in the order of positions.
-        keys, values: Per layer ``(P, KV heads, width, head size)``, filled by the pass.
-        shared: Tokens that all prompts begin with, first in ``past``.
-        known: ``(P,)`` tokens of each prompt that were known before, next in ``past``; None where all have as many.
-        room: Columns they take, the most of ``known``.
-        span: ``(P, width)`` number of the block (an image) that a token sees both ways, -1 outside; None: no blocks.
-        hidden: By window and chunk, what each token may not see; computed once for all layers.
-        states: ``(P, width, H)`` final hidden states, once the pass is over.
+        past: By layer, earlier keys and values ``(1 or P, KV heads, length, head size)``, in the order of positions.
+        keys, values: By layer ``(P, KV heads, width, head size)``, set by the pass.
+        shared: Number of tokens in the common prefix of all prompts, which is first in ``past``.
+        known: ``(P,)`` number of cached tokens of each prompt, which are next in ``past``. None: equal for all prompts.
+        room: Number of columns of the cached tokens, the maximum of ``known``.
+        span: ``(P, width)`` number of the block (an image) with bidirectional attention, -1 outside. None: no blocks.
+        hidden: Attention mask by window and chunk, computed once for all layers.
+        states: ``(P, width, H)`` final hidden states, set after the pass.
     """
 
     past: list[dict[int, tuple[Tensor, Tensor]]] = field(default_factory=list)
@@ -190,7 +192,10 @@ class Fill:
     states: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def unseen(self, sight: Sight, width: int, whole: int, device: torch.device) -> Tensor:
-        """True where one of the last ``width`` of ``whole`` positions may not look, ``(width, whole)`` or with rows before."""
+        """Return a mask ``(width, whole)`` (or with a row dimension) that is True where a token must not attend.
+
+        ``width`` is the number of new positions, ``whole`` the number of all positions.
+        """
         if sight not in self.hidden:
             window, chunk = sight
             places, blank = torch.arange(whole, device=device), None
@@ -211,7 +216,7 @@ class Fill:
         return self.hidden[sight]
 
     def whole(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Note this layer's new keys and values, and return them behind the earlier ones."""
+        """Store the new keys and values of a layer, and return them appended to the earlier ones."""
         self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
         if not self.past:
             return key, value
@@ -222,23 +227,24 @@ class Fill:
 
 @dataclass(slots=True)
 class Store:
-    """The engine's key-value memory, and what the current forward call is about.
+    """KV cache of the engine, and the state of the current forward call.
 
     Attributes:
-        slots: Sequences that can be live at once.
-        filling: The prefill pass that is running; None while decoding.
+        slots: Maximum number of live sequences.
+        filling: Prefill pass that is running. None: decoding.
         positions: ``(n, t)`` positions of the tokens of the running pass.
-        common: What all prompts begin with, a block of one; None when they share nothing.
-        groups: While decoding: the live rows by block; each live row is in exactly one.
-        prefix: ``(n,)`` prompt tokens of each live row, without the common ones.
-        lengths: ``(n,)`` suffix tokens stored so far by each live row, the current one not included.
-        longest: The largest of them, on the host.
-        keys, values: Per layer ``(slots, KV heads, capacity, head size)``.
+        common: Block with the common prefix of all prompts, of batch size one. None: there is no common prefix.
+        groups: In decoding, the live rows by block. Each live row is in exactly one group.
+        prefix: ``(n,)`` number of prompt tokens of each live row, without the common prefix.
+        lengths: ``(n,)`` number of stored suffix tokens of each live row, without the current one.
+        longest: Maximum of ``lengths``, on the host.
+        keys, values: By layer ``(slots, KV heads, capacity, head size)``.
         states: ``(slots, ...)`` states of recurrent layers, see `posttrain.models.recurrent.states`.
-        repeats: Calls so far in the running pass of attention layers that stand in several places.
-        unseen: By window and chunk, what each row may not see in this step; computed once for all layers.
-        places: By key-value heads and capacity, where this step's keys go in a layer's memory; computed once too.
-        plan: What compiled layers know of the groups (`posttrain.rollouts.native.layers`).
+        repeats: Number of calls in the running pass of attention layers that are used at several depths.
+        unseen: Attention mask of this step by window and chunk, computed once for all layers.
+        places: Indices of this step's keys in a layer's cache, by key-value heads and capacity, computed once for all
+            layers.
+        plan: Data of the groups for compiled layers (`posttrain.rollouts.native.layers`).
     """
 
     slots: int
@@ -258,18 +264,20 @@ class Store:
     plan: Any = None
 
     def begin_pass(self, positions: Tensor) -> None:
-        """Note the positions ``(n, t)`` of the tokens of the next pass."""
+        """Set the positions ``(n, t)`` of the tokens of the next pass."""
         self.positions, self.repeats = positions, 0
 
     def layer_of(self, module: Any) -> int:
-        """Return the key of a layer's memory. Zamba 2 has the same attention layers in several places, all with index -1."""
+        """Return the key of a layer's cache. Zamba 2 uses the same attention layers at several depths, all with index
+        -1.
+        """
         if module.layer_idx >= 0:
             return module.layer_idx
         self.repeats += 1
         return -self.repeats
 
     def begin_rows(self, rows: slice, block: Block, prompt: int) -> None:
-        """Give rows the states at the end of their prompt."""
+        """Set the recurrent states of rows to those at the end of their prompt."""
         if not self.states:
             self.states = [state.new_empty(self.slots, *state.shape[1:]) for state in block.states]
         index = block.prompts.index(prompt)
@@ -277,33 +285,33 @@ class Store:
             memory[rows] = state[index]
 
     def begin_step(self, longest: int) -> None:
-        """One position more for every live row; ``longest`` of them are the most that one has so far."""
+        """Begin a step of one position per live row. ``longest`` is the maximum number of suffix tokens so far."""
         self.longest, self.unseen, self.places = longest, {}, {}
 
     @property
     def shared(self) -> int:
-        """Tokens that all prompts begin with."""
+        """Number of tokens in the common prefix of all prompts."""
         return 0 if self.common is None else next(iter(self.common.keys.values())).shape[2]
 
     @property
     def width(self) -> int:
-        """Columns that hold the prompts behind the common tokens: the widest live block."""
+        """Number of columns of the prompts without the common prefix: the width of the widest live block."""
         return max(next(iter(group.block.keys.values())).shape[2] for group in self.groups)
 
     @property
     def capacity(self) -> int:
-        """Suffix positions allocated for each slot."""
+        """Number of suffix positions allocated for each slot."""
         return next(iter(self.keys.values())).shape[2] if self.keys else 0
 
     def bias(self, sight: Sight, columns: int) -> Tensor:
-        """``(n, 1, 1, shared + width + columns)``, minus infinity where a row may not look and 0 elsewhere."""
+        """Return ``(n, 1, 1, shared + width + columns)``: minus infinity where a row must not attend, else 0."""
         if sight not in self.unseen:
             window, chunk = sight
             device = self.lengths.device
             first, prompt, own = (torch.arange(n, device=device)[None] for n in (self.shared, self.width, columns))
             prefix, lengths = self.prefix[:, None], self.lengths[:, None]
             hidden = [(first < 0).expand(len(lengths), -1), prompt >= prefix, own > lengths]
-            now = self.shared + prefix + lengths  # The position of the token that looks.
+            now = self.shared + prefix + lengths  # Position of the query.
             places = (first, self.shared + prompt, self.shared + prefix + own)
             if window is not None:
                 hidden = [h | (now - place >= window) for h, place in zip(hidden, places, strict=True)]
@@ -314,7 +322,7 @@ class Store:
         return self.unseen[sight]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one position to each live row; returns the used part of this layer's memory."""
+        """Append one position to each live row, and return the used part of this layer's cache."""
         n, kv, _, size = key.shape
         used = self.longest + 1
         self.make_room(layer, key, value)
@@ -329,13 +337,13 @@ class Store:
         return keys[:n, :, :used], values[:n, :, :used]
 
     def make_room(self, layer: int, key: Tensor, value: Tensor, *, blank: bool = True) -> None:
-        """See that every row has room for one position more.
+        """Allocate space for one more position of every row.
 
         Args:
-            layer: Whose memory.
+            layer: Key of the layer's cache.
             key: A sample ``(n, KV heads, 1, size)``.
-            value: A sample too.
-            blank: Write zeros to what is unused, for products that reach over all columns: a NaN would spoil them.
+            value: A sample of the values.
+            blank: Whether to zero unused positions. Products over all columns need it, because a NaN would spread.
         """
         if layer not in self.keys or self.keys[layer].shape[2] <= self.longest:
             self._grow(layer, key, value, blank=blank)
@@ -353,7 +361,7 @@ class Store:
             memory[layer] = new
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Attention of one layer, ``(n, heads, t, size)`` in and ``(n, t, heads, size)`` out."""
+        """Compute attention of one layer. Input ``(n, heads, t, size)``, output ``(n, t, heads, size)``."""
         if self.filling is not None:
             key, value = self.filling.whole(layer, key, value)
             return _prefill(self.filling, query, key, value, rule).transpose(1, 2)
@@ -361,7 +369,7 @@ class Store:
         return _decode(self, layer, query, keys, values, rule)
 
     def suffix(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Per layer keys and values ``(1, KV heads, length, head size)`` of one row's suffix."""
+        """Return keys and values ``(1, KV heads, length, head size)`` of one row's suffix by layer."""
         return {
             n: (self.keys[n][row : row + 1, :, :length], self.values[n][row : row + 1, :, :length]) for n in self.keys
         }
@@ -371,7 +379,7 @@ class Store:
         self.keys, self.values, self.states = {}, {}, []
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy one row's suffix and states to another row, to close the gap a finished sequence leaves."""
+        """Copy one row's suffix and states to another row, to fill the gap of a finished sequence."""
         for memory in (self.keys, self.values):
             for tensor in memory.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
@@ -380,7 +388,7 @@ class Store:
 
 
 class _Running(threading.local):
-    """Calls that run at the same time in threads of one process, on models of their own, each have their memory."""
+    """Thread-local cache, so that calls on different models can run concurrently in threads of one process."""
 
     store: Store | None = None
 
@@ -389,7 +397,7 @@ _running = _Running()
 
 
 def current_store() -> Store:
-    """The memory of the innermost call that is running in this thread."""
+    """Return the cache of the innermost call that is running in this thread."""
     assert _running.store is not None, "native attention runs inside plugged_in() only"
     return _running.store
 
@@ -407,10 +415,10 @@ def native_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every layer: ``(n, heads, t, size)`` in, ``(n, t, heads, size)`` out.
+    """Compute attention for transformers. Input ``(n, heads, t, size)``, output ``(n, t, heads, size)``.
 
-    ``sliding_window=None`` is full attention, whatever the module has as an attribute: EXAONE 4 has it in every layer. Where
-    a layer says nothing, the attribute is all there is.
+    ``sliding_window=None`` means full attention, even if the module has an attribute ``sliding_window`` (EXAONE 4 has
+    it in every layer). The attribute is used only if the argument is not passed.
     """
     store = current_store()
     if sliding_window is ...:
@@ -420,13 +428,15 @@ def native_attention(
     if module.config.model_type == llama4.MODEL_TYPE:
         query, chunk = llama4.placed(module, query, store.positions)
     rule = Rule(scale, softcap, sliding_window, chunk, s_aux)
-    # Under autocast the rotary embedding leaves queries and keys in float32 beside half-precision values.
+    # Under autocast, queries and keys are float32 after the rotary embedding, but values are in half precision.
     query, key = query.to(value.dtype), key.to(value.dtype)
     return store.attend(store.layer_of(module), query, key, value, rule), None
 
 
 def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-    """Causal attention of the last positions; right padding comes after every real token and so is never seen."""
+    """Compute causal attention of the last positions. Right padding is after all real tokens, so they never attend to
+    it.
+    """
     width, whole = query.shape[2], key.shape[2]
     limit = min(rule.window or whole, rule.chunk or whole)
     if rule.plain and fill.span is None and width == whole <= limit:
@@ -434,7 +444,7 @@ def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) 
     hidden = fill.unseen((rule.window, rule.chunk), width, whole, query.device)
     if rule.plain and query.device.type == "cpu":
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale, enable_gqa=True)
-    # CUDA has no kernel for a mask and shared heads at once: it would write out all scores.
+    # CUDA has no kernel for a mask with shared key-value heads and would materialize all scores.
     key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
     if rule.plain:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale)
@@ -444,7 +454,9 @@ def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) 
 
 
 def _decode(store: Store, layer: int, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
-    """One new query a row against the common beginning, its prompt and its own suffix, ``(n, 1, heads, size)``."""
+    """Compute attention of one new query per row to the common prefix, its prompt and its suffix, ``(n, 1, heads,
+    size)``.
+    """
     n, heads, _, size = query.shape
     kv, used, first, width = keys.shape[1], keys.shape[2], store.shared, store.width
     q = query.view(n, kv, heads // kv, size) * rule.scale
@@ -465,7 +477,7 @@ def _decode(store: Store, layer: int, query: Tensor, keys: Tensor, values: Tenso
 
 
 def _prompt_scores(groups: list[Group], layer: int, q: Tensor, width: int) -> Tensor:
-    """``(n, kv, r, width)``: every row's queries with the keys of its prompt."""
+    """Compute ``(n, kv, r, width)`` scores of every row's queries with the keys of its prompt."""
     scores = q.new_zeros(0)
     for group in groups:
         block = group.block.keys[layer]
@@ -478,18 +490,18 @@ def _prompt_scores(groups: list[Group], layer: int, q: Tensor, width: int) -> Te
 
 
 def _of_all(x: Tensor) -> Tensor:
-    """``(n, kv, r, c)`` to ``(kv, n r, c)``: the queries of all rows side by side."""
+    """Rearrange ``(n, kv, r, c)`` to ``(kv, n r, c)``: the queries of all rows."""
     return x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[3])
 
 
 def _by_all(x: Tensor, n: int) -> Tensor:
-    """``(kv, n r, c)`` back to ``(n, kv, r, c)``."""
+    """Rearrange ``(kv, n r, c)`` back to ``(n, kv, r, c)``."""
     return x.view(x.shape[0], n, -1, x.shape[2]).transpose(0, 1)
 
 
 @contextmanager
 def plugged_in(model: nn.Module, store: Store) -> Iterator[None]:
-    """Route attention of the text layers of ``model`` to `native_attention` with ``store``; the former backend is restored."""
+    """Use `native_attention` with ``store`` in the text layers of ``model``, and restore the previous backend on exit."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, native_attention)
     previous, _running.store = _running.store, store
     try:

@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, rules, truncation, and a draw that needs no sort and no log-softmax over V."""
+"""Sampling from logits: temperature, rules, truncation, and a sampler without sort or log-softmax over the vocabulary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 256
 
 
 def penalize_repetition(logits: Tensor, history: list[list[int]], penalty: float) -> Tensor:
-    """Divide positive and multiply negative logits of tokens that occurred before, prompt included.
+    """Divide positive and multiply negative logits of tokens that occurred before, including the prompt.
 
     Reference: CTRL, arXiv:1909.05858, section 4.1.
     """
@@ -33,18 +33,18 @@ def penalize_repetition(logits: Tensor, history: list[list[int]], penalty: float
 
 
 def has_rules(sampling: Sampling) -> bool:
-    """Whether `apply_rules` changes anything."""
+    """Return whether `apply_rules` changes anything."""
     return bool(sampling.min_new_tokens or sampling.logit_bias or sampling.no_repeat_ngram)
 
 
 def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: list[list[int]] | None) -> Tensor:
-    """Logits with the bias added, and what may not follow at minus infinity; a copy.
+    """Return a copy of logits with the bias added and forbidden tokens set to minus infinity.
 
     Args:
-        x: ``(n, V)`` logits, divided by the temperature.
-        sampling: The same of all rows.
-        written: n counts of completion tokens so far.
-        history: n lists of tokens so far, prompt included; needed for repeated n-grams alone.
+        x: ``(n, V)`` logits after division by the temperature.
+        sampling: Settings of all rows.
+        written: Number of completion tokens so far, for n rows.
+        history: Tokens so far of n rows, including the prompt. Only needed for repeated n-grams.
     """
     x = x.clone()
     if sampling.logit_bias:
@@ -60,16 +60,16 @@ def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: 
 
 
 def ends_with_string(tokens: Sequence[int], sampling: Sampling, tokenizer: Tokenizer) -> bool:
-    """Whether the last of a completion's tokens completed a stop string."""
+    """Return whether the last token of a completion completed a stop string."""
     if not sampling.stop_strings:
         return False
-    # A token may be one byte of a character, which has up to 4: enough of them are decoded to hold the longest string.
+    # A token may be one byte of a character, which has up to 4 bytes. Decode enough tokens for the longest string.
     text = tokenizer.decode(tokens[-4 * max(map(len, sampling.stop_strings)) - 8 :])
     return any(string in text for string in sampling.stop_strings)
 
 
 def banned_continuations(tokens: list[int], size: int) -> list[int]:
-    """Tokens that would complete an n-gram of ``size`` that is already there.
+    """Return the tokens that would complete an n-gram of ``size`` that has already occurred.
 
     >>> banned_continuations([1, 2, 3, 1, 2], 3)
     [3]
@@ -82,7 +82,7 @@ def banned_continuations(tokens: list[int], size: int) -> list[int]:
 
 
 def _forbid(logits: Tensor, rows: list[list[int]]) -> Tensor:
-    """Set the listed tokens of each row to minus infinity, in place."""
+    """Set the logits of the listed tokens of each row to minus infinity, in place."""
     for row, tokens in enumerate(rows):
         if tokens:
             logits[row, torch.tensor(tokens, device=logits.device)] = -torch.inf
@@ -90,14 +90,14 @@ def _forbid(logits: Tensor, rows: list[list[int]]) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """One index a row with probability proportional to ``weights``, by inverting the cumulative sum in two levels.
+    """Sample one index per row with probability proportional to ``weights``, by inverting the cumulative sum.
+
+    The cumulative sum has two levels, blocks and the positions within one block. The vocabulary is then read once and
+    float32 sums stay short, so rounding does not move probability between tokens.
 
     Args:
-        weights: ``(n, V)`` non-negative, not normalised.
+        weights: ``(n, V)`` nonnegative weights, not normalized.
         uniform: ``(n,)`` float64 in [0, 1).
-
-    Two levels (blocks, then one block) touch the vocabulary once and keep float32 sums short, so rounding does not move
-    probability between tokens.
     """
     n, size = weights.shape
     if size % BLOCK:
@@ -109,21 +109,21 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min(0)), 0.0)
     chosen = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1).double()
     inner = torch.searchsorted(chosen.cumsum(-1), target - before, right=True).clamp_max(BLOCK - 1)
-    # Rounding may point just past the last positive weight of the block: step back onto it.
+    # Rounding may select an index after the last positive weight of the block. Use the last positive weight then.
     last = (BLOCK - 1) - (chosen.flip(-1) > 0).int().argmax(-1, keepdim=True)
-    # A row of NaN gets an arbitrary token. It is reported when its number is read.
+    # A row with NaN gets an arbitrary token. The error is raised when its values are read.
     return (block * BLOCK + torch.minimum(inner, last)).squeeze(1).clamp_max(size - 1)
 
 
 @dataclass(slots=True)
 class Drawn:
-    """One token a row.
+    """One sampled token per row.
 
     Attributes:
         tokens: ``(n,)`` int64.
-        logp: ``(n,)`` float32 under the tempered distribution, before anything cut or changed it.
-        processed_logp: ``(n,)`` float32 under the distribution the token was drawn from; None where it is the same.
-        top: ``(n, k)`` ids and log-probs of the most likely tokens before anything changed them, when asked for.
+        logp: ``(n,)`` float32 log-prob at the sampling temperature, before truncation and other changes.
+        processed_logp: ``(n,)`` float32 log-prob under the sampled distribution. None: the same.
+        top: ``(n, k)`` ids and log-probs of the most likely tokens before any change, if requested.
     """
 
     tokens: Tensor
@@ -132,17 +132,17 @@ class Drawn:
     top: tuple[Tensor, Tensor] | None = None
 
     def rows(self) -> list[list[float]]:
-        """Of each row its token, its log-prob, and what else there is of it, in one copy to the host.
+        """Copy all values to the host at once, and return a list per row: token, log-prob, and further values.
 
         Raises:
-            RolloutError: A row holds NaN, or nothing is left to draw from.
+            RolloutError: A row has NaN, or no token is allowed.
         """
         columns = [x[:, None] for x in (self.tokens, self.logp, self.processed_logp) if x is not None]
         rows = torch.cat([x.double() for x in (*columns, *(self.top or ()))], 1).tolist()
         if sick := [i for i, row in enumerate(rows) if math.isnan(row[1])]:
-            raise RolloutError(f"the model gave NaN logits for rows {sick}.")
+            raise RolloutError(f"the model returned NaN logits for rows {sick}.")
         if self.processed_logp is not None and (dead := [i for i, row in enumerate(rows) if math.isnan(row[2])]):
-            raise RolloutError(f"no token is allowed in rows {dead}: guide, bias and bans leave none.")
+            raise RolloutError(f"no token is allowed in rows {dead}: structured outputs, bias and bans exclude all.")
         return rows
 
 
@@ -153,16 +153,17 @@ def draw_tokens(
     history: list[list[int]] | None = None,
     change: Callable[[Tensor], Tensor] | None = None,
 ) -> Drawn:
-    """One token a row, and its log-prob under the tempered distribution before any truncation.
+    """Sample one token per row, and return its log-prob at the sampling temperature before truncation.
+
+    Nothing waits for the device. `Drawn.rows` raises if a row has no valid token.
 
     Args:
-        logits: ``(n, V)``, overwritten.
-        sampling: Temperature 0 is greedy, with the log-prob at temperature 1.
+        logits: ``(n, V)``. They are overwritten.
+        sampling: Sampling settings. Temperature 0 is greedy, with the log-prob at temperature 1.
         uniform: ``(n,)`` float64 in [0, 1).
-        history: Tokens so far, prompt included; needed for the repetition penalty alone.
-        change: Takes tempered logits and returns those to draw from, before truncation; may set some to minus infinity.
-
-    Nothing waits for the device: `Drawn.rows` says of which row nothing could be drawn.
+        history: Tokens so far, including the prompt. Only needed for the repetition penalty.
+        change: Function applied to the logits at the sampling temperature before truncation. It may set logits to minus
+            infinity.
     """
     x = logits.float()
     greedy = sampling.temperature == 0
@@ -174,7 +175,7 @@ def draw_tokens(
         drawn = _shaped(x, best, sampling, uniform, history, change)
         drawn.top = top
         return drawn
-    weights = x.sub_(best).exp_()  # In place: at this size a fresh tensor costs more than the arithmetic.
+    weights = x.sub_(best).exp_()  # In place: at this size allocating a tensor takes longer than the arithmetic.
     token = draw(weights, uniform)
     logp = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
     return Drawn(token, logp, top=top)
@@ -194,7 +195,7 @@ def _shaped(
     history: list[list[int]] | None,
     change: Callable[[Tensor], Tensor] | None,
 ) -> Drawn:
-    """Greedy, penalised, changed or truncated: the draw is from other logits than the raw log-prob is of."""
+    """Sample from logits that differ from those of the raw log-prob: greedy, penalized, changed or truncated."""
     greedy = sampling.temperature == 0
     log_z = best.squeeze(-1) + (x - best).exp_().sum(-1).log()
     y = x
@@ -205,7 +206,7 @@ def _shaped(
         y = change(y)
     if greedy:
         token = y.argmax(-1)
-        # NaN where no token is allowed, as below.
+        # NaN if no token is allowed, as below.
         processed = torch.zeros_like(log_z).masked_fill_(y.amax(-1).isneginf(), torch.nan)
     else:
         y = truncate(y, sampling.truncation)

@@ -1,4 +1,4 @@
-"""Rollouts on the weights that are being trained."""
+"""`NativeEngine`: sampling with the trained weights in the trainer's process."""
 
 from __future__ import annotations
 
@@ -51,28 +51,29 @@ FAILURE = "rollout_failure.json"
 
 
 class NativeEngine(RolloutEngine):
-    """Runs on the weights that are being trained: no copy, no sync, nothing that can go stale.
+    """Rollout engine on the trained weights themselves, without a copy that must be updated.
 
-    A finished sequence frees its row at once and the next one takes it. Each prompt is prefilled once however many
-    completions it has, and what all prompts begin with once for all of them. What a sequence draws depends on the seed and
-    its own number alone, not on what runs beside it.
+    A finished sequence frees its row, and the next sequence uses it. Each prompt is prefilled once for all of its
+    completions, and the common prefix of all prompts once for all prompts. The random numbers of a sequence depend only
+    on the seed and its own number, not on other sequences.
 
     Args:
-        model: A transformers causal language model that dispatches attention by name, possibly with adapters.
-        pad_token_id: Written to padding during prefill.
-        max_slots: Sequences live at once; None is 64 on a CPU and 256 on a GPU.
-        tokenizer: For stop strings and guides.
-        prefill_tokens: Tokens of one prefill pass; longer prompts are computed in pieces between decoding steps.
-        keep_bytes: Most memory that `prefix_cache` may use.
-        folder: Where the prompts of a failed call are written; None writes nothing.
-        products: On a CPU. ``exact``: with the weights as they are, copied into the order that is read fastest for calls of
-            many steps where a quarter of the free memory holds the copy. ``bfloat16``: with copies rounded to half the size,
-            the trained weights untouched; log-probs differ by about 0.01 nats, so a trainer corrects for it as for a
-            foreign engine.
+        model: A transformers causal language model that selects its attention by name, possibly with adapters.
+        pad_token_id: Token id of padding during prefill.
+        max_slots: Maximum number of live sequences. None: 64 on a CPU and 256 on a GPU.
+        tokenizer: Tokenizer for stop strings and structured outputs.
+        prefill_tokens: Maximum number of tokens of a prefill pass. Longer prompts are computed in pieces between
+            decoding steps.
+        keep_bytes: Maximum memory of `prefix_cache` in bytes.
+        folder: Folder for the prompts of a failed call. None: they are not written.
+        products: CPU only. ``exact``: use the weights unchanged. For calls with many steps they are copied into a
+            faster memory layout if the copy fits into a quarter of the free memory. ``bfloat16``: use copies rounded to
+            bfloat16; the trained weights are not changed. Log-probs differ by about 0.01 nats, so the trainer corrects
+            for the difference.
 
     Attributes:
-        shares_weights: Whether it samples with exactly the weights that are trained: then log-probs need no correction.
-        counts: Of the last call: prompt tokens computed and found, decoding steps.
+        shares_weights: Whether the engine samples with exactly the trained weights, so log-probs need no correction.
+        counts: Statistics of the last call: prompt tokens computed and found in the cache, and decoding steps.
     """
 
     name = "native"
@@ -114,11 +115,12 @@ class NativeEngine(RolloutEngine):
         self._stream = torch.Generator().manual_seed(0)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """See `RolloutEngine.generate`; each request may bring its own `Sampling`.
+        """Sample completions; see `RolloutEngine.generate`. Each request may have its own `Sampling`.
 
         Raises:
-            RolloutError: A request that cannot be served, or NaN logits; names the request.
-            RolloutInterrupted: Ctrl-C; holds all completions, the unfinished ones with reason ``abort``.
+            RolloutError: A request is invalid, or logits are NaN. The message contains the request.
+            RolloutInterrupted: The user pressed Ctrl-C. The error has all completions; unfinished ones have the reason
+                ``abort``.
         """
         text = self.inner.config.get_text_config()
         most, placeholder = context_length(text), placeholder_of(self.inner)
@@ -145,25 +147,26 @@ class NativeEngine(RolloutEngine):
             finally:
                 self.counts = run.counts()
                 if packed is not None and packed is not self._held:
-                    packed.weights.clear()  # Not when the garbage collector comes by: the update needs the room.
+                    # Free the copies now and not at the next garbage collection, because the update needs the memory.
+                    packed.weights.clear()
 
     def _resolved(self, products: Products, device: torch.device) -> Products:
         check_choice("products", products, get_args(Products))
         if products == "bfloat16" and device.type != "cpu":
             raise ConfigError(
-                f"products='bfloat16' rounds copies of the weights for a CPU, and the model is on {device}: load it in "
-                "bfloat16 instead, or train with bf16=True."
+                f"products='bfloat16' is for a CPU, but the model is on {device}: load it in bfloat16 instead, or "
+                "train with bf16=True."
             )
         if products == "bfloat16" and not (can_pack() and packs(torch.bfloat16)):
             raise ConfigError(
-                "products='bfloat16' needs a torch with oneDNN on x86, and a CPU on which that has bfloat16 (AVX512). Use "
-                "products='exact'."
+                "products='bfloat16' needs a torch build with oneDNN on x86, and a CPU on which oneDNN supports "
+                "bfloat16 (AVX512). Use products='exact'."
             )
         return products
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `Capabilities`; log-probs match the training forward where everything is float32, which autocast decides anew."""
+        """See `Capabilities`. Log-probs match the training forward if everything is float32, which autocast can change."""
         kind = next(self.inner.parameters()).device.type
         coarse = torch.is_autocast_enabled(kind) or (kind == "cuda" and rounds_to_tf32())
         matches = self.shares_weights and coarsest_dtype(self.inner) == torch.float32 and not coarse
@@ -177,12 +180,12 @@ class NativeEngine(RolloutEngine):
 
     @contextmanager
     def prefix_cache(self) -> Iterator[None]:
-        """Inside, calls find again what earlier ones computed: turns of an episode, prompts with a common beginning.
+        """Keep the KV cache between calls, for turns of an episode and prompts with a common prefix.
 
-        At most ``keep_bytes`` are held, what was not used for the longest time goes first; other weights or adapters
-        are noticed at the next call, and the end of the block frees everything.
+        Up to ``keep_bytes`` are kept. The least recently used entries are removed first. A change of weights or
+        adapters is detected at the next call and clears the cache. Leaving the context frees it.
         """
-        if self.kept is not None:  # Somebody further out keeps already.
+        if self.kept is not None:  # An outer `prefix_cache` context is active.
             yield
             return
         self.kept, self._weights = Kept(self.keep_bytes, stateful=self.recurrent), None
@@ -192,9 +195,9 @@ class NativeEngine(RolloutEngine):
             self.kept = self._held = None
 
     def _packed(self) -> Packed | None:
-        """Copies of the weights for this call, or those of an earlier one since which they have not changed."""
+        """Return packed copies of the weights. Copies of an earlier call are reused if the weights have not changed."""
         if torch.is_autocast_enabled("cpu"):
-            return None  # Autocast rounds by itself.
+            return None  # Autocast rounds the weights itself.
         if self._held is not None:
             return self._held
         lower = self.products == "bfloat16"
@@ -212,42 +215,44 @@ class NativeEngine(RolloutEngine):
         self._weights = now
 
     def _told(self, error: SickRequests, run: Run) -> RolloutError:
-        """The error with the place where its requests were saved."""
+        """Save the requests of a failed call, and return the error with the path of the file."""
         if self.folder is None:
-            return RolloutError(f"{error} Give the engine a folder=... to have their prompts saved.")
+            return RolloutError(f"{error} Pass folder=... to the engine to save their prompts.")
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / FAILURE
         path.write_text(json.dumps(failure(error, run, self.tokenizer), indent=1) + "\n", encoding="utf-8")
-        return RolloutError(f"{error} Their prompts, and what was written so far, are in {path}.")
+        return RolloutError(f"{error} Their prompts and the generated tokens are in {path}.")
 
     def interrupt(self) -> None:
-        """From another thread: end the running call after its current step; unfinished completions say ``abort``."""
+        """End the running call after its current step, from another thread. Unfinished completions have the reason
+        ``abort``.
+        """
         self.interrupted.set()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """The weights are the trainer's own: the version changes, and what was kept for the former ones goes."""
+        """Set the version and clear the cache. The engine uses the trainer's weights."""
         self.version, self._held = version, None
         if self.kept is not None:
             self.kept.clear()
 
     def close(self) -> None:
-        """Free what is kept."""
+        """Free the cache."""
         if self.kept is not None:
             self.kept.clear()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``(n, H)`` final hidden states to ``(n, V)`` logits, by the architecture's own rule."""
+        """Compute logits ``(n, V)`` from final hidden states ``(n, H)``, with the model's scaling and softcapping."""
         x = self.inner.get_output_embeddings()(hidden).float()
         x = x if self.rule.scale == 1.0 else x * self.rule.scale
         return x if self.rule.softcap is None else self.rule.softcap * torch.tanh(x / self.rule.softcap)
 
     def new_seed(self) -> int:
-        """The next seed of the engine's own stream."""
+        """Return the next seed of the engine's random stream."""
         return int(torch.randint(2**63 - 1, (1,), generator=self._stream))
 
 
 def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """What is needed to look at a failed call again: prompts, what was written, settings, version of the weights."""
+    """Return data to reproduce a failed call: prompts, generated tokens, settings and the version of the weights."""
     failed = []
     for index in error.requests:
         prompt = list(run.requests[index].prompt_ids)
@@ -259,23 +264,24 @@ def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -
 
 
 VERDICTS: dict[str, str | None] = {}
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}  # Of the spread of the truth; 0.05 in half precision.
+# Tolerance relative to the standard deviation of the true log-probs; 0.05 in half precision.
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
 
 
 def native_is_exact(model: nn.Module) -> str | None:
-    """None where the engine's log-probs equal those of the model as it was given, else the reason why it is not used."""
+    """Return None if the engine's log-probs equal those of the model's own forward pass, else a reason."""
     key = probe_key(model)
     if key not in VERDICTS:
         try:
             VERDICTS[key] = _compare(model)
-        except Exception as error:  # Any failure means the same: this model is not for this engine.
+        except Exception as error:  # Any failure means that the engine does not support this model.
             VERDICTS[key] = f"{type(error).__name__}: {error}"
     return VERDICTS[key]
 
 
 @contextmanager
 def own_precision(model: nn.Module) -> Iterator[None]:
-    """Compute in the weights' own precision, also inside autocast, and where a trainer wrapped the forward in it."""
+    """Compute in the precision of the weights, even inside autocast or if a trainer wrapped the forward in autocast."""
     wrapped = [
         (m, vars(m)["forward"]) for m in {model, causal_lm(model)} if {"_original_forward", "forward"} <= vars(m).keys()
     ]
@@ -290,7 +296,7 @@ def own_precision(model: nn.Module) -> Iterator[None]:
 
 
 def logp_gaps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """How far each completion's log-probs are from those of the model's own forward pass, one ``(T,)`` a rollout."""
+    """Return the absolute differences to the log-probs of the model's own forward pass, one ``(T,)`` per rollout."""
     truth = _true_logps(model, rollouts)
     return [(t.cpu() - torch.tensor(r.logp)).abs() for t, r in zip(truth, rollouts, strict=True)]
 
@@ -310,7 +316,7 @@ def _compare(model: nn.Module) -> str | None:
     inner: Any = causal_lm(model)
     share, encoder = TOLERANCE.get(coarsest_dtype(inner), 0.05), picture_encoder(inner)
     vocabulary = inner.config.get_text_config().vocab_size
-    # Placeholders and markers stand for images alone: they are neither asked nor drawn.
+    # Placeholders and markers of images are neither in prompts nor sampled.
     never = encoder.processor.never(vocabulary) if encoder is not None else []
     sampling = Sampling(max_new_tokens=6, seed=0, logit_bias=tuple((token, -math.inf) for token in never))
     for longest, context in probe_cases(model):

@@ -1,4 +1,4 @@
-"""Decoder layers of the Llama kind in as few calls as they can be: four products, and four functions of `layer.c`."""
+"""Fused decoder layers of the Llama type on a CPU, packed weights, and compilation of `layer.c`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ logger = logging.getLogger(__name__)
 
 
 SOURCE = Path(__file__).with_name("layer.c")
-# Sums may be reordered where the source says so (`omp simd reduction`), and nowhere else: no -ffast-math, NaN stay NaN.
+# Sums may be reordered only where the source says so (`omp simd reduction`). -ffast-math is not used, so NaN is
+# preserved.
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
-LIMIT = 60  # Seconds that a compiler may take; it takes one.
+LIMIT = 60  # Time limit of the compiler in seconds. It usually takes one second.
 LONG, FLOAT, ADDRESS, INT = ctypes.c_long, ctypes.c_float, ctypes.c_void_p, ctypes.c_int
 
 
 class Step(ctypes.Structure):
-    """``struct step`` of the source: what a step's rows read, the same for all layers but for the memory itself."""
+    """``struct step`` of the source: data of a step that all layers share."""
 
     _fields_ = [
         *((name, LONG) for name in ("heads", "kv", "common", "longest", "window", "chunks")),
@@ -51,7 +52,7 @@ class Step(ctypes.Structure):
 
 
 class Memory(ctypes.Structure):
-    """``struct memory`` of the source: one layer's keys and values."""
+    """``struct memory`` of the source: keys and values of one layer."""
 
     _fields_ = [
         *((name, ADDRESS) for name in ("common_keys", "common_values", "blocks", "keys", "values")),
@@ -69,7 +70,7 @@ SIGNATURES = {
 
 @functools.cache
 def compiled(size: int) -> ctypes.CDLL | None:
-    """The library for heads of ``size`` elements, built at first use and kept; None where it cannot be built."""
+    """Return the library for head size ``size``, compiled at first use and cached. None: it cannot be compiled."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if compiler is None or not sys.platform.startswith("linux"):
         return None
@@ -82,7 +83,7 @@ def compiled(size: int) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or error
         logger.info(
-            "Decoding stays with torch's operations: %s could not compile %s (%s).", compiler, SOURCE.name, told
+            "Decoding uses torch's operations, because %s could not compile %s (%s).", compiler, SOURCE.name, told
         )
         return None
     for name, arguments in SIGNATURES.items():
@@ -92,7 +93,9 @@ def compiled(size: int) -> ctypes.CDLL | None:
 
 
 def build(command: list[str], path: Path) -> None:
-    """Compile beside ``path`` and move there in one step, as another process may do at the same time."""
+    """Compile into a temporary folder and move the result to ``path`` atomically, because other processes may compile
+    too.
+    """
     with tempfile.TemporaryDirectory(dir=path.parent) as beside:
         library = Path(beside) / path.name
         whole = [*command, "-o", str(library), str(SOURCE), "-lm"]
@@ -101,15 +104,15 @@ def build(command: list[str], path: Path) -> None:
 
 
 def folder() -> Path:
-    """Where libraries are kept, for this user alone."""
-    # Without a home this is a folder named "~", as in huggingface_hub; `Path.home` would raise.
+    """Return the cache folder of compiled libraries of this user."""
+    # Without a home directory this is a folder named "~", as in huggingface_hub. `Path.home` would raise.
     base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "posttrain", "compiled")
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
     return base
 
 
 def fingerprint(command: list[str]) -> str:
-    """Of everything that decides what comes out: the source, the command, and the machine it is compiled for."""
+    """Hash everything that determines the compiled library: the source, the command, and the CPU."""
     try:
         machine = next(
             line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))
@@ -122,29 +125,31 @@ def fingerprint(command: list[str]) -> str:
 
 Products = Literal["exact", "bfloat16"]
 
-# Measured, float32, 2 threads, the 210 weights of SmolLM2-135M one after another: F.linear 62.7 ms at 16 rows and 91 ms at
-# 32, weight @ rows.T 44 and 61 ms, equal from 64 rows on: the product streams the large operand, and repacks the small one.
+# Measured in float32 with 2 threads, all 210 weights of SmolLM2-135M in sequence: F.linear takes 62.7 ms for 16 rows
+# and 91 ms for 32 rows, weight @ rows.T 44 and 61 ms. They are equal from 64 rows on. The product streams the larger
+# operand and repacks the smaller one.
 MOST_ROWS = 64
-ROWS_HINT = 16  # oneDNN chooses the layout of a packed weight for this many rows; it serves any number.
-# Measured there, one thread, milliseconds for 88M parameters at 1, 16, 64 and 1024 rows: F.linear 41, 70, 161, 2365; packed
-# float32 28, 39, 118, 1734; packed bfloat16 18, 26, 63, 899. Packing them takes 207 ms, rounded to bfloat16 114 ms.
-# A step of 8 rows and 2 threads: 61 ms with the weights as they are, 37 packed.
-PACK_FROM = 8  # Decoding steps after which a copy pays.
-PACK_STEPS = 16  # Steps that may be asked for, for which a copy pays from the start.
-PACK_TOKENS = 1024  # Tokens, prompts included, for which a copy pays from the start.
-PACK_SHARE = 4  # A packed copy may take this part of the memory that is free.
+# oneDNN selects the layout of a packed weight for this number of rows. The packed weight works with any number.
+ROWS_HINT = 16
+# Measured there with one thread, in milliseconds for 88M parameters at 1, 16, 64 and 1024 rows: F.linear 41, 70, 161,
+# 2365; packed float32 28, 39, 118, 1734; packed bfloat16 18, 26, 63, 899. Packing takes 207 ms, rounded to bfloat16 114
+# ms. A step of 8 rows with 2 threads takes 61 ms without and 37 ms with packed weights.
+PACK_FROM = 8  # Number of decoding steps after which packing pays.
+PACK_STEPS = 16  # Maximum number of requested steps from which packing pays at the start.
+PACK_TOKENS = 1024  # Number of tokens, including prompts, from which packing pays at the start.
+PACK_SHARE = 4  # A packed copy may use one part in this number of the free memory.
 
 
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` as ``(weight @ x.T).T``.
+    """Compute ``x @ weight.T + bias`` as ``(weight @ x.T).T``, which is faster for few rows.
 
     Args:
-        x: ``(..., K)``, few rows.
+        x: ``(..., K)`` with few rows.
         weight: ``(N, K)``.
         bias: ``(N,)``.
 
     Returns:
-        ``(..., N)``, contiguous.
+        ``(..., N)``, a contiguous tensor.
     """
     rows = x.reshape(-1, x.shape[-1])
     out = torch.mm(weight, rows.t()).t().contiguous().view(*x.shape[:-1], weight.shape[0])
@@ -152,19 +157,19 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 class Packed:
-    """Copies of linear layers' weights in oneDNN's blocked order, which a product of a few rows reads once, in sequence.
+    """Copies of linear weights in oneDNN's blocked layout, which is faster for products with few rows.
 
-    The weights themselves are not touched. A copy is made by `pack` and lives as long as this object: whoever keeps it
-    while weights change packs again.
+    The weights themselves are not changed. `pack` creates the copies, which exist as long as this object. If weights
+    change, they must be packed again.
 
     Args:
-        bfloat16: Round the copies, and what is multiplied with them, to bfloat16; products are summed in float32. The
-            output layer stays as it is: its rounding would go into the log-probs undiminished.
+        bfloat16: Round the copies and their inputs to bfloat16; sums are in float32. The output layer is not rounded,
+            because its error would be added directly to the log-probs.
 
     Attributes:
-        layers: What is to be packed.
-        together: Layers among them that read the same input, and are packed as one.
-        weights: The copies, by the layers they are of.
+        layers: Layers to pack.
+        together: Groups of layers that have the same input and are packed as one.
+        weights: Copies by group of layers.
     """
 
     def __init__(self, *, bfloat16: bool = False) -> None:
@@ -175,7 +180,7 @@ class Packed:
         self.biases: dict[tuple[nn.Linear, ...], Tensor] = {}
 
     def pack(self, head: nn.Module | None = None) -> None:
-        """Copy the weights of ``layers`` as they are now."""
+        """Copy the current weights of ``layers``."""
         self.weights.clear()
         self.biases.clear()
         joined = {layer for group in self.together for layer in group}
@@ -194,7 +199,9 @@ class Packed:
                     self.biases[group] = side_by_side(list(some))
 
     def product(self, group: tuple[nn.Linear, ...], x: Tensor) -> Tensor:
-        """What these layers make of ``x (n, K)``, one beside the other; by the weights themselves where there is no copy."""
+        """Compute the concatenated outputs of a group of layers for ``x (n, K)``. Without a copy the weights themselves
+        are used.
+        """
         weight, bias = self.weights.get(group), self.biases.get(group)
         if weight is None:
             parts = [plain_product(layer, x) for layer in group]
@@ -204,31 +211,31 @@ class Packed:
 
 
 def plain_product(layer: nn.Linear, x: Tensor) -> Tensor:
-    """``layer(x)`` with the weight as it lies, in the order that is quicker for so many rows."""
+    """Compute ``layer(x)`` with the unpacked weight, in the faster order for this number of rows."""
     if 1 < x.numel() // x.shape[-1] <= MOST_ROWS and x.dtype == layer.weight.dtype == torch.float32:
         return few_rows_product(x, layer.weight, layer.bias)
     return F.linear(x, layer.weight, layer.bias)
 
 
 def side_by_side(parts: list[Tensor]) -> Tensor:
-    """Weights or biases of layers that read the same input."""
+    """Concatenate weights or biases of layers that have the same input."""
     return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])
 
 
 def can_pack() -> bool:
-    """Whether this build of torch packs weights (oneDNN on x86)."""
+    """Return whether this build of torch can pack weights (oneDNN on x86)."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of this dtype on this CPU; bfloat16 needs its instructions, and is read as it lies without."""
+    """Return whether oneDNN packs weights of this dtype on this CPU. bfloat16 needs CPU support."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
-    """Plain linear layers on a CPU whose forward nobody replaced."""
+    """Return the plain linear layers on a CPU whose forward is not replaced."""
     return [
         module
         for module in model.modules()
@@ -237,12 +244,12 @@ def linear_layers(model: nn.Module) -> list[nn.Linear]:
 
 
 def pack_bytes(model: nn.Module) -> int:
-    """Memory of exact copies."""
+    """Return the memory of exact copies in bytes."""
     return sum(layer.weight.nbytes for layer in linear_layers(model))
 
 
 def worth_packing(model: nn.Module) -> bool:
-    """Whether exact copies are possible and leave most of the memory alone."""
+    """Return whether exact copies are possible and fit well into the free memory."""
     return can_pack() and pack_bytes(model) * PACK_SHARE <= psutil.virtual_memory().available
 
 
@@ -256,7 +263,7 @@ def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:
 
 @contextmanager
 def quick_products(model: nn.Module, packed: Packed | None = None) -> Iterator[None]:
-    """Let plain linear layers on a CPU multiply the quick way; other layers, and those patched already, stay."""
+    """Use the faster products in plain linear layers on a CPU. Other layers and patched layers are not changed."""
     layers: list[Any] = linear_layers(model)
     if packed is not None:
         packed.layers = layers
@@ -269,27 +276,29 @@ def quick_products(model: nn.Module, packed: Packed | None = None) -> Iterator[N
             del layer.forward
 
 
-# RMS norm, rotated halves, attention, RMS norm, SwiGLU, each added to its input; Qwen3 normalises queries and keys too.
+# RMS norm, rotary embedding, attention, RMS norm and SwiGLU, with two residual connections. Qwen3 also normalizes
+# queries and keys.
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-CHUNK = 8  # Rows that read a prompt together: it is read once for all of them, and a thread has all of that to do.
-ITEMS = 2  # A thread's share of the work is in at least this many pieces, else chunks are halved.
+# Maximum number of rows in a chunk, which one thread processes. The keys of their prompt are read once per chunk.
+CHUNK = 8
+ITEMS = 2  # Minimum number of chunks per thread. With fewer chunks, the chunk size is halved.
 
 
 @dataclass(slots=True)
 class Plan:
-    """Which rows read what, until a row comes or goes.
+    """Assignment of rows to prompts and chunks. It is valid until a row is added or removed.
 
     Attributes:
-        groups: The groups it was made of.
-        seen: Of each group's memory the first tensor, by which a newer one is noticed.
-        order: ``(n,)`` rows by prompt; those of a chunk read the same one.
-        begins: ``(chunks + 1,)`` where each chunk begins there.
-        most: Rows of the longest chunk.
-        place: ``(n, 3)``: the block of each row's prompt, where in it the prompt begins, and elements from a head to the next.
-        blocks: Per layer addresses of the groups' keys and values.
-        scratch: Of every thread, for scores and queries.
-        step: What the running step reads, made by its first layer for all of them.
-        lengths: Of the step that it is of.
+        groups: Groups that the plan was made for.
+        seen: First tensor of each group's cache. Another tensor means that the cache was reallocated.
+        order: ``(n,)`` rows by prompt. Rows of a chunk have the same prompt.
+        begins: ``(chunks + 1,)`` start of each chunk in ``order``.
+        most: Number of rows of the longest chunk.
+        place: ``(n, 3)``: block of each row's prompt, offset of the prompt in the block, and stride between heads.
+        blocks: Addresses of the groups' keys and values by layer.
+        scratch: Memory of all threads for scores and queries.
+        step: Data of the running step, created by its first layer.
+        lengths: Lengths for which ``step`` was created.
     """
 
     groups: list[Group]
@@ -305,7 +314,7 @@ class Plan:
 
     @classmethod
     def of(cls, groups: list[Group], kv: int, threads: int) -> Plan:
-        """Rows by prompt, cut into chunks."""
+        """Create a plan: rows by prompt, split into chunks."""
         by_prompt = [rows for group in groups for rows in rows_by_prompt(group)]
         size = CHUNK
         while size > 1 and kv * sum(-(-len(rows) // size) for rows in by_prompt) < ITEMS * threads:
@@ -317,11 +326,11 @@ class Plan:
         return cls(groups, seen, order, begins, max(map(len, chunks)), places(groups, len(order)))
 
     def holds(self, groups: list[Group]) -> bool:
-        """Whether it is of these groups, and their memory is where it was."""
+        """Return whether the plan is for these groups and their memory was not reallocated."""
         return self.groups is groups and all(first_of(g) is seen for g, seen in zip(groups, self.seen, strict=True))
 
     def blocks_of(self, layer: int) -> Any:
-        """Addresses of a layer's keys and values in each block."""
+        """Return the addresses of a layer's keys and values in each block."""
         if layer not in self.blocks:
             pairs = [in_order(group.block, layer) for group in self.groups]
             addresses = [memory.data_ptr() for pair in pairs for memory in pair]
@@ -330,12 +339,12 @@ class Plan:
 
 
 def first_of(group: Group) -> Tensor:
-    """Keys of a block in the first of its layers."""
+    """Return the keys of the first layer in a block."""
     return next(iter(group.block.keys.values()))
 
 
 def places(groups: list[Group], n: int) -> Tensor:
-    """See ``place`` of `Plan`; the same in all layers, as their memories have one shape."""
+    """Compute ``place`` of `Plan`. It is the same for all layers, because their caches have the same shape."""
     table = torch.empty(n, 3, dtype=torch.long)
     for number, group in enumerate(groups):
         _, heads, width, size = first_of(group).shape
@@ -346,7 +355,7 @@ def places(groups: list[Group], n: int) -> Tensor:
 
 
 def rows_by_prompt(group: Group) -> list[list[int]]:
-    """The live rows of each prompt of a block."""
+    """Return the live rows of each prompt of a block."""
     by_prompt: dict[int, list[int]] = {}
     for row, place in zip(group.rows.tolist(), group.place.tolist(), strict=True):
         by_prompt.setdefault(place // group.grid.shape[1], []).append(row)
@@ -354,18 +363,18 @@ def rows_by_prompt(group: Group) -> list[list[int]]:
 
 
 def in_order(block: Block, layer: int) -> tuple[Tensor, Tensor]:
-    """A layer's keys and values, contiguous."""
+    """Return a layer's keys and values as contiguous tensors."""
     for memory in (block.keys, block.values):
         memory[layer] = memory[layer].contiguous()
     return block.keys[layer], block.values[layer]
 
 
 class Layer:
-    """One decoder layer of a model, computed in few calls.
+    """A decoder layer that is computed with few function calls.
 
     Args:
-        layer: Of one of `KINDS`.
-        packed: Copies of its weights, those that read the same input side by side; empty until they are made.
+        layer: A layer of one of `KINDS`.
+        packed: Packed copies of its weights. Layers with the same input are packed as one.
     """
 
     def __init__(self, layer: nn.Module, packed: Packed) -> None:
@@ -374,7 +383,7 @@ class Layer:
         self.index, self.size, self.scale = attention.layer_idx, attention.head_dim, attention.scaling
         self.heads = attention.q_proj.out_features // self.size
         self.kv = attention.k_proj.out_features // self.size
-        # Llama's attention has no window, whatever its config says.
+        # Llama's attention has no sliding window, even if its config has one.
         config = None if type(layer).__name__ == "LlamaDecoderLayer" else attention.config
         self.window = getattr(attention, "sliding_window", sliding_window(config))
         self.norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -385,7 +394,7 @@ class Layer:
         self.functions = functions
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any) -> Tensor:
-        """``(B, t, H)`` in and out."""
+        """Compute the layer. Input and output are ``(B, t, H)``."""
         layer, threads = self.layer, torch.get_num_threads()
         residual = hidden_states.reshape(-1, hidden_states.shape[-1])
         qkv = self.packed.product(self.inputs, self.normalised(residual, None, layer.input_layernorm, threads))
@@ -394,14 +403,15 @@ class Layer:
         decoding = store.filling is None
         attended = self.attended(qkv, store, threads) if decoding else self.filled(qkv, store, hidden_states.shape[1])
         x = self.packed.product((layer.self_attn.o_proj,), attended)
-        normal = self.normalised(x, residual, layer.post_attention_layernorm, threads)  # Adds the residual to x.
+        # This also adds the residual to x.
+        normal = self.normalised(x, residual, layer.post_attention_layernorm, threads)
         both = self.packed.product(self.gates, normal)
         gated = both.new_empty(len(both), both.shape[1] // 2)
         self.functions.gated(both.data_ptr(), gated.data_ptr(), *gated.shape, threads)
         return self.packed.product((layer.mlp.down_proj,), gated).add_(x).view(hidden_states.shape)
 
     def normalised(self, x: Tensor, added: Tensor | None, norm: Any, threads: int) -> Tensor:
-        """The norm of ``x + added``; the sum replaces x."""
+        """Compute the norm of ``x + added``. x is overwritten with the sum."""
         out = torch.empty_like(x)
         more = None if added is None else added.data_ptr()
         pointers = x.data_ptr(), more, norm.weight.data_ptr(), out.data_ptr()
@@ -409,7 +419,7 @@ class Layer:
         return out
 
     def rotate(self, qkv: Tensor, angles: tuple[Tensor, Tensor], shape: torch.Size, threads: int) -> None:
-        """Turn queries and keys by the angles of their positions, in place."""
+        """Apply the rotary embedding to queries and keys, in place."""
         cosine, sine = (a.expand(*shape, self.size).contiguous() for a in angles)
         norms = (None if norm is None else norm.weight.data_ptr() for norm in self.norms)
         epsilon = 0.0 if self.norms[0] is None else self.norms[0].variance_epsilon
@@ -417,14 +427,14 @@ class Layer:
         self.functions.rotate(*pointers, len(qkv), self.heads, self.kv, epsilon, threads)
 
     def filled(self, qkv: Tensor, store: Store, width: int) -> Tensor:
-        """Attention of a prefill pass, by torch."""
+        """Compute attention of a prefill pass with torch."""
         parts = qkv.view(-1, width, self.heads + 2 * self.kv, self.size).transpose(1, 2)
         query, key, value = parts.split([self.heads, self.kv, self.kv], 1)
         rule = Rule(self.scale, window=self.window)
         return store.attend(self.index, query, key, value, rule).reshape(len(qkv), -1)
 
     def attended(self, qkv: Tensor, store: Store, threads: int) -> Tensor:
-        """Attention of a decoding step; writes the new keys and values."""
+        """Compute attention of a decoding step, and store the new keys and values."""
         n = len(qkv)
         sample = qkv.view(n, -1, 1, self.size)[:, : self.kv]
         store.make_room(self.index, sample, sample, blank=False)
@@ -442,7 +452,7 @@ class Layer:
         return out
 
     def step(self, plan: Plan, store: Store, threads: int) -> tuple[Step, int]:
-        """What this step's rows read, and the elements of a thread's scratch."""
+        """Return the data of this step, and the number of scratch elements per thread."""
         longest = store.shared + store.width + store.longest + 1
         each = plan.most * self.heads // self.kv * (longest + 2 * self.size)
         if plan.lengths is not store.lengths or plan.step is None:
@@ -457,7 +467,7 @@ class Layer:
 
 
 def fusable(layer: nn.Module) -> bool:
-    """Whether `Layer` computes what this layer does: known classes, untouched, float32 on a CPU."""
+    """Return whether `Layer` supports this layer: a known class without changes, in float32 on a CPU."""
     kind = type(layer)
     if kind.__name__ not in KINDS or not kind.__module__.startswith("transformers.models."):
         return False
@@ -471,7 +481,7 @@ def fusable(layer: nn.Module) -> bool:
 
 @contextmanager
 def fused_layers(model: nn.Module, packed: Packed) -> Iterator[None]:
-    """Let decoder layers that are `fusable` run as `Layer`; others, and all under autocast, stay."""
+    """Run decoder layers that are `fusable` as `Layer`. Under autocast and for other layers nothing changes."""
     exact = not torch.is_autocast_enabled("cpu")
     layers = [module for module in model.modules() if fusable(module)] if exact else []
     fused = [Layer(layer, packed) for layer in layers]
@@ -489,7 +499,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "quota period" in microseconds, or "ma
 
 
 def processors(quota: Path = QUOTA) -> int:
-    """Processors this process may run on, by its affinity and its container's quota."""
+    """Return the number of processors for this process, from its CPU affinity and its container's quota."""
     allowed = usable_processors()
     try:
         most, period = quota.read_text().split()
@@ -500,7 +510,7 @@ def processors(quota: Path = QUOTA) -> int:
 
 @contextmanager
 def bound_threads() -> Iterator[None]:
-    """Compute with as many threads as torch was told, at most one a processor; the former number is restored."""
+    """Limit the number of torch's threads to the number of processors, and restore it on exit."""
     before = torch.get_num_threads()
     wanted = min(before, processors())
     if wanted != before:

@@ -1,4 +1,4 @@
-"""Prompts are computed once: prefill, and the keys and values that rollouts of equal prompts share."""
+"""KV cache of prompts: prefill passes, and reuse of keys and values for common prefixes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
 Layers = dict[int, tuple[Tensor, Tensor]]
-# Number of tokens that are known of a prompt, their keys and values, and the states of recurrent layers after them.
+# Number of cached tokens of a prompt, their keys and values, and the recurrent states after them.
 Known = tuple[int, list[Layers], list[Tensor]]
-SAMPLES = 64  # Numbers of each parameter that tell whether someone wrote it behind autograd's back.
+SAMPLES = 64  # Number of values per parameter that are compared, to detect writes that autograd does not count.
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Tokens that follow those of the parent, with their keys and values.
+    """A node of the radix tree: tokens that follow those of the parent, with their keys and values.
 
     Attributes:
         tokens: At least one, except at the root.
-        layers: Per layer keys and values ``(1, KV heads, len(tokens), head size)``.
-        states: ``(1, ...)`` states of recurrent layers after the last token; empty if they are not known there.
-        children: By first token.
-        used: When it was last read or written, in calls.
+        layers: Keys and values ``(1, KV heads, len(tokens), head size)`` by layer.
+        states: ``(1, ...)`` states of recurrent layers after the last token. Empty: not cached here.
+        children: Child nodes by their first token.
+        used: Call in which the node was last used.
     """
 
     tokens: list[int]
@@ -54,15 +54,16 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 class Kept:
-    """A radix tree over token ids, bounded in bytes; what was not used for the longest time goes first.
+    """Radix tree of cached sequences with a limit in bytes. The least recently used nodes are removed first.
 
-    A sequence is found by its beginning, however long: turn two of an episode begins with all of turn one, prompts of one
-    task with its system prompt. Nothing is approximate: equal tokens at equal positions under equal weights have equal
-    keys and values, and whoever changes the weights calls `clear`.
+    A sequence is found by its prefix: turn two of an episode begins with all of turn one, and prompts of one task with
+    its system prompt. Nothing is approximate: equal tokens at equal positions with equal weights have equal keys and
+    values. The caller must call `clear` after a change of weights.
 
     Args:
-        most_bytes: Held at most.
-        stateful: The model has recurrent layers, so a sequence can only continue where their states are known.
+        most_bytes: Maximum memory in bytes.
+        stateful: Whether the model has recurrent layers. A sequence can then continue only where their states are
+            cached.
     """
 
     def __init__(self, most_bytes: int, *, stateful: bool = False) -> None:
@@ -70,17 +71,17 @@ class Kept:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: the weights are others now."""
+        """Remove everything, because the weights have changed."""
         self.root = Node([], {})
         self.bytes = 0
         self.clock = 0
 
     def find(self, tokens: Sequence[int], most: int) -> tuple[int, list[Layers], list[Tensor]]:
-        """The longest known beginning of ``tokens``, at most ``most`` of them.
+        """Return the longest cached prefix of ``tokens``, up to ``most`` tokens.
 
         Returns:
-            Its length, keys and values whose lengths add up to it, in order, and the states of recurrent layers after it (views:
-            copy what is to be changed).
+            Its length, pieces of keys and values in order, and the states of recurrent layers after it. They are views,
+            so copy them before changing them.
         """
         self.clock += 1
         layers: list[Layers] = []
@@ -94,12 +95,12 @@ class Kept:
         return found[0], layers[: found[1]], found[2]
 
     def add(self, tokens: Sequence[int], layers: Sequence[Layers], states: list[Tensor]) -> None:
-        """Keep what is not known yet of a sequence.
+        """Cache the part of a sequence that is not cached yet.
 
         Args:
-            tokens: From the first position on.
-            layers: Keys and values whose lengths add up to ``len(tokens)``, in order; copied.
-            states: States of recurrent layers after the last token, not copied; empty for models without.
+            tokens: Tokens from the first position on.
+            layers: Pieces of keys and values in order, with ``len(tokens)`` positions in total. They are copied.
+            states: States of recurrent layers after the last token. They are not copied. Empty: the model has none.
         """
         self.clock += 1
         node, length = self.root, 0
@@ -122,7 +123,7 @@ class Kept:
         self._shrink()
 
     def _walk(self, tokens: Sequence[int]) -> Iterator[tuple[Node, int]]:
-        """Nodes along ``tokens`` and how many of their tokens agree; only the last may agree in part."""
+        """Yield the nodes along ``tokens`` with the number of matching tokens. Only the last node may match partly."""
         node, at = self.root, 0
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             matched = match(child.tokens, tokens[at : at + len(child.tokens)])
@@ -132,7 +133,7 @@ class Kept:
             node, at = child, at + matched
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut a node in two and return the first half; both own their memory, so that either can go alone."""
+        """Split a node and return the first part. Each part owns its memory, so that it can be freed separately."""
         assert node.parent is not None
         head = Node(node.tokens[:at], _copied(_cut(node.layers, 0, at)), node.parent, used=node.used)
         node.parent.children[head.tokens[0]] = head
@@ -160,7 +161,7 @@ class Kept:
 
 
 def match(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common.
+    """Return the length of the common prefix of two sequences.
 
     >>> match([1, 2, 3], [1, 2, 4, 5])
     2
@@ -180,7 +181,7 @@ def _copied(layers: Layers) -> Layers:
 
 
 def without(pieces: Sequence[Layers], skip: int) -> list[Layers]:
-    """The pieces without their first ``skip`` positions, views of them."""
+    """Return views of the pieces without their first ``skip`` positions."""
     rest: list[Layers] = []
     for piece in pieces:
         length = next(iter(piece.values()))[0].shape[2]
@@ -191,7 +192,7 @@ def without(pieces: Sequence[Layers], skip: int) -> list[Layers]:
 
 
 def _joined(pieces: Sequence[Layers], skip: int) -> Layers:
-    """One piece of many, without the first ``skip`` positions, in memory of its own."""
+    """Concatenate pieces without the first ``skip`` positions, as a copy."""
     rest = without(pieces, skip)
     if len(rest) == 1:
         return _copied(rest[0])
@@ -199,10 +200,10 @@ def _joined(pieces: Sequence[Layers], skip: int) -> Layers:
 
 
 def fingerprint(model: nn.Module) -> tuple:
-    """Changes whenever the weights do, or the adapters that apply: optimiser steps, loaded values, swapped tensors.
+    """Return a value that changes when weights or active adapters change.
 
-    Autograd counts writes to each tensor, but not those through ``.data`` or by foreign kernels: some numbers of each
-    parameter are compared too.
+    Autograd counts writes to each tensor, but not writes through ``.data`` or by other kernels. Some values of each
+    parameter are therefore compared too.
     """
     written, samples = [], []
     for parameter in model.parameters():
@@ -217,23 +218,24 @@ def fingerprint(model: nn.Module) -> tuple:
     return (tuple(written), tuple(torch.stack(samples).tolist()) if samples else (), tuple(adapters))
 
 
-STEM_LEAST = 32  # A pass of its own costs about as much as this many tokens on top of another: it reads all weights.
-STEM = -1  # Index of what several prompts begin with, itself no prompt of the call.
+# An additional pass reads all weights, which costs about as much as this number of additional tokens in a pass.
+STEM_LEAST = 32
+STEM = -1  # Index of a common prefix of several prompts, which is not itself a prompt of the call.
 
 
 @dataclass(slots=True, eq=False)
 class Filling:
-    """Prompts on their way into a block, in pieces.
+    """Prompts that are being prefilled into a block, in pieces.
 
     Attributes:
-        prompts: In batch order; a single one of index `STEM` for what several prompts begin with.
+        prompts: Prompts in batch order, or a single common prefix with the index `STEM`.
         ids: ``(P, width)`` tokens to compute, right-padded.
-        block: Where their keys and values go.
-        known: ``(P,)`` tokens of each that are in the block already, behind those that all prompts begin with.
-        room: Columns they take.
-        uneven: Whether fewer of one prompt are known than of another.
-        new: Number of tokens to compute of each prompt.
-        done: Columns of ``ids`` computed so far.
+        block: Block for their keys and values.
+        known: ``(P,)`` number of cached tokens of each prompt in the block, after the common prefix of all prompts.
+        room: Number of columns of the cached tokens.
+        uneven: Whether prompts have different numbers of cached tokens.
+        new: Number of tokens to compute for each prompt.
+        done: Number of columns of ``ids`` that have been computed.
     """
 
     prompts: list[Prompt]
@@ -247,15 +249,15 @@ class Filling:
 
 
 class Filler:
-    """Fills the blocks of one call.
+    """Prefills the prompts of one call.
 
     Args:
-        engine: Whose model computes.
-        store: The call's memory.
-        prompts: Different prompts of the call, without what all begin with.
-        shared: What all begin with.
-        kept: Where known beginnings are found.
-        keeping: Whether what is computed goes there.
+        engine: Engine with the model.
+        store: KV cache of the call.
+        prompts: Distinct prompts of the call, without the common prefix of all.
+        shared: Common prefix of all prompts.
+        kept: Cache in which prefixes are looked up.
+        keeping: Whether computed keys and values are added to ``kept``.
     """
 
     def __init__(
@@ -268,7 +270,7 @@ class Filler:
         self.computed = self.reused = 0
 
     def begin(self) -> None:
-        """Compute what all prompts begin with."""
+        """Compute the common prefix of all prompts."""
         if not self.shared:
             return
         block = Block([0], torch.tensor([len(self.shared)], device=self.device))
@@ -288,11 +290,11 @@ class Filler:
             self.kept.add(self.shared, [_of(block)], block.states_of(0))
 
     def ready(self, prompt: Prompt) -> bool:
-        """Whether completions of this prompt can begin."""
+        """Return whether completions of this prompt can begin."""
         return prompt.block is not None and (self.work is None or prompt not in self.work.prompts)
 
     def step(self, wanted: Prompt, free: int) -> None:
-        """Compute a piece of this prompt, with as many after it as fit one pass and ``free`` completions."""
+        """Compute a piece of this prompt, and of the following prompts that fit into the pass and ``free`` completions."""
         if self.work is None:
             self.work = self._stem(wanted) or self._gather(wanted, free)
         work = self.work
@@ -312,13 +314,13 @@ class Filler:
             self._finish(work, fill.states, work.done - piece.shape[1])
 
     def _seen(self, work: Filling) -> VisionView | None:
-        """What pictures change in the pass; all prompts of a work have some, or none has."""
+        """Return the image inputs of the pass. Either all prompts of a pass have images or none has."""
         if not work.prompts[0].pictures:
             return None
         return prompt_view(self.engine.model, work.ids, work.block.lengths.tolist(), [p.pictures for p in work.prompts])
 
     def _finish(self, work: Filling, hidden: Tensor, before: int) -> None:
-        """All of it is computed: close the gaps, note the logits of first tokens, keep what others may begin with."""
+        """Complete a prefill: close gaps, store the logits of first tokens, and cache prefixes."""
         if work.uneven:
             work.block.close_gaps(work.known, work.room)
         if work.prompts[0].index == STEM:
@@ -332,7 +334,7 @@ class Filler:
                 self.kept.add(self.shared + prompt.ids, self.layers_of(prompt), work.block.states_of(prompt.index))
 
     def layers_of(self, prompt: Prompt) -> list[Layers]:
-        """Keys and values of a whole prompt, in pieces."""
+        """Return the keys and values of a whole prompt, in pieces."""
         assert prompt.block is not None
         own = prompt.block.row(prompt.index, len(prompt.ids))
         return [own] if self.store.common is None else [_of(self.store.common), own]
@@ -349,9 +351,10 @@ class Filler:
         room: int = 0,
         seen: VisionView | None = None,
     ) -> Fill:
-        """One pass over ``ids (P, width)``, of which row p stands at ``begin[p]`` and what follows.
+        """Run one pass over ``ids (P, width)``. Row p starts at position ``begin[p]``.
 
-        Recurrent layers continue from ``states`` with ``lengths[p]`` tokens of row p, and change the states in place.
+        Recurrent layers continue from ``states`` with ``lengths[p]`` tokens of row p, and update the states in place.
+        ``known (P,)`` is the number of valid columns among the first ``room``. None: all are valid.
 
         ``known (P,)`` says of how many of the first ``room`` columns each row has something; None: of all of them.
         """
@@ -374,10 +377,10 @@ class Filler:
         self.computed += ids.numel()
         return fill
 
-    # What is known already ---------------------------------------------------------------------------------------
+    # Cached prefixes -------------------------------------------------------------------------------------------------
 
     def _known(self, prompt: Prompt) -> Known:
-        """Tokens behind the common ones whose keys and values are at hand; at least one is left to compute."""
+        """Return the cached tokens after the common prefix of all prompts. At least one token is left to compute."""
         common = [] if self.store.common is None else self.store.common.states
         if not self.kept.bytes or prompt.pictures:
             return 0, [], common
@@ -386,7 +389,9 @@ class Filler:
         return (known - first, without(layers, first), states) if known > first else (0, [], common)
 
     def _stem(self, wanted: Prompt) -> Filling | None:
-        """What this prompt and another begin with, where it is worth a pass of its own."""
+        """Return a prefill of the prefix that this prompt shares with another, if it is long enough for a separate
+        pass.
+        """
         shares, wanted.shares = wanted.shares, 0
         if shares < STEM_LEAST:
             return None
@@ -398,12 +403,13 @@ class Filler:
         stem.block = block
         tokens = self.shared + stem.ids
         self.kept.add(tokens, self.layers_of(stem), block.states_of(STEM))
-        if self.kept.find(tokens, len(tokens))[0] < len(tokens):  # No room: the others compute it themselves.
+        # The cache is full, so other prompts compute the prefix themselves.
+        if self.kept.find(tokens, len(tokens))[0] < len(tokens):
             for prompt in self.prompts:
                 prompt.shares = 0
 
     def _gather(self, wanted: Prompt, free: int) -> Filling:
-        """Take this prompt and those after it that fit one pass."""
+        """Select this prompt and the following prompts that fit into one pass."""
         chosen, prefixes = [wanted], [self._known(wanted)]
         width, rows = len(wanted.ids) - prefixes[0][0], wanted.waiting
         for prompt in itertools.islice(self.prompts, wanted.index + 1, None):
@@ -440,7 +446,7 @@ class Filler:
 
 
 def _joined_states(rows: list[list[Tensor]]) -> list[Tensor]:
-    """Return states of several rows in memory of their own; an empty row has zeros."""
+    """Concatenate the states of several rows as a copy. A row without states gets zeros."""
     sample = next(filter(None, rows), [])
     return [torch.cat([row[i] if row else torch.zeros_like(one) for row in rows]) for i, one in enumerate(sample)]
 
@@ -450,7 +456,7 @@ def _of(block: Block) -> Layers:
 
 
 def _fill_rows(block: Block, rows: list[list[Layers]], room: int) -> None:
-    """Begin a block with what is known of each prompt, right-padded to ``room`` columns."""
+    """Initialize a block with the cached tokens of each prompt, right-padded to ``room`` columns."""
     sample = next(piece for row in rows for piece in row)
     for layer, (key, value) in sample.items():
         for memory, of, one in ((block.keys, 0, key), (block.values, 1, value)):
@@ -462,7 +468,7 @@ def _fill_rows(block: Block, rows: list[list[Layers]], room: int) -> None:
 
 
 def mark_stems(prompts: list[Prompt]) -> None:
-    """Note of each prompt how much of it the one most like it begins with too."""
+    """Set for each prompt the length of the longest prefix that it shares with another prompt."""
     order = sorted((p for p in prompts if not p.pictures), key=lambda p: p.ids)
     for a, b in itertools.pairwise(order):
         shared = min(match(a.ids, b.ids), len(a.ids) - 1, len(b.ids) - 1)

@@ -1,4 +1,4 @@
-"""The next token of every live completion, as its own request's sampling says."""
+"""Sampling of the next token of every live completion with the settings of its request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ("regex", "json", "grammar", "choices")
 
 
 class Guide:
-    """Where one completion stands in its grammar."""
+    """State of structured outputs for one completion."""
 
     def __init__(self, compiled: Any, stop_ids: tuple[int, ...]) -> None:
         xgrammar = require("xgrammar", "Sampling.guide")
@@ -33,22 +33,22 @@ class Guide:
 
     @property
     def done(self) -> bool:
-        """Nothing may follow."""
+        """Whether no token may follow."""
         return self.matcher.is_terminated()
 
     def accept(self, token: int) -> None:
-        """The token was drawn."""
+        """Advance the state by a sampled token."""
         if not self.done:
             self.matcher.accept_token(token)
 
 
 class Guides:
-    """Compiles guides once each, and masks what they forbid.
+    """Compiles structured outputs and masks forbidden tokens.
 
     Args:
-        tokenizer: Of the model; grammars speak of text, the model of tokens.
+        tokenizer: Tokenizer of the model, because grammars describe text.
         vocabulary: V, the width of the logits.
-        stop_ids: Tokens that end a completion; allowed only where the text is complete.
+        stop_ids: Tokens that end a completion. They are allowed only where the text is complete.
 
     Raises:
         MissingDependencyError: xgrammar is not installed.
@@ -56,9 +56,7 @@ class Guides:
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: tuple[int, ...]) -> None:
         if tokenizer is None:
-            raise ConfigError(
-                "Sampling.guide speaks of text: give the engine its tokenizer (NativeEngine(tokenizer=...))."
-            )
+            raise ConfigError("Sampling.guide needs a tokenizer: pass it to the engine (NativeEngine(tokenizer=...)).")
         self.xgrammar = require("xgrammar", "Sampling.guide")
         self.stop_ids, self.vocabulary = stop_ids, vocabulary
         info = self.xgrammar.TokenizerInfo.from_huggingface(
@@ -68,10 +66,10 @@ class Guides:
         self._compiled: dict[tuple[str, str], Any] = {}
 
     def start(self, guide: tuple[str, str]) -> Guide:
-        """A fresh position at the beginning of a guide.
+        """Return a new state at the beginning of a guide.
 
         Raises:
-            ConfigError: An unknown kind, a text that is no regex, schema or grammar, or one that allows no token.
+            ConfigError: The kind is unknown, the text is not a valid regex, schema or grammar, or it allows no token.
         """
         if guide not in self._compiled:
             compiled = self._compile(*guide)
@@ -79,7 +77,7 @@ class Guides:
             Guide(compiled, self.stop_ids).matcher.fill_next_token_bitmask(allowed, 0)
             if not allowed.any():
                 raise ConfigError(
-                    f"Sampling.guide={guide!r:.200} allows no token at all. Fix: give it an end to its recursion."
+                    f"Sampling.guide={guide!r:.200} allows no token. Fix: add a rule that ends its recursion."
                 )
             self._compiled[guide] = compiled
         return Guide(self._compiled[guide], self.stop_ids)
@@ -94,15 +92,15 @@ class Guides:
         }[kind]
         try:
             return make(text)
-        except Exception as error:  # The compiler's own errors have many types.
+        except Exception as error:  # The compiler raises errors of many types.
             raise ConfigError(f"Sampling.guide=({kind!r}, {text[:80]!r}...) cannot be compiled: {error}") from error
 
     def mask(self, logits: Tensor, guides: list[Guide]) -> Tensor:
-        """Set what each row's guide forbids to minus infinity, in place."""
+        """Set the logits that each row's guide forbids to minus infinity, in place."""
         bitmask = self.xgrammar.allocate_token_bitmask(len(guides), self.vocabulary)
         for row, guide in enumerate(guides):
             if guide.done:
-                bitmask[row] = -1  # All bits: the completion is over.
+                bitmask[row] = -1  # All bits are set, because the completion has ended.
             else:
                 guide.matcher.fill_next_token_bitmask(bitmask, row)
         self.xgrammar.apply_token_bitmask_inplace(logits, bitmask.to(logits.device))
@@ -114,18 +112,19 @@ MASK = 2**63 - 1
 
 @dataclass(slots=True)
 class Prompt:
-    """Tokens that one request or several begin with, while any of them is served.
+    """Prompt of one or several requests that are being served.
 
     Attributes:
-        index: Among the different prompts of the call.
-        ids: Its tokens behind the common beginning.
-        waiting: Completions that nobody writes yet.
-        live: Completions that are being written.
-        block: Its keys and values, while any completion needs them.
-        logits: ``(V,)`` what first tokens are drawn from, while completions wait.
-        shares: Its first tokens that another prompt of the call begins with too, as long as they are worth computing first.
-        pictures: Those of its tokens. Such a prompt is computed in one pass, and shares with equal prompts and pictures alone.
-        offset: By how much positions behind the prompt differ from the index of a token.
+        index: Index among the distinct prompts of the call.
+        ids: Tokens after the common prefix of all prompts.
+        waiting: Number of completions that have not started.
+        live: Number of completions in progress.
+        block: Block with its keys and values, while completions need it.
+        logits: ``(V,)`` logits of first tokens, while completions wait.
+        shares: Length of the prefix that another prompt of the call shares, if it is worth computing first.
+        pictures: Images in the prompt. Such a prompt is computed in one pass and shared only with equal prompts and
+            images.
+        offset: Difference between positions and token indices after the prompt.
     """
 
     index: int
@@ -141,18 +140,18 @@ class Prompt:
 
 @dataclass(slots=True)
 class Asked:
-    """One request while it is served.
+    """A request that is being served.
 
     Attributes:
-        index: Of the request in the call.
-        request: What was asked for.
-        prompt: Its prompt, which other requests may have too.
-        sampling: Its own, or the call's.
-        waiting: Completions that nobody writes yet.
-        seed: Of its draws.
-        number: Of its first completion among all of the call.
-        draws: Number of its first completion as the seed counts them.
-        kind: What of the settings decides how one token is drawn: requests that share it are drawn together.
+        index: Index of the request in the call.
+        request: The request.
+        prompt: Its prompt, which other requests may share.
+        sampling: Its own sampling settings, or those of the call.
+        waiting: Number of completions that have not started.
+        seed: Seed of its random numbers.
+        number: Number of its first completion in the call.
+        draws: Number of its first completion for the seed.
+        kind: Settings that determine how a token is sampled. Requests with the same value are sampled together.
     """
 
     index: int
@@ -171,7 +170,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Completion:
-    """One completion being written; ``before`` it was interrupted it had these tokens."""
+    """A completion in progress. ``before`` has the tokens from before an interruption."""
 
     number: int
     asked: Asked
@@ -185,9 +184,9 @@ class Completion:
 
 
 def uniforms(seed: int, number: int, count: int) -> list[float]:
-    """``count`` numbers in [0, 1) that decide every draw of completion ``number`` under ``seed``.
+    """Return ``count`` random numbers in [0, 1) for all tokens of completion ``number`` with ``seed``.
 
-    The seed and the number are mixed as SplitMix64 does (Steele et al., OOPSLA 2014), so that neighbours are unrelated.
+    Seed and number are mixed with SplitMix64 (Steele et al., OOPSLA 2014), so that consecutive numbers are unrelated.
     """
     z = (seed * 0x9E3779B97F4A7C15 + number + 1) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     z = (z ^ z >> 27) * 0x94D049BB133111EB & (2**64 - 1)
@@ -196,7 +195,7 @@ def uniforms(seed: int, number: int, count: int) -> list[float]:
 
 
 class SickRequests(RolloutError):
-    """Nothing can be drawn for some requests; ``requests`` are their numbers in the call."""
+    """No token can be sampled for some requests. ``requests`` has their indices in the call."""
 
     def __init__(self, message: str, requests: list[int]) -> None:
         super().__init__(message)
@@ -204,10 +203,10 @@ class SickRequests(RolloutError):
 
 
 class Chooser:
-    """Draws tokens and knows when a completion is over.
+    """Samples tokens and detects the end of completions.
 
     Args:
-        tokenizer: For stop strings and guides; may be None without them.
+        tokenizer: Tokenizer for stop strings and structured outputs. May be None without them.
         vocabulary: V, the width of the logits.
     """
 
@@ -216,16 +215,16 @@ class Chooser:
         self.guides: dict[tuple[int, ...], Guides] = {}
 
     def check(self, sampling: Sampling) -> None:
-        """Refuse, before anything is computed, what needs a tokenizer or cannot be compiled."""
+        """Reject settings that need a missing tokenizer or cannot be compiled, before anything is computed."""
         if sampling.stop_strings and self.tokenizer is None:
             raise ConfigError(
-                "Sampling.stop_strings are text: give the engine its tokenizer (NativeEngine(tokenizer=...))."
+                "Sampling.stop_strings needs a tokenizer: pass it to the engine (NativeEngine(tokenizer=...))."
             )
         if sampling.guide is not None:
             self._guides(sampling).start(sampling.guide)
 
     def begin(self, asked: Asked, index: int) -> Completion:
-        """Completion ``index`` of a request, nothing written yet."""
+        """Create completion ``index`` of a request, without tokens."""
         sampling = asked.sampling
         guide = self._guides(sampling).start(sampling.guide) if sampling.guide is not None else None
         uniform = uniforms(asked.seed, asked.draws + index, sampling.max_new_tokens)
@@ -243,7 +242,7 @@ class Chooser:
         return self.guides[stops]
 
     def draw(self, logits: Tensor, completions: list[Completion]) -> Tensor:
-        """The next token of each, by its own request's sampling."""
+        """Sample the next token of each completion with the settings of its request."""
         parts: dict[str, list[int]] = {}
         for row, completion in enumerate(completions):
             parts.setdefault(completion.asked.kind, []).append(row)
@@ -258,7 +257,7 @@ class Chooser:
     def _draw_alike(self, logits: Tensor, completions: list[Completion]) -> Tensor:
         sampling = completions[0].asked.sampling
         uniform = torch.tensor([c.uniform[len(c.tokens)] for c in completions], dtype=torch.float64)
-        uniform = uniform.to(logits.device, non_blocking=True)  # Else it waits for the forward pass.
+        uniform = uniform.to(logits.device, non_blocking=True)  # A blocking copy would wait for the forward pass.
         history = None
         if sampling.repetition_penalty != 1.0 or sampling.no_repeat_ngram:
             history = [list(c.asked.request.prompt_ids) + c.tokens for c in completions]
@@ -277,14 +276,14 @@ class Chooser:
     def _changed(
         self, x: Tensor, sampling: Sampling, completions: list[Completion], history: list[list[int]] | None
     ) -> Tensor:
-        """Tempered logits after the rules and the guide; a copy."""
+        """Return a copy of the logits after rules and structured outputs."""
         x = apply_rules(x, sampling, [len(c.tokens) for c in completions], history)
         if sampling.guide is not None:
             x = self._guides(sampling).mask(x, [c.guide for c in completions if c.guide is not None])
         return x
 
     def stopped(self, completion: Completion) -> bool:
-        """Whether its last token ended it."""
+        """Return whether the last token ended the completion."""
         sampling = completion.asked.sampling
         if completion.tokens[-1] in sampling.stop_token_ids or (completion.guide is not None and completion.guide.done):
             return True
@@ -294,7 +293,7 @@ class Chooser:
 
 
 def _record(drawn: Drawn, completions: list[Completion]) -> None:
-    """Append what was drawn to each completion."""
+    """Append the sampled token to each completion."""
     for completion, (token, logp, *more) in zip(completions, drawn.rows(), strict=True):
         completion.tokens.append(int(token))
         completion.logps.append(logp)

@@ -1,4 +1,4 @@
-"""Continuous batching: admit, step, finish, until every request is done."""
+"""Continuous batching: start completions, run decoding steps and finish completions until all requests are done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
 UNBOUNDED = 2**62
-SHARED_LEAST = 16  # A shorter common beginning costs more bookkeeping than it saves.
+SHARED_LEAST = 16  # A shorter common prefix costs more bookkeeping than it saves.
 
 
 class Run:
@@ -29,7 +29,7 @@ class Run:
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
         self.engine, self.requests, self.sampling = engine, requests, sampling
         self.device = next(engine.model.parameters()).device
-        # Placeholders of different pictures are equal ids.
+        # Placeholders of different images have the same id.
         pictured = any(r.pictures for r in requests)
         self.shared = [] if pictured else common_beginning([list(r.prompt_ids) for r in requests])
         self.prompts: list[Prompt] = []
@@ -47,7 +47,7 @@ class Run:
         self.tokens, self.positions, self.store.lengths = empty, empty, empty
 
     def _asked(self, requests: Sequence[Request], sampling: Sampling) -> list[Asked]:
-        """The requests; those with equal prompts share one."""
+        """Create the requests of the call. Requests with equal prompts share the prompt object."""
         asked, number = [], 0
         seed = self.engine.new_seed() if sampling.seed is None else sampling.seed
         known: dict[Any, Prompt] = {}
@@ -68,7 +68,7 @@ class Run:
         return asked
 
     def _filler(self) -> Filler:
-        """Who computes prompts: with what the engine keeps, or with what prompts of this call alone have in common."""
+        """Create the prefiller. It uses the engine's prefix cache, or a cache for this call only."""
         kept = self.engine.kept
         if len(self.prompts) > 1:
             mark_stems(self.prompts)
@@ -82,12 +82,14 @@ class Run:
         return self.so_far()
 
     def counts(self) -> dict[str, int]:
-        """Prompt tokens computed, padding included; those found; decoding steps."""
+        """Return the number of computed prompt tokens (including padding), of cached prompt tokens, and of decoding
+        steps.
+        """
         filler = self.filler
         return {"prefilled": filler.computed, "reused": filler.reused, "steps": self.steps}
 
     def so_far(self) -> list[Rollout]:
-        """Every completion of every request, in order; what is not finished says ``abort``."""
+        """Return all completions of all requests in order. Unfinished completions have the reason ``abort``."""
         for completion in self.live:
             self.done[completion.number] = self._rollout(completion, "abort")
         owners = itertools.chain.from_iterable([request] * request.n for request in self.requests)
@@ -97,7 +99,9 @@ class Run:
     # Admission ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Fill free rows; while others are being written only one prefill pass, so that no prompt stalls them."""
+        """Fill free rows. While completions are in progress, run only one prefill pass, so that long prompts do not
+        stall them.
+        """
         busy, passes, started = bool(self.live), 0, False
         if not self.live:
             self.store.clear()
@@ -111,18 +115,18 @@ class Run:
                 break
             passes += 1
             self.filler.step(asked.prompt, free)
-        if started:  # Once for all of them: nothing reads the groups before the next step.
+        if started:  # Regroup once for all of them, because groups are not used before the next step.
             self._regroup()
         return bool(self.live)
 
     def _next(self) -> Asked | None:
-        """The first request with completions that nobody writes yet."""
+        """Return the first request with completions that have not started."""
         while self.cursor < len(self.asked) and self.asked[self.cursor].waiting == 0:
             self.cursor += 1
         return self.asked[self.cursor] if self.cursor < len(self.asked) else None
 
     def _start(self, asked: Asked, count: int) -> None:
-        """Draw the first token of ``count`` completions of a request."""
+        """Sample the first token of ``count`` completions of a request."""
         prompt = asked.prompt
         assert prompt.logits is not None
         begun = asked.request.n - asked.waiting
@@ -140,7 +144,7 @@ class Run:
         self._finish(first)
 
     def _enter(self, completion: Completion) -> None:
-        """The completion takes the next row; its last token is the next to be read."""
+        """Assign the next row to a completion. Its last token is the next input."""
         prompt, written = completion.asked.prompt, len(completion.tokens) - 1
         prompt.live += 1
         self.live.append(completion)
@@ -154,7 +158,7 @@ class Run:
     # Steps -------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """One token for every live completion."""
+        """Sample one token for every live completion."""
         self.steps += 1
         if self.steps == PACK_FROM and self.packed is not None and not self.packed.weights:
             self._pack()
@@ -170,7 +174,7 @@ class Run:
         self._finish()
 
     def read_from(self, packed: Packed) -> None:
-        """Let products read copies of the weights: from the start where much is asked for, else once the call grows long."""
+        """Use packed weights: from the start if many tokens are requested, else after a number of steps."""
         self.packed = packed
         asked = sum(len(prompt.ids) for prompt in self.prompts)
         asked += sum(each.request.n * each.sampling.max_new_tokens for each in self.asked)
@@ -185,7 +189,7 @@ class Run:
     # Ends --------------------------------------------------------------------------------------------------------
 
     def _finish(self, first: int = 0) -> None:
-        """Hand over completions that stopped or are full, of rows from ``first`` on, and close the gaps they leave."""
+        """Finish completions that stopped or are full, from row ``first`` on, and fill their rows."""
         ended = []
         for row, completion in enumerate(self.live[first:], first):
             stopped = self.chooser.stopped(completion)
@@ -198,7 +202,7 @@ class Run:
             self._remove(ended)
 
     def _keep(self, completion: Completion, row: int) -> None:
-        """For the next turn of its episode: all of it but the last token, which nobody has read."""
+        """Cache the completion for the next turn of its episode, without the last token, which has not been computed."""
         written = completion.tokens[:-1]
         if written:
             tokens = self.shared + completion.asked.prompt.ids + written
@@ -219,7 +223,7 @@ class Run:
         )
 
     def _remove(self, rows: list[int]) -> None:
-        """Take completions out of their rows; the last ones move into the gaps."""
+        """Remove completions from their rows and move the last rows into the gaps."""
         order = list(range(len(self.live)))
         for row in reversed(rows):
             prompt = self.live[row].asked.prompt
@@ -231,14 +235,14 @@ class Run:
             self.live.pop()
             order.pop()
             if prompt.live == 0 and prompt.waiting == 0:
-                prompt.block = None  # Nobody reads this prompt any more.
+                prompt.block = None  # No completion needs this prompt any longer.
         index = torch.tensor(order, dtype=torch.long, device=self.device)
         self.tokens, self.positions = self.tokens[index], self.positions[index]
         self.store.lengths = self.store.lengths[index]
         self._regroup()
 
     def _regroup(self) -> None:
-        """Tell the attention which live rows read which prompt; forget prompts that nobody reads."""
+        """Update the groups of live rows by prompt, and free prompts that are no longer needed."""
         rows: dict[int, list[int]] = {}
         blocks: dict[int, Block] = {}
         for row, completion in enumerate(self.live):
@@ -263,7 +267,7 @@ class Run:
 
 
 def common_beginning(prompts: list[list[int]]) -> list[int]:
-    """Tokens that all prompts begin with, where there are enough of them; every prompt keeps at least one of its own."""
+    """Return the common prefix of all prompts if it is long enough. At least one token of every prompt remains."""
     if len(prompts) < 2:
         return []
     first, last = min(prompts), max(prompts)

@@ -204,9 +204,9 @@ def test_a_whole_update_is_confirmed_by_its_version_and_every_reply_says_it(fres
         (lambda s: send(s, {"model.norm.weight": torch.ones(3)}), r"(3,)"),
         (lambda s: complete(s), "old values"),
         (lambda s: send(s, tensors() | {"c": torch.ones(1)}), "does not know"),
-        (lambda s: send(s, tensors(), path="/etc/passwd"), "the only files"),
-        (lambda s: send(s, tensors(), path="/dev/shm/../etc/posttrain-x/a.safetensors"), "the only files"),
-        (lambda s: send(s, tensors(), path="/dev/shm/other/a.safetensors"), "the only files"),
+        (lambda s: send(s, tensors(), path="/etc/passwd"), "Only such files"),
+        (lambda s: send(s, tensors(), path="/dev/shm/../etc/posttrain-x/a.safetensors"), "Only such files"),
+        (lambda s: send(s, tensors(), path="/dev/shm/other/a.safetensors"), "Only such files"),
     ],
 )
 def test_trap_s6_a_failed_update_is_never_sampled_from_until_a_whole_one_came(fresh, break_it, words):
