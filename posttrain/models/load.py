@@ -458,7 +458,7 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     """Return the model with a new adapter.
 
     Raises:
-        ConfigError: The adapter's target modules match no module of the model.
+        ConfigError: The adapter's target modules match no module of the model, or peft cannot make the adapter.
     """
     import peft
 
@@ -467,9 +467,13 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
             # peft reads a property of transformers that is deprecated.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             return peft.get_peft_model(model, peft_config)
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         if "not found in the base model" not in str(error):
-            raise
+            raise ConfigError(
+                f"peft cannot add the {adapter_kind(peft_config)} adapter of peft_config to {type(model).__name__}: "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Fix: change peft_config, for instance its target_modules, "
+                "target_parameters or init_lora_weights."
+            ) from error
         linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         targets: Any = vars(peft_config).get("target_modules")
         raise ConfigError(
@@ -585,6 +589,17 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             f"init_lora_weights={start!r} subtracts a random start of the adapter from the base weights. A saved adapter does "
             "not hold that start, so a loaded one would be added to other base weights than those it was trained on. Fix: "
             "init_lora_weights='pissa' or 'olora', which peft can compute again, or True."
+        )
+    if start == "olora" and any(getattr(layer, "fan_in_fan_out", False) for layer in model.modules()):
+        raise ConfigError(
+            "init_lora_weights='olora' makes matrices of the wrong shape for layers that store their weight as (in, out), such "
+            "as GPT-2's Conv1D: peft decomposes the weight without transposing it. Fix: init_lora_weights='pissa' or True."
+        )
+    if list(model.active_adapters) != [model.active_adapter]:
+        raise ConfigError(
+            f"the adapters {list(model.active_adapters)} are active in the layers, and {model.active_adapter!r} is the model's "
+            "active_adapter. Reference passes and checkpoints read that one alone. Fix: activate one adapter with "
+            "model.set_adapter(name); model.add_weighted_adapter combines several into one."
         )
     _check_tied_layers(model)
     if any(getattr(module, "merged", False) is True for module in model.modules()):

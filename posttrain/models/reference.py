@@ -263,7 +263,10 @@ class Reference:
             for name, parameter in parameters.items():
                 if f".{REF_ADAPTER}." in name or name.endswith(f".{REF_ADAPTER}"):
                     before, _, behind = name.rpartition(f".{REF_ADAPTER}")
-                    parameter.copy_(parameters[f"{before}.{active}{behind}"])
+                    trained = parameters[f"{before}.{active}{behind}"]
+                    if parameter.shape != trained.shape:  # PiSSA has fewer ranks where the layer is narrower than r.
+                        parameter.data = torch.empty_like(trained)
+                    parameter.copy_(trained)
                     learns[name] = False
                 # Restore parameters that the user froze: peft sets requires_grad on the whole active adapter.
                 parameter.requires_grad_(learns[name])
