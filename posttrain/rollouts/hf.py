@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from posttrain.errors import ConfigError
 from posttrain.losses.truncation import truncate
 from posttrain.models.architecture import context_length
-from posttrain.models.attention import rope_limits
+from posttrain.models.attention import has_recurrent_layers, rope_limits
 from posttrain.models.heads import causal_lm, evaluating, learns_prompts, picture_encoder, placeholder_of
 from posttrain.models.tree_attention import uninstalled
 from posttrain.models.vision import prefill_inputs
@@ -190,11 +190,13 @@ class HFEngine(RolloutEngine):
         """Requests that can be padded into one call and be sampled as each of them alone would be.
 
         Padding on the left would stand between virtual tokens and the prompt, and move their distance; Llama 4 counts it as
-        positions where it scales queries. Beyond the switch of longrope the longest row decides for all rows.
+        positions where it scales queries. Recurrent layers and convolutions read it where a projection before them has a bias,
+        of the model or of an adapter. Beyond the switch of longrope the longest row decides for all rows.
         """
         switch, _ = rope_limits(self.model)
         scaled = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", False)
-        unpadded, encoder = scaled or learns_prompts(self.model), picture_encoder(self.model)
+        unpadded = scaled or learns_prompts(self.model) or has_recurrent_layers(self.model)
+        encoder = picture_encoder(self.model)
         beside = encoder is not None and encoder.processor.family.cross
         unknown = encoder is not None and not encoder.processor.family.models
         calls: dict[tuple[int, ...], list[int]] = {}
