@@ -168,10 +168,10 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
         with gathered(layer.parameters()), torch.no_grad():
             if hasattr(tuner, "trainable_tokens_delta"):
                 return whole_tensor(tuner.get_merged_weights(tuner.active_adapters).detach())
-            if isinstance(tuner, ParamWrapper) or (plain_lora(tuner) and name == "weight"):
-                return whole_tensor(_plus_delta(tuner, base, name))
-            twin = copy.deepcopy(layer)  # peft merges in place: into a copy that is thrown away.
             try:
+                if isinstance(tuner, ParamWrapper) or (plain_lora(tuner) and name == "weight"):
+                    return whole_tensor(_plus_delta(tuner, base, name))
+                twin = copy.deepcopy(layer)  # peft merges in place: into a copy that is thrown away.
                 twin.merge()
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 reason = str(error).rstrip(".")

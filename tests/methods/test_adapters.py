@@ -103,6 +103,29 @@ def test_olora_of_transposed_layers_is_refused():
         wrap_with_peft(gpt2(), config, activation_checkpointing=False)
 
 
+def test_adapters_of_layers_that_recurrent_layers_read_without_calling_are_refused(caplog):
+    """Logits stay those of the base model, whatever such an adapter holds."""
+
+    def wrapped(name, **settings):
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+        return wrap_with_peft(built(name), config, activation_checkpointing=False)
+
+    with raises(ConfigError, "conv.conv", "exclude_modules=['conv']"):
+        wrapped("lfm2", r=32, target_modules=r".*conv\.conv")
+    with raises(ConfigError, "mamba.dt_proj", "exclude_modules=['dt_proj']"):
+        wrapped("jamba", r=2, target_modules="all-linear", init_lora_weights="pissa")
+    assert wrapped("jamba", r=2, target_modules="all-linear").active_adapter == "default"
+    assert "mamba.dt_proj has no effect" in caplog.text
+    wrapped("jamba", r=2, target_modules="all-linear", exclude_modules=["dt_proj"], init_lora_weights="pissa")
+
+
+def test_a_reference_of_modules_to_save_inside_each_other_is_refused():
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["conv"])  # A mixer and a layer inside it.
+    model = peft.get_peft_model(built("lfm2"), config)
+    with raises(ModelError, "original_module.weight is new", "ref_model"):
+        Reference(model)
+
+
 @pytest.mark.parametrize("active", ["two", ["default", "two"]])
 def test_adapters_that_are_active_in_the_layers_alone_are_refused(active):
     """After a reference pass peft would have ``active_adapter`` active again, which is another policy."""
