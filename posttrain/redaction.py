@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "<hidden>"
 # Names of secrets, whatever stands around these words; and names that end so, unless a tokenizer has such a token.
 _NAMED = re.compile(
-    r"api_?key|access_?key|private_?key|passw(or)?d|passphrase|secret|credential|authorization|cookie|signature"
+    r"(api|access|account|private|signing|encryption|ssh)_?key|passw(or)?d|_pwd$|passphrase|secret|credential|authorization|cookie"
+    r"|signature"
 )
+_QUERY = ("key", "sig")  # Names of secrets in the query of a URL alone.
 _TOKEN = re.compile(r"(^|_)(token|auth)$")
 _OF_TOKENIZERS = re.compile(
     r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|video|audio|vision|stop|start|end|special|placeholder|per|of|next|first|last)_token$"
 )
 _VALUES = re.compile(
     r"hf_[A-Za-z0-9]{16,}|(?<![\w-])sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|xox[a-z]-[\w-]{10,}|(?<![A-Z0-9])AKIA[A-Z0-9]{16}|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|(?<=[Bb]earer )[\w.~+/=-]{6,}"
+    r"|xox[a-z]-[\w-]{10,}|(?<=hooks\.slack\.com/services/)[\w/]+|(?<![A-Z0-9])A[KS]IA[A-Z0-9]{16}|(?<![\w-])AIza[\w-]{30,}"
+    r"|(?<![A-Za-z0-9])(?:[rs]k_(?:live|test)|npm|gsk|r8|lsv2|wandb_v\d|tgp_v\d|dop_v\d)_\w{20,}|(?<![\w-])xai-[A-Za-z0-9]{20,}"
+    r"|(?<![\w-])(?:pypi-AgE|nvapi-|ya29\.)[\w-]{20,}|(?<![\w.])SG\.[\w-]{16,}\.[\w-]{16,}"
+    r"|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|(?<=[Bb]earer )[\w.~+/=-]{6,}"
+    r"|(?<=PRIVATE KEY-----)[^-]+"
 )
 _USER = re.compile(r"(?<=://)[^/\s?#@\"']+@")
-# `?name=value`, `--name value`, `name=value` and `"name": "value"`, in this order. A name is tried from its first character
-# only, so the time is linear in the length of the text.
+# `?name=value`, `--name value`, `name=value`, `"name": "value"` and the header `Name: value`, in this order. A name is tried
+# from its first character only, so the time is linear in the length of the text.
 _PAIRS = (
     re.compile(r"(?P<before>[?&;](?P<name>[\w.%-]+)=)(?P<value>[^&#\s\"'<>]+)"),
-    re.compile(r"(?P<before>(?<![\w.-])--(?P<name>[\w.-]+)(?:=|\s+))(?P<value>(?!--)\S+)"),
+    re.compile(r"(?P<before>(?<![\w.-])--?(?P<name>[A-Za-z][\w.-]*)(?:=|\s+))(?P<value>\"[^\"]*\"|'[^']*'|(?!--)\S+)"),
     re.compile(r"(?P<before>(?<![\w-])(?P<name>[A-Za-z][\w-]*)=)(?P<value>[^\s\"'<>,;)&]+)"),
     re.compile(
         r"(?P<before>(?P<q>[\"']?)(?<![\w-])(?P<name>[A-Za-z][\w-]*)(?P=q)\s*[:=]\s*)(?P<value>\"[^\"]*\"|'[^']*')"
+    ),
+    re.compile(
+        r"(?P<before>(?<![\w-])(?P<name>[A-Za-z]+(?:[_-]\w+)+|[Pp]assword|PASSWORD|[Aa]uthorization|[Cc]ookie):[ \t]+)"
+        r"(?P<value>(?:(?:Basic|Bearer|Token) )?[^\s\"'<>,;()]{6,})"
     ),
 )
 
@@ -55,17 +65,20 @@ def hide_secrets(value: object) -> Any:
     ['--hf_token', '<hidden>', 'https://<hidden>@host/?token=<hidden>']
     """
     if isinstance(value, Mapping):
-        return {name: hide_secrets(entry) for name, entry in value.items() if not is_secret_name(str(name))}
-    if isinstance(value, list | tuple):
+        return {
+            hide_secrets(name): hide_secrets(entry) for name, entry in value.items() if not is_secret_name(str(name))
+        }
+    if isinstance(value, list | tuple | set | frozenset):
         return _hidden_list(value)
     return _hidden_text(value) if isinstance(value, str) else value
 
 
-def _hidden_list(values: Sequence[Any]) -> list[Any]:
+def _hidden_list(values: Iterable[Any]) -> list[Any]:
     shown, secret = [], False
     for value in values:
-        flag = isinstance(value, str) and value.startswith("--")
-        shown.append(HIDDEN if secret and isinstance(value, str) and not flag else hide_secrets(value))
+        flag = isinstance(value, str) and value.startswith("-")
+        hidden = secret and isinstance(value, str) and not value.startswith("--")
+        shown.append(HIDDEN if hidden else hide_secrets(value))
         secret = flag and "=" not in value and is_secret_name(value.lstrip("-"))
     return shown
 
@@ -87,7 +100,8 @@ def _hidden_text(text: str) -> str:
 
 def _hidden_pair(found: re.Match[str]) -> str:
     value = found["value"]
-    if not is_secret_name(found["name"]) or value.strip("\"'") in ("", HIDDEN, "None", "True", "False"):
+    secret = is_secret_name(found["name"]) or (found["before"][0] in "?&;" and found["name"].lower() in _QUERY)
+    if not secret or value.strip("\"'") in ("", HIDDEN, "None", "True", "False"):
         return found[0]
     quote = value[0] if value[0] in "\"'" else ""
     return f"{found['before']}{quote}{HIDDEN}{quote}"

@@ -28,6 +28,12 @@ GAPS = {"float32": (0.02, 0.5), "float16": (0.05, 0.5), "bfloat16": (0.15, 1.0)}
 GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
 
 
+# The same maxima as multiples of the mean gap that rounding alone makes; the larger ones hold. Rounding sends a token of a
+# mixture of experts to another expert. Measured in bfloat16 on tiny mixtures of six families: noise 0.03 to 0.16 nats,
+# complete pushes up to 1.3 (mean) and 14 (99th percentile) times that.
+NOISY = (2.0, 20.0)
+
+
 # A movement is lost where the engine missed more than the share MISSED of it, more than CONCLUSIVE times the rounding noise
 # of both sides, and more than MOVED nats.
 CONCLUSIVE, MISSED, MOVED = 3.0, 0.1, 1e-4
@@ -65,8 +71,8 @@ def check_parity(
 ) -> Finding | None:  # fmt: skip
     """Compare the log-probs of the same tokens on both sides.
 
-    There are two tests. The gap must be within the bounds of the dtypes. And the change since the first comparison must be the
-    same on both sides; this test finds a lost update much earlier.
+    There are two tests. The gap must be within the bounds of the dtypes, or of the measured rounding noise if that is larger.
+    And the change since the first comparison must be the same on both sides; this test finds a lost update much earlier.
 
     Args:
         where: The server or worker.
@@ -80,13 +86,13 @@ def check_parity(
     """
     gaps = [abs(a - b) for mine, its in zip(ours, theirs, strict=True) for a, b in zip(mine, its, strict=True)]
     sides = [GAPS.get(str(side).removeprefix("torch."), GAPS_QUANTISED) for side in (dtype, computed)]
-    limit, far_limit = max(sides)
+    limit, far_limit = (max(a, b * noise) for a, b in zip(max(sides), NOISY, strict=True))
     average = statistics.fmean(gaps)
     far = sorted(gaps)[min(int(FAR_SHARE * len(gaps)), len(gaps) - 1)]
     what = ""
     if not (average <= limit and far <= far_limit):  # Also true for NaN.
-        what = f"mean log-prob gap {average:.3g} over {len(gaps)} tokens (limit {limit}), "
-        what += f"99th percentile {far:.3g} (limit {far_limit})"
+        what = f"mean log-prob gap {average:.3g} over {len(gaps)} tokens (limit {limit:.3g}), "
+        what += f"99th percentile {far:.3g} (limit {far_limit:.3g})"
     elif first is not None:
         noise, moved = max(noise, mean_gap(*first)), mean_gap(ours, first[0])
         change = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(theirs, first[1], strict=True)]

@@ -23,9 +23,11 @@ from posttrain.fields import PositiveInt, Share, check_fields, config, option
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
 from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, text_of
+from posttrain.models.attention import has_recurrent_layers
 from posttrain.models.heads import adapter_kind, causal_lm, output_layer
 from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.quantised import prepare_adapter
+from posttrain.models.reference import moves_base
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
@@ -458,7 +460,7 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     """Return the model with a new adapter.
 
     Raises:
-        ConfigError: The adapter's target modules match no module of the model.
+        ConfigError: The adapter's target modules match no module of the model, or peft cannot make the adapter.
     """
     import peft
 
@@ -467,9 +469,13 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
             # peft reads a property of transformers that is deprecated.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             return peft.get_peft_model(model, peft_config)
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
         if "not found in the base model" not in str(error):
-            raise
+            raise ConfigError(
+                f"peft cannot add the {adapter_kind(peft_config)} adapter of peft_config to {type(model).__name__}: "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Fix: change peft_config, for instance its target_modules, "
+                "target_parameters or init_lora_weights."
+            ) from error
         linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         targets: Any = vars(peft_config).get("target_modules")
         raise ConfigError(
@@ -570,6 +576,29 @@ def _check_tied_layers(model: Any) -> None:
         )
 
 
+def _check_recurrent_layers(model: Any) -> None:
+    """Raise or warn for adapters of layers whose weights a recurrent layer reads without calling them, so nothing is added.
+
+    The warning is for LoRA that starts at zero: it stays there, and the rest of the adapter trains.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if not has_recurrent_layers(model):
+        return
+    named = [(name, layer) for name, layer in causal_lm(model).named_modules() if isinstance(layer, BaseTunerLayer)]
+    convolutions = [name for name, layer in named if isinstance(layer.get_base_layer(), torch.nn.Conv1d)]
+    unread = convolutions + [name for name, _ in named if name.endswith(".dt_proj")]  # Mamba's step sizes.
+    if not unread:
+        return
+    what = f"the adapter of {unread[0]} has no effect: the recurrent layer reads its weight and does not call it"
+    names = sorted({name.rsplit(".", 1)[-1] for name in unread})
+    if convolutions or moves_base(model.active_peft_config):
+        raise ConfigError(
+            f"{what}. Fix: exclude_modules={names} in peft_config, or name the layers in modules_to_save."
+        )
+    logger.warning("%s. exclude_modules=%s in peft_config leaves it out.", what, names)
+
+
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
     """Raise for an adapter that would silently not train, or would fail later with an unclear error."""
     config = model.active_peft_config
@@ -586,7 +615,19 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             "not hold that start, so a loaded one would be added to other base weights than those it was trained on. Fix: "
             "init_lora_weights='pissa' or 'olora', which peft can compute again, or True."
         )
+    if start == "olora" and any(getattr(layer, "fan_in_fan_out", False) for layer in model.modules()):
+        raise ConfigError(
+            "init_lora_weights='olora' makes matrices of the wrong shape for layers that store their weight as (in, out), such "
+            "as GPT-2's Conv1D: peft decomposes the weight without transposing it. Fix: init_lora_weights='pissa' or True."
+        )
+    if list(model.active_adapters) != [model.active_adapter]:
+        raise ConfigError(
+            f"the adapters {list(model.active_adapters)} are active in the layers, and {model.active_adapter!r} is the model's "
+            "active_adapter. Reference passes and checkpoints read that one alone. Fix: activate one adapter with "
+            "model.set_adapter(name); model.add_weighted_adapter combines several into one."
+        )
     _check_tied_layers(model)
+    _check_recurrent_layers(model)
     if any(getattr(module, "merged", False) is True for module in model.modules()):
         raise ModelError(
             "the model's adapter is merged into the base weights, where it cannot be trained. Fix: model.unmerge_adapter()."

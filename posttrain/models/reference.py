@@ -261,12 +261,22 @@ class Reference:
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, parameter in parameters.items():
-                if f".{REF_ADAPTER}." in name or name.endswith(f".{REF_ADAPTER}"):
-                    before, _, behind = name.rpartition(f".{REF_ADAPTER}")
-                    parameter.copy_(parameters[f"{before}.{active}{behind}"])
-                    learns[name] = False
+                twin = f".{REF_ADAPTER}." in name or name.endswith(f".{REF_ADAPTER}")
+                before, _, behind = name.rpartition(f".{REF_ADAPTER}")
+                source = f"{before}.{active}{behind}" if twin else name
+                if source not in learns:
+                    raise ModelError(
+                        "the reference would be a frozen copy of this adapter, and peft makes a different adapter of its config: "
+                        f"{name} is new. Fix: load model and adapter a second time and pass them as ref_model."
+                    )
+                if twin:
+                    if (
+                        parameter.shape != parameters[source].shape
+                    ):  # PiSSA has fewer ranks where a layer is narrower than r.
+                        parameter.data = torch.empty_like(parameters[source])
+                    parameter.copy_(parameters[source])
                 # Restore parameters that the user froze: peft sets requires_grad on the whole active adapter.
-                parameter.requires_grad_(learns[name])
+                parameter.requires_grad_(learns[source] and not twin)
         self.adapter = REF_ADAPTER
 
     @contextmanager

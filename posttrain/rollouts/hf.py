@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from posttrain.errors import ConfigError
 from posttrain.losses.truncation import truncate
 from posttrain.models.architecture import context_length
-from posttrain.models.attention import rope_limits
+from posttrain.models.attention import has_recurrent_layers, rope_limits
 from posttrain.models.heads import causal_lm, evaluating, learns_prompts, picture_encoder, placeholder_of
 from posttrain.models.tree_attention import uninstalled
 from posttrain.models.vision import prefill_inputs
@@ -197,12 +197,14 @@ class HFEngine(RolloutEngine):
         """Group requests that can share a padded call and are sampled as if each were alone.
 
         Left padding would be placed between virtual tokens and the prompt and change their distance. Llama 4 would
-        count padding in the positions that scale queries. Beyond the length at which longrope switches frequencies, the
-        longest row decides for all rows.
+        count padding in the positions that scale queries. Recurrent layers and convolutions read padding if a projection
+        before them has a bias, of the model or of an adapter. Beyond the length at which longrope switches frequencies,
+        the longest row decides for all rows.
         """
         switch, _ = rope_limits(self.model)
         scaled = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", False)
-        unpadded, encoder = scaled or learns_prompts(self.model), picture_encoder(self.model)
+        unpadded = scaled or learns_prompts(self.model) or has_recurrent_layers(self.model)
+        encoder = picture_encoder(self.model)
         beside = encoder is not None and encoder.processor.family.cross
         unknown = encoder is not None and not encoder.processor.family.models
         calls: dict[tuple[int, ...], list[int]] = {}

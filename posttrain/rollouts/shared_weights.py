@@ -88,6 +88,11 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozens
         return
     for name, parameter in module.named_parameters(recurse=False):
         yield prefix + name, _itself(parameter), _identities([parameter])
+    yield from _below(module, prefix)
+
+
+def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
+    """Yield what `_walk` yields of a module, except for its own parameters."""
     hidden = module._non_persistent_buffers_set
     for name, buffer in module.named_buffers(recurse=False):
         if name not in hidden:
@@ -127,6 +132,11 @@ def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[
 def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
     """Yield the weights of an adapted layer. Weights that an active adapter changes are merged when they are read."""
     base = layer.get_base_layer()
+    if not isinstance(layer, ParamWrapper) and any(base.children()):
+        raise ModelError(
+            f"{prefix.rstrip('.')} is a {type(base).__name__} with layers inside, and peft does not merge an adapter of it into "
+            "the weights that its own forward pass computes with. Fix: leave it out of target_modules and name linear layers."
+        )
     for name, parameter in base.named_parameters(recurse=False):
         tuner = _tuner_of(layer, name)
         adapters = [] if tuner is None else _active_parameters(tuner)
@@ -134,6 +144,7 @@ def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int
             yield prefix + name, _itself(parameter), _identities([parameter])
         else:
             yield prefix + name, _merged(layer, tuner, base, name), _identities([parameter, *adapters])
+    yield from _below(base, prefix)  # The base layer of a ParamWrapper is any module: a router, a whole mixer.
 
 
 def _tuner_of(layer: Any, name: str) -> Any:
@@ -160,10 +171,10 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
         with gathered(layer.parameters()), torch.no_grad():
             if hasattr(tuner, "trainable_tokens_delta"):
                 return whole_tensor(tuner.get_merged_weights(tuner.active_adapters).detach())
-            if isinstance(tuner, ParamWrapper) or (plain_lora(tuner) and name == "weight"):
-                return whole_tensor(_plus_delta(tuner, base, name))
-            twin = copy.deepcopy(layer)  # peft merges in place, so merge into a temporary copy.
             try:
+                if isinstance(tuner, ParamWrapper) or (plain_lora(tuner) and name == "weight"):
+                    return whole_tensor(_plus_delta(tuner, base, name))
+                twin = copy.deepcopy(layer)  # peft merges in place, so merge into a temporary copy.
                 twin.merge()
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 reason = str(error).rstrip(".")

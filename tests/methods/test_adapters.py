@@ -16,6 +16,7 @@ from posttrain.rollouts.shared_weights import merged_weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.methods.helpers import chats, grpo, sft
+from tests.models.architectures import built
 from tests.wordings import raises
 
 
@@ -77,6 +78,65 @@ def test_a_start_that_peft_cannot_compute_again_is_refused(tiny_tokenizer, tmp_p
     """Loaded on the base model, the saved adapter would compute something else than the trained model."""
     with raises(ConfigError, "init_lora_weights='pissa_niter_2'"):
         sft(tmp_path, tiny_tokenizer, peft_config=peft.LoraConfig(init_lora_weights="pissa_niter_2", **TARGETS))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"target_parameters": ["mlp.experts.down_proj"], "init_lora_weights": "pissa"}, "Qwen2MoeExperts"),
+        ({"target_parameters": ["mlp.experts.down_proj"], "use_dora": True}, "use_dora=True"),
+        ({"target_parameters": ["input_layernorm.weight"]}, "1 dimensional"),
+        ({"init_lora_weights": "corda"}, "preprocess_corda"),
+        ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "loftq_iter"),
+    ],
+)
+def test_an_adapter_that_peft_cannot_make_is_refused_with_its_reason(settings, words):
+    config = peft.LoraConfig(r=4, **TARGETS | settings)
+    with raises(ConfigError, "Qwen2MoeForCausalLM", words, "Fix: change peft_config"):
+        wrap_with_peft(built("qwen2 moe"), config, activation_checkpointing=False)
+
+
+def test_olora_of_transposed_layers_is_refused():
+    """Its matrices have the shapes of the transposed weight, and the first forward pass would fail."""
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], init_lora_weights="olora", task_type="CAUSAL_LM")
+    with raises(ConfigError, "Conv1D", "init_lora_weights='pissa'"):
+        wrap_with_peft(gpt2(), config, activation_checkpointing=False)
+
+
+def test_adapters_of_layers_that_recurrent_layers_read_without_calling_are_refused(caplog):
+    """Logits stay those of the base model, whatever such an adapter holds."""
+
+    def wrapped(name, **settings):
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+        return wrap_with_peft(built(name), config, activation_checkpointing=False)
+
+    with raises(ConfigError, "conv.conv", "exclude_modules=['conv']"):
+        wrapped("lfm2", r=32, target_modules=r".*conv\.conv")
+    with raises(ConfigError, "mamba.dt_proj", "exclude_modules=['dt_proj']"):
+        wrapped("jamba", r=2, target_modules="all-linear", init_lora_weights="pissa")
+    assert wrapped("jamba", r=2, target_modules="all-linear").active_adapter == "default"
+    assert "mamba.dt_proj has no effect" in caplog.text
+    wrapped("jamba", r=2, target_modules="all-linear", exclude_modules=["dt_proj"], init_lora_weights="pissa")
+
+
+def test_a_reference_of_modules_to_save_inside_each_other_is_refused():
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["conv"])  # A mixer and a layer inside it.
+    model = peft.get_peft_model(built("lfm2"), config)
+    with raises(ModelError, "original_module.weight is new", "ref_model"):
+        Reference(model)
+
+
+@pytest.mark.parametrize("active", ["two", ["default", "two"]])
+def test_adapters_that_are_active_in_the_layers_alone_are_refused(active):
+    """After a reference pass peft would have ``active_adapter`` active again, which is another policy."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(build_model(37), config)
+    model.add_adapter("two", config)
+    model.base_model.set_adapter(active)
+    with raises(ConfigError, "'two'", "model.set_adapter(name)"):
+        wrap_with_peft(model, None, activation_checkpointing=False)
+    model.set_adapter("two")
+    assert wrap_with_peft(model, None, activation_checkpointing=False) is model
 
 
 @pytest.mark.parametrize("branch", ["fresh", "trained", "named"])
@@ -170,6 +230,20 @@ def test_the_reference_is_where_training_began_whatever_the_start_of_the_adapter
         assert (model(ids).logits - begun).abs().max() > 0.1
         with reference.active(model) as other:
             torch.testing.assert_close(other(ids).logits, begun, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_the_reference_of_an_adapter_whose_rank_is_above_the_width_of_a_layer(start):
+    """peft makes fewer ranks there, and a copy into as many as the config names would repeat them (off by 3)."""
+    config = peft.LoraConfig(r=4, target_modules=["shared_expert_gate", "q_proj"], init_lora_weights=start)
+    model = peft.get_peft_model(built("qwen2 moe"), config).eval()  # The gate of the shared expert has one output.
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        begun = model(ids).logits
+        with Reference(model).active(model) as reference:
+            torch.testing.assert_close(reference(ids).logits, begun, atol=1e-5, rtol=0)
 
 
 def test_grpo_with_a_trained_adapter_and_a_trained_norm_refuses_to_share_its_base(tiny_tokenizer, tmp_path):

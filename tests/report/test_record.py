@@ -221,7 +221,12 @@ def test_the_manifest_says_what_ran_and_keeps_no_secret(tmp_path, monkeypatch):
 
 
 SECRET = "s3cr3tv4lue"
-KEYS = [f"{start}{'aB3' * 8}" for start in ("hf_", "sk-", "sk-proj-", "ghp_", "github_pat_", "glpat-", "xoxb-")]
+STARTS = (
+    "hf_", "sk-", "sk-proj-", "ghp_", "github_pat_", "glpat-", "xoxb-", "AIza", "sk_live_", "rk_test_", "npm_", "gsk_", "r8_",
+    "lsv2_pt_", "wandb_v1_", "tgp_v1_", "dop_v1_", "xai-", "pypi-AgE", "nvapi-", "ya29.",
+)  # fmt: skip
+KEYS = [f"{start}{'aB3' * 12}" for start in STARTS]
+KEYS += ["ASIAABCDEFGHIJKLMNOP", f"SG.{'aB3' * 7}.{'aB3' * 7}", f"https://hooks.slack.com/services/T1/B1/{'aB3' * 8}"]
 PLACES = [
     f"http://me:{SECRET}@host:8000/v1", f"https://{SECRET}@github.com/a/b", f"http://host/v1?token={SECRET}&top_k=5",
     f"http://host/?a=1&X-Amz-Signature={SECRET}", f"--hf_token {SECRET} --seed 3", f"--wandb-api-key={SECRET}",
@@ -229,18 +234,23 @@ PLACES = [
     f"got { {'credentials': SECRET, 'n': 1} }", f"HF_TOKEN={SECRET} python train.py", f"Authorization: Bearer {SECRET}",
     ["--hf_token", SECRET], ["--model_init_kwargs", json.dumps({"token": SECRET})], [f"--api_key={SECRET}"],
     *({name: SECRET} for name in ("session_token", "credentials", "apikey", "hfToken", "aws_secret_access_key", "client-secret")),
-    *([key] for key in KEYS), *(f"failed with {key}." for key in KEYS),
+    *([key] for key in KEYS), *(f"failed with {key}." for key in KEYS), f"Authorization: Basic {SECRET}", f"X-Api-Key: {SECRET}",
+    f"Cookie: session={SECRET}", f"password: {SECRET}", f"hf_token: {SECRET}", f"http://host/v1?key={SECRET}",
+    f"http://host/?sv=1&sig={SECRET}", f"AccountName=a;AccountKey={SECRET}==", f"--password 'a {SECRET}'", f"-token {SECRET}",
+    ["-token", SECRET], {f"http://me:{SECRET}@host": 1}, {f"token={SECRET}"},
+    f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
 ]  # fmt: skip
 HARMLESS = [
     {"eos_token": "</s>", "pad_token": "x", "max_tokens": 5, "top_p": 0.9, "key": "a", "author": "me"},
     "--max_tokens 5 --eos_token </s>", "http://host:8000/v1?top_k=5", "task-that-is-long-enough-to-be-one", "5 tokens at 3/s",
+    "the pad token: set tokenizer.pad_token", "signature: (prompt, completion)", "xai-grok-4-fast-reasoning", "the key=3 of it",
     "the mail me@example.org", "set mask_ids_without_token=True", ["--seed", "3"], '{"a": 1}',
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES, ids=range(len(PLACES)))
 def test_a_secret_is_hidden_wherever_it_stands(place):
-    shown = json.dumps(hide_secrets(place))
+    shown = json.dumps(hide_secrets(place))  # A set becomes a list.
     assert SECRET not in shown and not any(key in shown for key in KEYS)
 
 
@@ -249,7 +259,28 @@ def test_what_is_no_secret_is_kept(place):
     assert hide_secrets(place) == place
 
 
-@pytest.mark.parametrize("part", ["a-", "--a", "--a.", "eyJ", "eyJa-", "-", "://a@", "?a", "token: '", "a "])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "a-",
+        "--a",
+        "--a.",
+        "eyJ",
+        "eyJa-",
+        "-",
+        "://a@",
+        "?a",
+        "token: '",
+        "a ",
+        "a: ",
+        "api_key: ",
+        "SG.a",
+        "-----BEGIN ",
+        '--a "',
+        "?",
+        '"',
+    ],
+)
 def test_secrets_are_looked_for_in_linear_time(part):
     began = time.process_time()
     hide_secrets(part * (100_000 // len(part)))

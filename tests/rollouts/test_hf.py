@@ -20,6 +20,7 @@ from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.sampling import generation_fields
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
+from tests.models.architectures import built
 from tests.wordings import raises
 
 VOCAB = 64
@@ -93,6 +94,30 @@ def drawn_from(logits, prompt, tokens, settings):
         keep = keep[p[keep] >= settings.get("min_p", 0.0) * p.max()]
         rows.append(torch.full_like(p, -torch.inf).index_put((keep,), (p[keep] / p[keep].sum()).log()))
     return torch.stack(rows)
+
+
+BIASED = {
+    "lfm2": {"conv_bias": True}, "falcon h1": {"mamba_proj_bias": True}, "jamba": {"mamba_proj_bias": True},
+    "recurrent gemma": {}, "qwen3.5": "adapter",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_rows_of_recurrent_models_are_sampled_as_if_alone(name):
+    """transformers lets padding on the left into a convolution where the projection before it has a bias."""
+    changes = BIASED[name]
+    model = built(name, **({} if changes == "adapter" else changes))
+    if changes == "adapter":
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["in_proj_qkv"], lora_bias=True)).eval()
+    torch.manual_seed(0)
+    for part, parameter in model.named_parameters():
+        if "bias" in part:
+            torch.nn.init.normal_(parameter, std=0.3)
+    for r in HFEngine(model, pad_token_id=0).generate([Request(p, 2) for p in PROMPTS], Sampling(6, seed=1)):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([r.prompt_ids + r.token_ids])).logits[0, len(r.prompt_ids) - 1 : -1]
+        truth = logits.log_softmax(-1).gather(1, torch.tensor(r.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(r.logp), truth, atol=1e-4, rtol=0)
 
 
 def test_without_a_cut_there_is_one_distribution():

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -107,6 +108,24 @@ def test_long_calls_read_packed_weights_and_short_ones_do_not(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         NativeEngine(model, pad_token_id=0).generate([Request([5], 8)], Sampling(PACK_FROM + 1, seed=0))
     assert len(packed) == 1
+
+
+@packs
+@pytest.mark.parametrize("target", ["q_proj.weight", "mlp.down_proj.weight", "lm_head.weight"])
+def test_a_weight_that_an_adapter_changes_during_the_call_is_not_read_from_a_copy(target):
+    """peft replaces the parameter itself while the layer runs (``target_parameters``)."""
+    config = peft.LoraConfig(r=4, target_modules=["v_proj"], target_parameters=[target])
+    model = peft.get_peft_model(build_model(50, tie_word_embeddings=False), config).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    _, rollouts = generate(model, tokens=PACK_FROM + 8)
+    for rollout in rollouts:
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]])
+        with torch.no_grad():
+            logps = model(input_ids=ids).logits[0].log_softmax(-1)[len(rollout.prompt_ids) - 1 : -1]
+        truth = logps.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(rollout.logp), truth, atol=1e-4, rtol=0)
 
 
 @packs

@@ -14,6 +14,7 @@ from posttrain.errors import ModelError
 from posttrain.rollouts import shared_weights as merged
 from posttrain.rollouts.shared_weights import Weights, as_dtype, check_mergeable, merged_weights, save_merged
 from tests.conftest import build_model
+from tests.models.architectures import built
 from tests.wordings import raises
 
 
@@ -137,6 +138,30 @@ def test_merged_adapters_of_expert_tensors_compute_what_the_trainer_computes(set
     peft_own = dict(copy.deepcopy(model).merge_and_unload().named_parameters())
     for name, tensor in Weights(model):
         torch.testing.assert_close(tensor, peft_own[name], atol=3e-6, rtol=0)
+
+
+def test_the_buffers_of_a_module_with_an_adapted_parameter_are_sent(tmp_path):
+    """The right values are those of a whole state dict, into which the adapter is merged by peft."""
+    base = built("deepseek v3")
+    correction = next(b for name, b in base.named_buffers() if name.endswith("e_score_correction_bias"))
+    correction.copy_(torch.tensor([0.5, -0.5, 0.2, 0.0]))
+    model = adapted(base, target_modules="all-linear")  # peft counts the router among linear layers.
+    expected = copy.deepcopy(model).merge_and_unload().state_dict()
+    sent = dict(Weights(model))
+    assert sent.keys() == expected.keys()
+    for name, tensor in sent.items():
+        torch.testing.assert_close(tensor, expected[name], atol=3e-6, rtol=0)
+    save_merged(model, tmp_path)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-4)
+
+
+def test_an_adapter_of_pytorch_attention_is_refused():
+    """peft's own forward pass adds the part of the inner output layer twice."""
+    base = torch.nn.Sequential(torch.nn.MultiheadAttention(8, 2))
+    with raises(ModelError, "0 is a MultiheadAttention", "target_modules"):
+        Weights(peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"])))
 
 
 @pytest.mark.parametrize(

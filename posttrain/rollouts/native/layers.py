@@ -254,7 +254,8 @@ def worth_packing(model: nn.Module) -> bool:
 
 
 def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:
-    if torch.is_autocast_enabled("cpu"):
+    # peft changes a layer's class while it replaces its weight (``target_parameters``): a copy would lack the adapter.
+    if torch.is_autocast_enabled("cpu") or type(layer) is not nn.Linear:
         return F.linear(x, layer.weight, layer.bias)
     if packed is not None and (layer,) in packed.weights:
         return packed.product((layer,), x)
