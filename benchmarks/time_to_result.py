@@ -151,8 +151,9 @@ def main() -> None:
         print(json.dumps(run(args.side, model, args.steps, args.seed)))
         return
     if args.seeds:
-        runs: list[dict] = []
-        for seed in range(args.seed, args.seed + args.seeds):
+        done = harness.RESULTS / "demo_seeds.json"  # Seeds in it are not run again.
+        runs: list[dict] = json.loads(done.read_text(encoding="utf-8"))["runs"] if done.exists() else []
+        for seed in sorted({*range(args.seed, args.seed + args.seeds)} - {found["seed"] for found in runs}):
             options = ("--side", "ours", "--seeds", "1", "--seed", str(seed), "--model", model)
             runs.append(harness.child(sys.executable, __file__, *options))
             print(runs[-1], flush=True)

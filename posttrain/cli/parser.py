@@ -55,7 +55,9 @@ class PosttrainArgumentParser(HfArgumentParser):
         self.usage = options.get("usage", f"{self.prog} [--config FILE.yaml] [--option value ...]")
         hints = dict(item for kind in types for item in typing.get_type_hints(kind).items())
         configs = [kind for kind in types if "check_fields" in dir(kind)]
-        checked = {item.name for kind in configs for item in dataclasses.fields(kind)} - vars(TrainingArguments).keys()
+        own = {item.name for kind in configs for item in dataclasses.fields(kind)}
+        converted = importlib.import_module("posttrain.compat.trl_names").values().keys()
+        checked = own - TrainingArguments.__dataclass_fields__.keys() | converted
         self.choices = {action.dest: tuple(action.choices or ()) for action in self._actions}
         for action in list(self._actions):
             if action.help:
