@@ -22,7 +22,11 @@ def test_every_part_of_a_dry_run_holds(dry):
     code, parts, page = dry
     assert code == 0 and not [name for name, part in parts.items() if "failed" in part]
     assert set(parts) == set(verify_gpu.questions("tiny", "cpu"))
-    assert parts["grpo, tiny"]["engine"] and parts["sft, tiny"]["attention"] and parts["grpo, tiny"]["seconds_per_step"] > 0
+    assert (
+        parts["grpo, tiny"]["engine"]
+        and parts["sft, tiny"]["attention"]
+        and parts["grpo, tiny"]["seconds_per_step"] > 0
+    )
     assert page.startswith("before") and page.endswith("after\n") and "former row" not in page
     assert all(name in page for name in parts)
 
