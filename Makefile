@@ -91,7 +91,7 @@ test-ranks: $(VENV)/.dev  ## every method on two processes beside one, into docs
 test-matrix: $(VENV)/.dev  ## the cells of families, engines and methods that `make test` leaves out: minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m "matrix and slow and not gpu" $(ARGS)
 
-verify-gpu: $(VENV)/.dev  ## all that only an accelerator can show, into docs/verified.md; ARGS=--dry-run tries it on a CPU
+verify-gpu: $(VENV)/.dev  ## what only an accelerator can show, most important first, into docs/verified.md; ARGS=--dry-run tries it on a CPU
 	HF_HUB_OFFLINE=1 $(DEV_PYTHON) benchmarks/verify_gpu.py $(or $(ARGS),--page docs/verified.md)
 
 lint: $(VENV)/.dev

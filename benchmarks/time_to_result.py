@@ -1,6 +1,7 @@
 """Seconds of training until 60 % of held-out sums are right, ours and the peer's, with the demo's rewards, questions and seeds.
 
     python benchmarks/time_to_result.py --pairs 5 --picture docs/img/time_to_result.svg
+    python benchmarks/time_to_result.py --seeds 10    # No peer, no clock: does the demo learn with every seed?
 
 Every few steps both sides answer the demo's 64 held-out questions greedily, with `generate` of transformers; that is not counted.
 Wants a quiet machine: a busy one slows the side whose turn it is.
@@ -12,12 +13,15 @@ import importlib.util
 import json
 import math
 import re
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import harness
 
 GOAL = 0.6
+UNSEEN = 512  # Held-out questions that the demo answers with each seed; the first 64 are the demo's own.
 EVERY = 2  # Steps between two exams.
 
 
@@ -84,6 +88,32 @@ def run(side: str, model: str, steps: int, seed: int) -> dict:
     return {"curve": curve, "seconds_to_goal": reached, "peak_gb": round(harness.peak_memory(), 3)}
 
 
+def learn(model: str, seed: int, folder: str) -> dict:
+    """Run the demo's training with another seed, and ask its 64 held-out questions and more that are not trained on.
+
+    Returns:
+        ``right``: share of greedy answers whose last number is the sum, after training. ``exact``: share of those that are the
+        sum and nothing else. ``right_of_64``: the demo's own count, before and after. ``accuracy``: mean reward of each step.
+    """
+    from posttrain.cli.demo import example
+
+    task = example("grpo_add")
+    trainer = task.make_trainer(model, folder, seed=seed, report_to="none", disable_tqdm=True, save_strategy="no")
+    trained = len(trainer.train_dataset)
+    more, held_out = task.questions(trained + UNSEEN - len(trainer.eval_dataset), seed)
+    before = task.count_right(task.exam(trainer))
+    trainer.train()
+    said = task.exam(trainer, [*held_out, *more.select(range(trained, len(more)))])
+    return {
+        "seed": seed,
+        "questions": len(said),
+        "right": task.count_right(said) / len(said),
+        "exact": sum(answer == text for _, answer, text in said) / len(said),
+        "right_of_64": [before, task.count_right(said[: len(held_out)])],
+        "accuracy": [round(float(entry["rewards/accuracy/mean"]), 4) for entry in harness.log_of(trainer)],
+    }
+
+
 def draw(pairs: list, path: Path) -> None:
     """Both curves of every pair in one picture."""
     import matplotlib.pyplot as plt
@@ -108,12 +138,27 @@ def judged(pair: list) -> tuple[float, float]:
 def main() -> None:
     parser = harness.parser(__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=40, help="most optimiser steps")
-    parser.add_argument("--seed", type=int, default=0, help="of the first pair; others follow")
+    parser.add_argument("--seed", type=int, default=0, help="of the first pair or run; others follow")
+    parser.add_argument("--seeds", type=int, help="instead of pairs: run the demo as it is, with so many seeds")
     parser.add_argument("--picture", help="file of the picture")
     args = parser.parse_args()
     model = args.model or harness.default_model()
+    if args.side and args.seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(learn(model, args.seed, folder)))
+        return
     if args.side:
         print(json.dumps(run(args.side, model, args.steps, args.seed)))
+        return
+    if args.seeds:
+        done = harness.RESULTS / "demo_seeds.json"  # Seeds in it are not run again.
+        runs: list[dict] = json.loads(done.read_text(encoding="utf-8"))["runs"] if done.exists() else []
+        for seed in sorted({*range(args.seed, args.seed + args.seeds)} - {found["seed"] for found in runs}):
+            options = ("--side", "ours", "--seeds", "1", "--seed", str(seed), "--model", model)
+            runs.append(harness.child(sys.executable, __file__, *options))
+            print(runs[-1], flush=True)
+            learned = sum(found["right"] > GOAL for found in runs)
+            harness.save("demo_seeds", {"goal": GOAL, "seeds": len(runs), "above_goal": learned, "runs": runs})
         return
     pairs = []
     for seed in range(args.seed, args.seed + args.pairs):

@@ -1,25 +1,34 @@
-"""What only an accelerator can show, in one command: ``make verify-gpu``; no network, random weights, minutes.
+"""What only an accelerator can show, in one command: ``make verify-gpu``; no network, random weights.
 
-Four steps of every kind of trainer beside the CPU's (tests/gpu; a dry run pretends the GPU); the tests that are marked gpu;
-log-probs of the token forest in bf16 beside each sequence alone, with SDPA and
-FlexAttention; steps of SFT, DPO and GRPO on the shape of Qwen2.5-0.5B, beside TRL's where it is installed, and of SFT on
-4-bit weights (bitsandbytes); rollouts of each engine beside `generate`, of continuous batching and of vLLM. A part that
-fails says so and the others go on; one that lacks a package, a GPU or time is skipped and says which. Writes
-``results/verify_gpu.json`` and, with ``--page docs/verified.md``, a table.
-``--dry-run``: a tiny shape, on the CPU, one step of everything.
+Questions are asked in the order of `questions`, so that ten minutes on a lent card answer the most important ones:
+
+1. Do SFT, DPO and GRPO train on the shape of Qwen2.5-0.5B; which attention and engine run; time, memory and waits of a step?
+2. Are the losses of these methods those of the CPU (two-layer models, tests/gpu)?
+3. The same steps with TRL, if it is installed.
+4. Log-probs of the token forest in bf16 beside each sequence alone, with SDPA and FlexAttention.
+5. Rollouts of each engine beside `generate`, of continuous batching and of vLLM; SFT on 4-bit weights (bitsandbytes).
+6. Losses beside the CPU's of every other kind of trainer, by family; and the tests that are marked gpu.
+
+Each answer is written when it is there: ``results/verify_gpu.json``, and with ``--page docs/verified.md`` a table. The same
+command goes on where the last one stopped; ``--again`` begins anew. A question that fails has its error as the answer. One that
+lacks a package or a GPU is skipped. ``--dry-run``: a tiny shape on the CPU, one step of everything.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +39,8 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+from harness import write  # noqa: E402
+
 WORDS = ["river", "stone", "apple", "winter", "yellow", "garden"]
 BEGIN, END = "<!-- gpu -->", "<!-- end of gpu -->"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -44,8 +55,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Of a run: steps, sequences of a step, tokens of a prompt and most of a completion, completions of a prompt.
 SIZES = {"Qwen2.5-0.5B": (6, 32, 256, 128, 8), "tiny": (1, 4, 12, 6, 2)}
-LIMIT = 900.0  # Seconds after which no part begins.
-FAR = 3.0  # The forest may be so many times further from each sequence alone than padding is.
+LIMIT = 600.0  # Seconds after which no question is asked.
+UNANSWERED = "it did not return: the process ended"
+# Scenarios of tests/gpu by family, most important first. The first family is asked before everything else.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "SFT, DPO, GRPO": ("sft", "dpo", "grpo native"),
+    "bf16": ("sft bf16", "sft weights in bf16", "sft segments in bf16", "grpo bf16"),
+    "segments": ("sft segments", "sft packed segments", "dpo segments", "grpo segments"),
+    "engines": ("grpo auto", "grpo hf", "grpo native, beginnings in common"),
+    "adapters and optimizers": ("sft lora", "dpo lora", "sft adamw"),
+    "FlexAttention": ("sft flex_attention",),
+    "memory": ("sft packed", "sft checkpointing", "sft offloading", "sft resumed"),
+    "preference": ("reward", "kto", "bco", "cpo", "orpo", "tpo"),
+    "online": ("rloo", "ppo", "a2po", "async grpo", "online dpo", "gkd"),
+    "images": ("sft qwen2_vl", "grpo qwen2_vl"),
+}
+FAR = 3.0  # The forest may be so many times further from float32 than each sequence alone in bf16 is.
 
 
 class Skipped(Exception):
@@ -66,7 +91,8 @@ def model_of(shape: str, device: str, attention: str = "sdpa", dtype: torch.dtyp
 
     torch.manual_seed(0)
     config = Qwen2Config(**SHAPES[shape], bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(device).eval()
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
 
 
 def tokenizer_of() -> Any:
@@ -76,14 +102,14 @@ def tokenizer_of() -> Any:
     return build_tokenizer()
 
 
-def beside_cpu(shape: str, device: str) -> dict[str, Any]:
-    """Losses and gradient norms of trainers of a two-layer model beside the CPU's."""
+def beside_cpu(device: str, family: str) -> dict[str, Any]:
+    """Losses and gradient norms of a family's trainers of a two-layer model beside the CPU's."""
     from tests.gpu.device import why_not
-    from tests.gpu.scenarios import SCENARIOS, beside_cpu
+    from tests.gpu.scenarios import beside_cpu
 
-    if device == "cpu" and (reason := why_not()):
+    if device == "cpu" and (reason := why_not() or ("" if "sft" in FAMILIES[family] else "a dry run asks one family")):
         raise Skipped(reason)
-    found = beside_cpu(list(SCENARIOS) if device == "cuda" else ["sft", "grpo native"], pretend=device == "cpu")
+    found = beside_cpu(FAMILIES[family] if device == "cuda" else ["sft", "grpo native"], pretend=device == "cpu")
     near = 1e-3 if device == "cuda" else 1e-5
     far = {name: value for name, value in found.items() if not isinstance(value, str) and value > near}
     far = {name: value for name, value in far.items() if "bf16" not in name}
@@ -101,7 +127,7 @@ def gpu_tests(shape: str, device: str) -> dict[str, Any]:
 
 
 def parity(shape: str, device: str, attention: str) -> dict[str, Any]:
-    """Mean and largest distance of log-probs from each sequence alone, of the forest and of padded rows, in nats."""
+    """Mean and largest distance of log-probs in bf16 from those of float32, in nats: each sequence alone, forest, padded rows."""
     if attention == "flex_attention" and device == "cpu":
         raise Skipped("FlexAttention is compiled for a GPU")
     from posttrain.data.forest import Layout, collate
@@ -116,27 +142,38 @@ def parity(shape: str, device: str, attention: str) -> dict[str, Any]:
         masks = [[1] * len(ids) for ids in completions]
         rows.append(Row([rng.randrange(3, vocabulary) for _ in range(prompt)], completions, masks))
     model = model_of(shape, device, attention)
+    plain = model_of(shape, device)
     with torch.no_grad():
-        alone = [logp.cpu().tolist() for logp in sequence_logps(model_of(shape, device), rows)]
-    found: dict[str, Any] = {}
+        alone = [logp.cpu().tolist() for logp in sequence_logps(plain, rows)]
+        truth = [logp.cpu().tolist() for logp in sequence_logps(plain.float(), rows)]
+    del plain
+
+    def distance(logps: list[list[float]]) -> dict[str, float]:
+        gaps = [abs(a - b) for x, y in zip(truth, logps, strict=True) for a, b in zip(x, y, strict=True)]
+        return {"mean": sum(gaps) / len(gaps), "most": max(gaps)}
+
+    found: dict[str, Any] = {"alone": distance(alone)}
     for kind in ("tree", "padded"):
         layout = Layout(kind=kind, row_tokens=2048, pad_to_multiple_of=128 if attention == "flex_attention" else None)  # type: ignore[arg-type]
         batches = [(batch.to(device), True) for batch in collate(rows, pad_token_id=2, layout=layout)]
-        ours = batch_logps(model, batches, temperature=1.0, chunk_size=1024)
-        gaps = [abs(a - b) for x, y in zip(alone, ours, strict=True) for a, b in zip(x, y, strict=True)]
-        found[kind] = {"mean": sum(gaps) / len(gaps), "most": max(gaps)}
-    found["holds"] = found["tree"]["mean"] <= FAR * found["padded"]["mean"] + 1e-6
+        found[kind] = distance(batch_logps(model, batches, temperature=1.0, chunk_size=1024)[0])
+    found["holds"] = found["tree"]["mean"] <= FAR * found["alone"]["mean"] + 1e-6
     return found
 
 
 def trained(shape: str, device: str, method: str, library: str = "posttrain") -> dict[str, Any]:
-    """Some steps of ours or of TRL's: losses, seconds, and the most memory; ``qlora`` is SFT of an adapter on 4-bit weights."""
+    """Some steps of ours or of TRL's; ``qlora`` is SFT of an adapter on 4-bit weights.
+
+    Returns:
+        Losses, seconds of a step without the first and the last one, peak memory, the waits of the last step, and of ours the
+        attention and the engine that ran.
+    """
     pt = needs(library)
     quantised = method == "qlora"
     if quantised:
         needs("bitsandbytes")
         method = "sft"
-    from tests.methods.helpers import prompts
+    from tests.methods.helpers import count_a, prompts
 
     steps, count, prompt, longest, group = SIZES[shape]
     told = " ".join(random.Random(0).choices(WORDS, k=max(2, prompt // 4)))
@@ -158,9 +195,7 @@ def trained(shape: str, device: str, method: str, library: str = "posttrain") ->
         "grpo": (pt.GRPOTrainer, pt.GRPOConfig),
     }
     trainer, config = kinds[method]
-    extra = (
-        {"reward_funcs": lambda completions, **_: [float(len(c) % 3) for c in completions]} if method == "grpo" else {}
-    )
+    extra = {"reward_funcs": count_a} if method == "grpo" else {}
     with tempfile.TemporaryDirectory() as folder:
         model = model_of(shape, device, dtype=torch.float32)
         if quantised:
@@ -172,16 +207,64 @@ def trained(shape: str, device: str, method: str, library: str = "posttrain") ->
             model=model, args=config(folder, **common, **own.get(method, {})), train_dataset=data,
             processing_class=tokenizer_of(), **extra,
         )  # fmt: skip
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
+        watch = watched(made, device)
         made.train()
-        seconds = time.perf_counter() - began
+    ran = ran_with(made) if library == "posttrain" else {}
     losses = [row["loss"] for row in made.state.log_history if "loss" in row]
-    if len(losses) != steps or any(loss != loss for loss in losses):
-        raise RuntimeError(f"{steps} steps left the losses {losses}")
-    memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
-    return {"losses": losses, "seconds_per_step": seconds / steps, "peak_gib": memory}
+    norms = [float(row["grad_norm"]) for row in made.state.log_history if "grad_norm" in row]
+    if len(losses) != steps or any(loss != loss for loss in losses) or not all(0 < norm < math.inf for norm in norms):
+        raise RuntimeError(f"{steps} steps left the losses {losses} and gradient norms {norms}")
+    return {**ran, **watch(), "losses": losses, "norms": norms}
+
+
+def watched(trainer: Any, device: str) -> Callable[[], dict[str, Any]]:
+    """Watch a trainer's steps. The function that is returned gives the figures after training."""
+    from transformers import TrainerCallback
+
+    ends: list[float] = []
+    waits: list[Any] = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if device == "cuda" and state.global_step == state.max_steps - 1:
+                self.caught = warnings.catch_warnings(record=True)
+                waits.append(self.caught.__enter__())
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if waits:
+                torch.cuda.set_sync_debug_mode("default")
+                self.caught.__exit__(None, None, None)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    trainer.add_callback(Watch())
+
+    def figures() -> dict[str, Any]:
+        first, last = (0, -2) if len(ends) > 2 else (0, -1)
+        timed = (ends[last] - ends[first]) / max(1, len(ends) + last - first) if len(ends) > 1 else ends[0] - began
+        said = [str(warning.message) for warning in waits[0]] if waits else None
+        return {
+            "seconds_per_step": timed,
+            "first_step": ends[0] - began,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+            "waits": None if said is None else sum("synchroniz" in text for text in said),
+        }
+
+    return figures
+
+
+def ran_with(trainer: Any) -> dict[str, Any]:
+    """Attention, layout and engine of one of our trainers after training."""
+    layout, engine = trainer.layout, getattr(trainer, "engine", None)
+    segments = layout.kind == "tree" and not layout.dense_mask
+    found = {"attention": "segments" if segments else trainer.model.config._attn_implementation, "layout": layout.kind}
+    return found | ({"engine": engine.name} if engine is not None else {})
 
 
 def in_four_bits(model: Any, folder: str) -> tuple[Any, Any]:
@@ -241,22 +324,24 @@ def rollouts(shape: str, device: str) -> dict[str, Any]:
     return {one.name: {"tokens_per_second": one.tokens_per_second, "gap": one.gap} for one in found}
 
 
-def parts(shape: str, device: str) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Everything that is shown, by name."""
-    found: dict[str, Callable[[], dict[str, Any]]] = {
-        "trainers beside a CPU's": lambda: beside_cpu(shape, device),
-        "tests marked gpu": lambda: gpu_tests(shape, device),
-    }
-    for attention in ("sdpa", "flex_attention"):
-        found[f"forest beside padded, bf16, {attention}"] = lambda a=attention: parity(shape, device, a)
+def questions(shape: str, device: str) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Every question by name, the most important first."""
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
     for method in ("sft", "dpo", "grpo"):
         found[f"{method}, {shape}"] = lambda m=method: trained(shape, device, m)
+    first, *families = FAMILIES
+    found[f"losses beside a CPU's: {first}"] = lambda: beside_cpu(device, first)
+    for method in ("sft", "dpo", "grpo"):
         found[f"{method}, {shape}, TRL"] = lambda m=method: trained(shape, device, m, "trl")
-    found[f"sft in 4 bits, {shape}"] = lambda: trained(shape, device, "qlora")
+    for attention in ("sdpa", "flex_attention"):
+        found[f"forest beside padded, bf16, {attention}"] = lambda a=attention: parity(shape, device, a)
     found["rollouts beside generate"] = lambda: rollouts(shape, device)
     for engine in ("paged", "vllm"):
         found[f"rollouts of {engine}"] = lambda e=engine: sampled(shape, device, e)
-    return found
+    found[f"sft in 4 bits, {shape}"] = lambda: trained(shape, device, "qlora")
+    for family in families:
+        found[f"losses beside a CPU's: {family}"] = lambda f=family: beside_cpu(device, f)
+    return found | {"tests marked gpu": lambda: gpu_tests(shape, device)}
 
 
 def table(found: dict[str, Any], where: str) -> str:
@@ -267,7 +352,7 @@ def table(found: dict[str, Any], where: str) -> str:
         shown = (
             result.get("failed")
             or skipped
-            or ", ".join(f"{key} {said(value)}" for key, value in result.items() if key != "losses")
+            or ", ".join(f"{key} {said(value)}" for key, value in result.items() if key not in ("losses", "norms"))
         )
         lines.append(f"| {name} | {where} | {shown.replace(chr(10), ' ')} |")
     return "\n".join(lines)
@@ -281,11 +366,15 @@ def said(value: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run every part; 1 where one failed."""
+    """Ask every question that has no answer yet; 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dry-run", action="store_true", help="a tiny shape, on the CPU")
     parser.add_argument("--out", type=Path, help="by default in benchmarks/results, of a dry run in build")
     parser.add_argument("--page", type=Path, help="page whose table is written")
+    parser.add_argument(
+        "--minutes", type=float, default=LIMIT / 60, help="no question is asked later (default: %(default)g)"
+    )
+    parser.add_argument("--again", action="store_true", help="ask everything again")
     options = parser.parse_args(argv)
     shape, device = ("tiny", "cpu") if options.dry_run else ("Qwen2.5-0.5B", "cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -293,31 +382,47 @@ def main(argv: list[str] | None = None) -> int:
             "no GPU is visible to torch. Fix: run it where nvidia-smi shows one, or try it with --dry-run."
         )
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU (dry run)"
-    found: dict[str, Any] = {}
-    first = time.perf_counter()
-    for name, part in parts(shape, device).items():
+    usual = ROOT / ("build" if options.dry_run else "benchmarks/results") / "verify_gpu.json"
+    file = options.out or usual
+    about = {"hardware": where, "torch": torch.__version__, "transformers": metadata.version("transformers")}
+    found = {} if options.again else answered(file, about)
+    first, asked = time.perf_counter(), questions(shape, device)
+    for name, question in asked.items():
+        if name in found:
+            continue
         began = time.perf_counter()
+        if began - first > 60 * options.minutes:
+            break
+        found[name] = {"failed": UNANSWERED}  # What a later command reads if this process is killed.
+        write(file, about | {"parts": found})
         try:
-            if began - first > LIMIT:
-                raise Skipped(f"{LIMIT:g} seconds had passed")
-            found[name] = part()
+            found[name] = question()
         except Skipped as missing:
             found[name] = {"skipped": str(missing)}
         except Exception as error:
             found[name] = {"failed": f"{type(error).__name__}: {error}"[-1500:]}
         found[name]["seconds"] = round(time.perf_counter() - began, 1)
         print(f"{name}: {found[name]}", flush=True)
+        write(file, about | {"parts": found})
+        if options.page:
+            text = options.page.read_text(encoding="utf-8")
+            head, tail = text.split(BEGIN)[0], text.split(END)[1]
+            options.page.write_text(f"{head}{BEGIN}\n{table(found, where)}\n{END}{tail}", encoding="utf-8")
         if device == "cuda":
             torch.cuda.empty_cache()
-    from harness import write
-
-    usual = ROOT / ("build" if options.dry_run else "benchmarks/results") / "verify_gpu.json"
-    write(options.out or usual, {"hardware": where, "torch": torch.__version__, "parts": found})
-    if options.page:
-        text = options.page.read_text(encoding="utf-8")
-        head, tail = text.split(BEGIN)[0], text.split(END)[1]
-        options.page.write_text(f"{head}{BEGIN}\n{table(found, where)}\n{END}{tail}", encoding="utf-8")
+    left = [name for name in asked if name not in found]
+    print(
+        f"{len(asked) - len(left)} of {len(asked)} questions answered." + f" The same command asks: {left}" * bool(left)
+    )
     return int(any("failed" in one or one.get("holds") is False for one in found.values()))
+
+
+def answered(file: Path, about: dict[str, str]) -> dict[str, Any]:
+    """Answers of an earlier command on the same hardware with the same versions."""
+    if not file.exists():
+        return {}
+    before = json.loads(file.read_text(encoding="utf-8"))
+    return before["parts"] if all(before.get(key) == value for key, value in about.items()) else {}
 
 
 if __name__ == "__main__":

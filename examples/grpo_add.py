@@ -36,34 +36,29 @@ def accuracy(completions: list, answer: list, **_) -> list[float]:
 
 
 def brevity(completions: list, answer: list, **_) -> list[float]:
-    """A small cost for every character beyond the answer."""
-    return [-0.01 * max(0, len(c[0]["content"].strip()) - len(a)) for c, a in zip(completions, answer, strict=True)]
+    """A small cost for every character beyond a right answer.
+
+    A wrong answer costs nothing, however long. Otherwise short answers win in groups without a right one, and the model learns to
+    leave the sum out.
+    """
+    texts = [c[0]["content"].strip() for c in completions]
+    return [0.01 * (len(a) - len(t)) * (last_number(t) == a) for t, a in zip(texts, answer, strict=True)]
 
 
-def make_trainer(model: str, output_dir: str, steps: int = 20, **options) -> GRPOTrainer:
+def make_trainer(model: str, output_dir: str, steps: int = 20, seed: int = 0, **options) -> GRPOTrainer:
     """GRPO with 8 questions x 8 answers a step."""
-    train, held_out = questions(8 * steps)
+    train, held_out = questions(8 * steps, seed)
     config = GRPOConfig(
-        output_dir,
-        max_steps=steps,
-        per_device_train_batch_size=64,
-        num_generations=8,
-        max_completion_length=LIMIT,
-        temperature=0.8,
-        learning_rate=2e-5,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_steps=5,
-        save_total_limit=2,
-        seed=0,
-        **options,
-    )
+        output_dir, max_steps=steps, per_device_train_batch_size=64, num_generations=8, max_completion_length=LIMIT,
+        temperature=0.8, learning_rate=2e-5, gradient_checkpointing=False, logging_steps=1, save_steps=5,
+        save_total_limit=2, seed=seed, **options,
+    )  # fmt: skip
     return GRPOTrainer(model, [accuracy, brevity], config, train_dataset=train, eval_dataset=held_out)
 
 
-def exam(trainer: GRPOTrainer) -> list[tuple[str, str, str]]:
-    """(question, right answer, what the model says), greedily, on the held-out questions."""
-    rows = list(trainer.eval_dataset)
+def exam(trainer: GRPOTrainer, rows: list | None = None) -> list[tuple[str, str, str]]:
+    """(question, right answer, what the model says), greedily, on the held-out questions or on other rows."""
+    rows = rows or list(trainer.eval_dataset)
     said = complete(trainer.model, trainer.processing_class, [row["prompt"] for row in rows], max_new_tokens=LIMIT)
     return [(r["prompt"][0]["content"], r["answer"], s.strip()) for r, s in zip(rows, said, strict=True)]
 

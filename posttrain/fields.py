@@ -131,7 +131,7 @@ def read_mapping(name: str, value: object) -> Any:
 
 
 def check_fields(config: Any, *, beside: type) -> None:
-    """Refuse the first field of a config whose value is not of its type, or out of its range.
+    """Refuse the first field of a config whose value is not of its type, or out of its range. Convert values of older releases.
 
     Containers are not looked into: what is read of them is checked where it is read.
 
@@ -142,6 +142,7 @@ def check_fields(config: Any, *, beside: type) -> None:
     Raises:
         ConfigError: Names the field, its value, what it must be, and what it is for.
     """
+    importlib.import_module("posttrain.compat.old_values").convert(config)
     for name, kind, default, text in _declared(type(config), beside):
         value = getattr(config, name)
         if value is default or _is_a(value, kind):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from posttrain.checks.registry import finding
+from posttrain.checks.registry import Context, finding, probe
 from posttrain.checks.rows import answers_of, count_of, note_suspects, where
 from posttrain.data.chat import common_prefix
-from posttrain.data.formats import PROMPT_COLUMNS, has_pictures, maybe_convert_to_chatml
+from posttrain.data.formats import PROMPT_COLUMNS, has_pictures, known_columns, maybe_convert_to_chatml
 from posttrain.errors import ConfigError
 from posttrain.losses.reduce import sequence_lengths
 from posttrain.models import parallel
@@ -121,6 +121,30 @@ def check_judged(rows: Sequence[Row]) -> Finding | None:
         "the two labels cancel each other. In rows that come from pairs, chosen and rejected are equal.",
         "remove these rows; if all rows are affected, check how answers and labels were made.",
     )
+
+
+# Names of columns that hold prompts in public datasets.
+PROMPT_NAMES = ("question", "query", "instruction", "input", "problem", "user", "prompts", "prompt_text")
+
+
+@probe("data", "PT-D037")
+def prompt_left_over(context: Context) -> Iterator[Finding]:
+    """Find pairs of text without a prompt whose set has a column that looks like the prompt and is not in the answers."""
+    names = {name.casefold(): name for name in known_columns(context.train_dataset)}
+    found = next((names[name] for name in PROMPT_NAMES if name in names), None)
+    if found is None or "prompt" in names or not {"chosen", "rejected"} <= set(names):
+        return
+    row = next(iter(context.train_dataset), {})
+    asked, chosen = row.get(found), row.get("chosen")
+    if isinstance(asked, str) and isinstance(chosen, str) and asked.strip() and asked.strip() not in chosen:
+        yield finding(
+            "PT-D037",
+            "warning",
+            f"the pairs have no column 'prompt', and the column {found!r} looks like one and is not read",
+            f"row 0: {found}={asked[:60]!r}, chosen={chosen[:60]!r}",
+            "the prompt is the text that chosen and rejected begin with, so the model is trained without the question.",
+            f"rename the column: dataset = dataset.rename_column({found!r}, 'prompt').",
+        )
 
 
 # Pairs as text -------------------------------------------------------------------------------------------------------

@@ -252,6 +252,7 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-D034", "pair-against-scores", "data", "pairs that contradict their own scores", "f"),
     ("PT-D035", "pair-swapped", "data", "pairs that also appear with both sides swapped", "f"),
     ("PT-D036", "reward-model-agreement", "data", "agreement of a reward model with the labels", "f"),
+    ("PT-D037", "pair-prompt-unread", "data", "pairs of text without a prompt, and a column that looks like one", "f"),
     ("PT-B001", "train-nothing-trained", "first_batch", "no parameter requires a gradient", ""),
     ("PT-B002", "train-gradient-not-finite", "first_batch", "a gradient of the first step is not finite", ""),
     ("PT-B003", "train-no-gradient", "first_batch", "no parameter got a gradient", ""),

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -18,7 +19,7 @@ from typing import Any
 from posttrain.cli import train
 from posttrain.cli.commands import TRAINING
 from posttrain.cli.subject import ROWS, Subject, no_progress_bars
-from posttrain.errors import PosttrainError, PreflightError, check_choice
+from posttrain.errors import ConfigError, PosttrainError, PreflightError, check_choice
 from posttrain.types import Finding
 
 REFUSED = PreflightError.exit_code
@@ -278,9 +279,17 @@ class Checkup:
         """Make the trainer as the command does, and try a step and an evaluation batch in a temporary folder."""
         if not self.tries_step or self.refused:
             return ""
+        from posttrain.loop.checkpoint import resolve_resume
         from posttrain.methods.config import parallel_sizes
 
-        if self.subject.launch or parallel_sizes(self.subject.config)["sp_size"] > 1:
+        resolve_resume(train.resume_from(self.subject.config), self.subject.config.output_dir)
+        launch, size = self.subject.launch, parallel_sizes(self.subject.config)["sp_size"]
+        world = train.launched(launch)[0] if launch else int(os.environ.get("WORLD_SIZE", "1"))
+        if world % size:
+            raise ConfigError(
+                f"sp_size={size} does not divide the command's {world} processes. Fix: --num_processes {size}."
+            )
+        if launch or size > 1:
             return "not tried: the command needs several processes"
         script_args, config, model_args, mixture = train.parse(self.command, self.tokens)[0]
         if config.use_vllm or self.subject.method.traits.workers_sample:
@@ -447,5 +456,10 @@ def show(checkup: Checkup) -> None:
     verdict = "refused" if checkup.refused else "ready to train"
     if verdict != "refused" and not checkup.tries_step:
         verdict = "nothing found without the model (adapter targets, generation, memory of a step and evaluation: not checked)"
+    untried = next(
+        (stage.said for stage in checkup.stages if stage.name == "start" and stage.said.startswith("not tried")), ""
+    )
+    if verdict != "refused" and untried:
+        verdict = f"nothing found before the first step, which was {untried}"
     style = STYLES["error"] if checkup.refused else "bold green"
     console.print(Text.assemble("\n", (f"{checkup.command}: {verdict}", style), f" ({said}; {seconds:.1f} s)"))

@@ -30,7 +30,7 @@ HELP = """usage: posttrain COMMAND [options]
 
 Post-training of transformer language models.
 
-training commands (all take --config FILE.yaml; COMMAND --help shows common options, COMMAND --help all shows every option):
+training commands (all take --config FILE.yaml; COMMAND --help lists options by use, --help all in full):
 {training}
 
 other commands:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib.util
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -17,10 +19,18 @@ from posttrain.cli.commands import TRAINING
 from posttrain.errors import ConfigError, did_you_mean
 
 WRITTEN = {"PLANNED": "8"}  # Values of defaults that are named constants.
-RUN, FAMILY = "the run", "of its family"
+MOST, RUN, TRANSFORMERS = "most used", "every run", "every run, from transformers.TrainingArguments"
+SENTENCE = re.compile(r"(?<!e\.g)(?<!i\.e)\. ")  # End of a sentence.
 ROOT = Path(__file__).parents[1]
 EXTENSIONS = ("extensions/experimental/*.py", "extensions/asynchronous/*.py")
-SOURCES = ("methods/**/*.py", *EXTENSIONS, "cli/train.py", "models/load.py")
+SOURCES = (
+    "methods/**/*.py",
+    *EXTENSIONS,
+    "cli/train.py",
+    "data/mixture.py",
+    "models/load.py",
+    "rollouts/episodes/options.py",
+)
 # Settings of transformers.TrainingArguments that a new config shows.
 EVALUATION = {
     "eval_strategy": "steps  # The data needs a test split: a folder with train and test files, or test_split_size.",
@@ -29,7 +39,17 @@ EVALUATION = {
     "load_best_model_at_end": "true  # The checkpoint with the lowest eval_loss, or the best metric_for_best_model.",
 }
 
-# Common options of transformers.TrainingArguments, whose source would import torch.
+# The most used options, in the order in which a run is set up. Each command shows those that it has.
+MOST_USED = (
+    "model_name_or_path", "teacher_model_name_or_path", "dataset_name", "reward_funcs", "output_dir",
+    "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "max_length", "num_generations", "max_completion_length", "max_new_tokens", "temperature", "beta", "lmbda", "loss_type",
+    "reward_weights", "epsilon", "dynamic_sampling", "rollout_engine", "packing", "assistant_only_loss", "use_peft",
+    "eval_strategy", "eval_steps", "save_steps", "load_best_model_at_end", "logging_steps", "log_completions", "report_to",
+    "resume_from_checkpoint", "max_hours", "preflight", "warmup_steps", "lr_scheduler_type", "bf16", "gradient_checkpointing",
+    "seed",
+)  # fmt: skip
+# Sentences for the most used options of transformers.TrainingArguments, shorter than its own.
 COMMON = {
     "output_dir": "Folder of the run: checkpoints, metrics, the model.",
     "max_steps": "Number of optimizer steps. Overrides num_train_epochs.",
@@ -39,31 +59,58 @@ COMMON = {
     "per_device_train_batch_size": "Rows per micro-batch on each device, or auto.",
     "gradient_accumulation_steps": "Micro-batches per optimizer step.",
     "logging_steps": "Steps between two log lines.",
-    "save_steps": "Steps between two checkpoints.",
+    "eval_strategy": "When to evaluate: no, steps (every eval_steps) or epoch.",
+    "eval_steps": "Steps between two evaluations. Below 1: a fraction of all steps.",
+    "save_steps": "Steps between two checkpoints. Below 1: a fraction of all steps.",
     "resume_from_checkpoint": "Checkpoint path, true (latest checkpoint) or auto (latest if there is one).",
+    "load_best_model_at_end": "Load the best checkpoint at the end: the lowest eval_loss, or the best metric_for_best_model.",
+    "warmup_steps": "Steps over which the learning rate rises from 0 to its peak. Below 1: a fraction of all steps.",
+    "lr_scheduler_type": "Schedule of the learning rate: linear, cosine, constant, constant_with_warmup and others.",
+    "gradient_checkpointing": "Recompute activations in the backward pass, which saves memory and costs time.",
     "report_to": "Trackers: none, tensorboard, wandb, trackio; several are allowed.",
     "preflight": "Effect of findings before training: error, warn, off.",
     "seed": "Seed of all random numbers.",
 }
-# Common options that a method inherits from its family; listed with the method's own.
-OFTEN = (
-    "num_generations", "max_completion_length", "temperature", "beta", "epsilon", "max_length", "rollout_engine",
-    "reward_weights", "dynamic_sampling", "log_completions", "teacher_model_name_or_path", "lmbda", "max_new_tokens",
-)  # fmt: skip
 
 
 class Option(NamedTuple):
-    """Field of a config: its default as source text, and its description."""
+    """Field of a config: its default as source text, its description, and its values if they are listed."""
 
     default: str
     text: str = ""
+    choices: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """First sentence of the description, with the values."""
+        first, *others = SENTENCE.split(self.text)
+        if others and " " not in first and not self.choices:
+            first = f"{first}. {others[0]}"
+        missing = [choice for choice in self.choices if choice.strip("'") not in first]
+        return first.rstrip(".:") + (f": {', '.join(self.choices)}" if missing else "")
 
 
 @cache
-def _classes() -> dict[str, ast.ClassDef]:
+def _nodes() -> dict[str, ast.AST]:
     files = [file for pattern in SOURCES for file in sorted(ROOT.glob(pattern))]
+    found = importlib.util.find_spec("transformers")  # Only located, never imported.
+    files += [Path(folder) / "training_args.py" for folder in found.submodule_search_locations or ()] if found else []
     nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
-    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)} | {
+        node.target.id: node for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+
+
+def _unread(node: ast.ClassDef) -> set[str]:
+    """Return the strings in the argument ``unread`` of a config's decorator. Inherited options among them are refused."""
+    calls = [call for call in node.decorator_list if isinstance(call, ast.Call)]
+    given = [word.value for call in calls for word in call.keywords if word.arg == "unread"]
+    parts = [part for value in given for part in ast.walk(value)]
+    named = [_nodes()[part.id] for part in parts if isinstance(part, ast.Name) and part.id in _nodes()]
+    parts += [part for node in named for part in ast.walk(node)]
+    excluded = [part for compared in parts if isinstance(compared, ast.Compare) for part in ast.walk(compared)]
+    of_all, of_excluded = ({str(p.value) for p in some if isinstance(p, ast.Constant)} for some in (parts, excluded))
+    return of_all - of_excluded
 
 
 def _declared(node: ast.ClassDef) -> dict[str, Option]:
@@ -98,52 +145,58 @@ def _declared(node: ast.ClassDef) -> dict[str, Option]:
             made = [k.value for k in value.keywords if k.arg == "default_factory"]
             defaults += [value.body for value in made if isinstance(value, ast.Lambda)]
             value = value.args[0] if value.args else defaults[0] if defaults else ast.Constant(None)
-        options[line.target.id] = Option(WRITTEN.get(ast.unparse(value), ast.unparse(value)), text)
+        default = "" if isinstance(value, ast.Name | ast.Attribute) else ast.unparse(value)
+        kind = next((n for n in ast.walk(line.annotation) if isinstance(n, ast.Subscript)), None)
+        listed = kind is not None and ast.unparse(kind.value) == "Literal"
+        choices = ast.literal_eval(kind.slice) if kind is not None and listed else ()
+        choices = tuple(map(repr, choices)) if isinstance(choices, tuple) else ()
+        options[line.target.id] = Option(WRITTEN.get(ast.unparse(value), default), text, choices)
     return options
 
 
 def _lineage(name: str) -> list[ast.ClassDef]:
     """Return a config's class and its bases in this package, nearest first."""
-    node = _classes().get(name)
-    if node is None:
+    node = _nodes().get(name)
+    if not isinstance(node, ast.ClassDef):
         return []
-    bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+    bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
     return list(dict.fromkeys([node, *(one for base in bases for one in _lineage(base))]))
 
 
 def groups(command: str) -> dict[str, dict[str, Option]]:
-    """Return the options of a training command by heading. Each option is listed once."""
+    """Return the options of a training command by heading, the most used first. Each option is listed once."""
     chosen = TRAINING[command]
     lineage = _lineage(f"{chosen.method}Config")
     shared = [node for node in lineage if node.name == "PostTrainingConfig"]
-    inherited = [node for node in lineage[1:] if node not in shared]
+    foreign = [node for node in lineage if node.name == "TrainingArguments"]
     parts = {  # A field belongs to the class nearest to the method that declares it, with that class's default.
         chosen.method: lineage[:1],
-        FAMILY: inherited,
+        f"{chosen.method} and methods like it": [n for n in lineage[1:] if n not in shared + foreign],
         RUN: shared,
-        "data and rewards": _lineage(chosen.script_args)[::-1],
+        TRANSFORMERS: foreign,
+        "data and rewards": _lineage("DatasetMixtureConfig") + _lineage(chosen.script_args),
         "model": _lineage("ModelConfig"),
     }
-    headings: dict[str, dict[str, Option]] = {
-        heading: {} for heading in (RUN, "data and rewards", "model", chosen.method, FAMILY)
-    }
-    headings[RUN] = {name: Option("", text) for name, text in COMMON.items()}
-    taken: dict[str, str] = {}
+    declared: dict[str, Option] = {}
+    headings: dict[str, list[str]] = {}
     for heading, nodes in parts.items():
-        for name, option in (pair for node in nodes for pair in _declared(node).items()):
-            place = taken.get(name)
-            if place is not None:
-                if not headings[place][name].text:
-                    headings[place][name] = Option(headings[place][name].default, option.text)
-                continue
-            place = RUN if name in COMMON else chosen.method if heading == FAMILY and name in OFTEN else heading
-            taken[name] = place
-            headings[place][name] = Option(option.default, COMMON[name]) if place == RUN and name in COMMON else option
-    return headings
+        for options in map(_declared, nodes):
+            # Fields of a base class, which more methods have, come first.
+            headings[heading] = [name for name in options if name not in declared] + headings.get(heading, [])
+            for name, option in options.items():
+                first = declared.get(name, option)
+                declared[name] = first._replace(text=COMMON.get(name) or first.text or option.text)
+    unread: set[str] = set()
+    for node in reversed(lineage):
+        unread = (unread - _declared(node).keys()) | _unread(node)
+    most = [name for name in MOST_USED if name in declared and name not in unread]
+    order = (*list(parts)[:2], "data and rewards", "model", RUN, TRANSFORMERS)
+    others = {key: [name for name in headings.get(key, ()) if name not in {*most, *unread}] for key in order}
+    return {key: {name: declared[name] for name in names} for key, names in ({MOST: most} | others).items() if names}
 
 
 def help_text(command: str) -> str:
-    """Format the short help: common options and the method's own with descriptions, inherited options by name."""
+    """Format the short help: every option with the first sentence of its description."""
     width = min(shutil.get_terminal_size().columns, 120)
     about = TRAINING[command].text
     lines = [
@@ -151,16 +204,16 @@ def help_text(command: str) -> str:
         f"\n{about[0].upper()}{about[1:]}.",
     ]
     for heading, options in groups(command).items():
-        shown = {k: v for k, v in options.items() if heading != RUN or k in COMMON}
         lines += ["", f"{heading}:"]
-        if heading == FAMILY:
-            lines += textwrap.wrap(", ".join(sorted(shown)), width, initial_indent="  ", subsequent_indent="  ")
-            continue
-        for name, option in shown.items():
+        for name, option in options.items():
             default = f" ({option.default})" if option.default not in ("", "None") else ""
-            text, head = option.text.split(". ")[0].rstrip(".") + default, f"  --{name:32}"
-            lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * 36) or [head.rstrip()]
-    return "\n".join([*lines, "", f"Options of transformers.TrainingArguments: posttrain {command} --help all", ""])
+            head = f"  --{name}  ".ljust(36)
+            lines += textwrap.wrap(
+                option.sentence + default, width, initial_indent=head, subsequent_indent=" " * 36
+            ) or [head.rstrip()]
+    return "\n".join(
+        [*lines, "", f"Whole descriptions and the values of each option: posttrain {command} --help all", ""]
+    )
 
 
 COMPLETION = """# posttrain: add `eval "$(posttrain completion {shell})"` to the shell's startup file.
@@ -244,6 +297,7 @@ def starter(command: str) -> str:
             f"output_dir: runs/{command}\nmax_steps: 200\nlogging_steps: 1\nreport_to: none\n"
         )
     known = {line.partition(":")[0] for line in begun.splitlines()}
+    shown = {heading: options for heading, options in groups(command).items() if heading != TRANSFORMERS}
     lines = [
         f"# posttrain {command} --config THIS_FILE",
         f"# First: posttrain check {command} --config THIS_FILE",
@@ -251,10 +305,10 @@ def starter(command: str) -> str:
     ]
     lines += ["# --- evaluation and checkpoints; every field of transformers.TrainingArguments can be set here"]
     lines += [f"# {name}: {value}" for name, value in EVALUATION.items() if name not in known]
-    for heading, options in groups(command).items():
+    for heading, options in shown.items():
         lines.append(f"# --- {heading}; each option is shown with its default")
         for name, option in options.items():
-            if name not in known and option.text and option.default:
+            if name not in known | EVALUATION.keys() and option.text and option.default:
                 lines += [
                     *textwrap.wrap(option.text, 110, initial_indent="# ", subsequent_indent="# "),
                     f"# {name}: {_in_yaml(option.default)}",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 from posttrain.errors import ConfigError, did_you_mean
 
@@ -54,6 +54,11 @@ class PosttrainArgumentParser(HfArgumentParser):
         # A usage line with all options would fill several screens.
         self.usage = options.get("usage", f"{self.prog} [--config FILE.yaml] [--option value ...]")
         hints = dict(item for kind in types for item in typing.get_type_hints(kind).items())
+        configs = [kind for kind in types if "check_fields" in dir(kind)]
+        own = {item.name for kind in configs for item in dataclasses.fields(kind)}
+        converted = importlib.import_module("posttrain.compat.trl_names").values().keys()
+        checked = own - TrainingArguments.__dataclass_fields__.keys() | converted
+        self.choices = {action.dest: tuple(action.choices or ()) for action in self._actions}
         for action in list(self._actions):
             if action.help:
                 # argparse interprets a percent sign in an inherited help text as a format.
@@ -68,6 +73,10 @@ class PosttrainArgumentParser(HfArgumentParser):
             if hint == int | str:
                 # transformers' parser would accept only numbers.
                 action.type = _number_or_word
+            if action.choices and action.dest in checked:
+                # The config itself refuses other values, and names what replaces them.
+                action.metavar = "{" + ",".join(map(str, action.choices)) + "}"
+                action.choices = None
             if hint in (bool, bool | None) and f"--no_{action.dest}" not in self._option_string_actions:
                 flags = dict.fromkeys((f"--no_{action.dest}", f"--no-{action.dest.replace('_', '-')}"))
                 self.add_argument(*flags, action="store_false", dest=action.dest, default=SUPPRESS, help=SUPPRESS)
@@ -157,11 +166,11 @@ class PosttrainArgumentParser(HfArgumentParser):
         return [token for key, value in others for token in to_tokens(key, value)]
 
     def _meant(self, key: str, value: object, path: str | None) -> object:
-        """Return the intended value of a file entry. YAML reads no and off as false, which becomes "no" if that is a choice."""
+        """Return the intended value of a file entry. YAML reads no and off as false, which becomes the word that is a choice."""
         if isinstance(value, list) and None in value:
             raise ConfigError(f"{path}: {key}={value!r} has an empty item. Fix: remove the item.")
-        choices = next((action.choices for action in self._actions if action.dest == key), None) or ()
-        return "no" if value is False and "no" in choices else value
+        words = [word for word in ("no", "off") if word in self.choices.get(key, ())]
+        return words[0] if value is False and words else value
 
     def _suggest(self, names: Any) -> str:
         shown = []

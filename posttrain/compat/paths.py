@@ -12,6 +12,7 @@ import importlib.machinery
 import pkgutil
 import sys
 import warnings
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -92,35 +93,66 @@ def public_name(module: str, name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     found = older_name(module, name)
-    if found is not None:
-        return found
-    meant = did_you_mean(name, posttrain.__all__)
-    raise ImportError(
-        f"cannot import {name!r} from {module!r}: posttrain has no such name{meant}. Fix: copy the function or class from TRL if "
-        "it is one of its internal helpers. docs/migration.md lists the public names.",
-        name=name,
-    )
+    return found if found is not None else refuse(module, name)
 
 
 def older_name(module: str, name: str) -> Any:
     """Return the object that a name of TRL without a twin stands for. Return None for other names.
 
     Raises:
-        ImportError: Nothing here is the same. Names what does its job.
+        ImportError: Nothing here is the same. Names what does its job, for every such name of the import statement.
     """
     row = trl_names.imports().get(name)
-    if row is None:
-        return None
-    if row.action == "refuse":
-        needless = row.replacement.startswith("nothing: ")
-        fix = row.replacement.replace("nothing", "leave it out", 1) if needless else f"use {row.replacement}"
-        text = f"cannot import {name!r} from {module!r}: posttrain has no such name. Fix: {fix}."
-        raise ImportError(text, name=name)
+    if row is None or row.action == "refuse":
+        return refuse(module, name) if row is not None or name in missing_of_statement(module) else None
     text, level = f"{name} of older releases is now {row.replacement}.", 3 if module == "posttrain" else 4
     warnings.warn(text, FutureWarning, stacklevel=level)
     found = pkgutil.resolve_name(row.replacement)
     setattr(sys.modules[module], name, found)  # An import statement asks twice.
     return found
+
+
+def missing_of_statement(module: str) -> list[str]:
+    """Return the names that the running ``from module import ...`` asks for and that cannot be imported."""
+    import posttrain
+
+    frame: Any = sys._getframe()
+    while frame is not None and not (
+        # Python's own function, which looks up each name of the statement.
+        frame.f_code.co_name == "_handle_fromlist" and frame.f_locals["module"].__name__ == module
+    ):
+        frame = frame.f_back
+    names = frame.f_locals["fromlist"] if frame is not None else ()
+    refused = trl_names.refused("import")
+    known = {*posttrain.__all__, *trl_names.imports(), "*"} - refused.keys()
+    return [
+        name
+        for name in names
+        if name in refused or not (name in known or name in vars(sys.modules[module]) or find_spec(f"{module}.{name}"))
+    ]
+
+
+def refuse(module: str, name: str) -> None:
+    """Raise for a name that is not here, and for the other such names of the import statement.
+
+    Raises:
+        ImportError: Names what does the job of each.
+    """
+    names = dict.fromkeys([name, *missing_of_statement(module)])
+    raise ImportError("\n".join(_text(module, each) for each in names), name=name)
+
+
+def _text(module: str, name: str) -> str:
+    import posttrain
+
+    instead = trl_names.refused("import").get(name)
+    if instead is None:
+        meant = did_you_mean(name, posttrain.__all__)
+        fix = "copy the function or class from TRL if it is one of its internal helpers. docs/migration.md lists the public names"
+    else:
+        meant, needless = "", instead.startswith("nothing: ")
+        fix = instead.replace("nothing", "leave it out", 1) if needless else f"use {instead}"
+    return f"cannot import {name!r} from {module!r}: posttrain has no such name{meant}. Fix: {fix}."
 
 
 def spec_of(fullname: str) -> importlib.machinery.ModuleSpec | None:

@@ -23,8 +23,9 @@ class TRLName(NamedTuple):
     Attributes:
         name: As TRL writes it; of a method with its trainer, ``DPOTrainer.dpo_loss``. An option may have a condition on its
             value, ``Config.warmup_ratio>=1``.
-        kind: ``method`` of a trainer (or a property), ``import`` (a class or function of the package), ``option`` of a config, or
-            ``argument`` of a trainer.
+        kind: ``method`` of a trainer (or a property), ``import`` (a class or function of the package), ``option`` of a config,
+            ``argument`` of a trainer, or ``value`` of an option that still exists, ``SFTConfig.packing_strategy='ffd'`` or
+            any value of ``CPOConfig.max_completion_length``.
         releases: First and last release line that has it, ``0.7-1.16``. Options that TRL's configs inherit from transformers have
             its versions, ``transformers 4``.
         action: ``call``: ours is called alike. ``refuse``: the error names ``replacement``; options that are None or False are
@@ -71,6 +72,23 @@ def rows() -> tuple[TRLName, ...]:
 def imports() -> dict[str, TRLName]:
     """Rows of imports by name."""
     return {row.name: row for row in rows() if row.kind == "import"}
+
+
+@functools.cache
+def values() -> dict[str, list[TRLName]]:
+    """Rows of old values by the name of their option."""
+    found: dict[str, list[TRLName]] = {}
+    for row in rows():
+        if row.kind == "value":
+            found.setdefault(row.plain.partition(".")[2], []).append(row)
+    return found
+
+
+def value_row(cls: type, name: str, value: object) -> TRLName | None:
+    """Return the row of an old value of an option of a config; None for other values."""
+    owners = {base.__name__ for base in cls.__mro__} | {"Config"}
+    found = (row for row in values().get(name, ()) if row.plain.partition(".")[0] in owners)
+    return next((row for row in found if row.holds(value)), None)
 
 
 @functools.cache

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 
+import datasets
 import pytest
 
-from posttrain.checks.pairs import PairScan, nearly_equal, scan_pairs, score_columns
+from posttrain.checks.pairs import PairScan, nearly_equal, prompt_left_over, scan_pairs, score_columns
+from posttrain.checks.registry import Context
 from posttrain.checks.rows import SUSPECTS, note_suspects
 
 
@@ -28,6 +30,20 @@ def test_pairs_that_appear_both_ways_round_are_found_with_their_rows():
     assert "suspect_pairs.jsonl" in found.fix and "label_smoothing" in found.fix
     assert set(scan.suspects.values()) == {"the pair also appears with both sides swapped"}
     assert scan_pairs([pair(i) for i in range(50)]).findings() == []
+
+
+@pytest.mark.parametrize("name", ["question", "Instruction"])
+def test_a_column_that_looks_like_the_prompt_of_text_pairs_is_named(name):
+    rows = [{name: f"What is {i}?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(3)]
+    context = Context("dpo", None, train_dataset=datasets.Dataset.from_list(rows))
+    (found,) = prompt_left_over(context)
+    assert found.code == "PT-D037" and f"'{name}'" in found.what and f"rename_column('{name}', 'prompt')" in found.fix
+    # The answers hold the question, a prompt is there, or the column is something else.
+    whole = [row | {"chosen": row[name] + row["chosen"], "rejected": row[name] + row["rejected"]} for row in rows]
+    prompted = [row | {"prompt": row[name]} for row in rows]
+    other = [{"source": row[name], "chosen": "a", "rejected": "b"} for row in rows]
+    for fine in (whole, prompted, other):
+        assert not list(prompt_left_over(Context("dpo", None, train_dataset=datasets.Dataset.from_list(fine))))
 
 
 def test_scores_that_say_the_opposite_are_counted():

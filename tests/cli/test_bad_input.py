@@ -130,10 +130,12 @@ def test_a_row_of_two_hundred_thousand_tokens_is_cut_and_told_once(tiny_model_di
 
 
 def test_wrong_usage_is_short(capsys):
-    assert main(["sft", "--loss_type", "nlll"]) == 2
+    assert main(["sft", "--max_steps", "many"]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) < 5
     assert "--config FILE.yaml" in err
+    assert main(["sft", "--output_dir", "o", "--loss_type", "nlll"]) == 1
+    assert "loss_type='nlll' is not known (did you mean 'nll'?). Choose one of: " in capsys.readouterr().err
 
 
 CODE = {

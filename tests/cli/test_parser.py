@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from posttrain import ModelConfig, ScriptArguments, SFTConfig
+from posttrain import GRPOConfig, ModelConfig, ScriptArguments, SFTConfig
 from posttrain.cli.commands import TRAINING
 from posttrain.cli.parser import TrlParser, load_config
 from posttrain.cli.train import parser_for
@@ -92,6 +92,23 @@ def test_choices_are_checked_in_the_file_too(parse, capsys):
         parse("dtype: bf16")
     assert stop.value.code == 2
     assert "float32" in capsys.readouterr().err
+
+
+def test_a_wrong_choice_of_a_config_is_refused_alike_in_every_spelling(tmp_path):
+    (tmp_path / "c.yaml").write_text("output_dir: out\nloss_type: gspo\n")
+    parse = parser_for("grpo").parse_args_and_config
+    file, line = ["--config", str(tmp_path / "c.yaml")], ["--output_dir", "out", "--loss_type", "gspo"]
+    for given in (lambda: parse(file), lambda: parse(line), lambda: GRPOConfig("out", loss_type="gspo")):
+        with raises(ConfigError, "gspo", "loss_type='grpo' and importance_sampling_level='sequence'"):
+            given()
+    with raises(ConfigError, "packing_strategy='wraped'", "did you mean 'wrapped'", "'bfd', 'bfd_split', 'wrapped'"):
+        parser_for("sft").parse_args_and_config(["--output_dir", "out", "--packing_strategy", "wraped"])
+
+
+def test_yamls_off_is_the_word_where_off_is_a_choice(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("output_dir: out\npreflight: off\n")
+    assert parser_for("sft").parse_args_and_config(["--config", str(path)])[1].preflight == "off"
 
 
 def test_null_is_none_and_booleans_are_booleans(parse):

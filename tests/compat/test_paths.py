@@ -121,6 +121,22 @@ def test_a_name_without_a_twin_says_what_to_use(name):
         assert INSTEAD[name].removeprefix("nothing: ") in str(caught.value)
 
 
+@pytest.mark.parametrize("module", ["posttrain", "posttrain.trainer.utils"])
+def test_all_names_of_an_import_statement_that_are_not_here_are_named_at_once(module):
+    statement = f"from {module} import pad, ConstantLengthDataset, selective_logsoftmax, DDPOConfig"
+    with raises(ImportError) as caught:
+        exec(statement, {})
+    lines = str(caught.value).splitlines()
+    assert [line.split("'")[1] for line in lines] == ["ConstantLengthDataset", "selective_logsoftmax", "DDPOConfig"]
+    assert "SFTConfig(packing=True)" in lines[0] and "'selective_log_softmax'" in lines[1] and "diffusion" in lines[2]
+
+
+def test_submodules_of_the_package_are_still_imported_by_name():
+    exec("from posttrain import losses, SFTConfig", made := {})
+    assert made["losses"] is importlib.import_module("posttrain.losses")
+    assert not hasattr(posttrain, "no_such_name")
+
+
 @pytest.mark.parametrize("name", ["MergeModelCallback", "ConstantLengthDataset"])
 def test_the_package_itself_says_what_to_use_too(name):
     with raises(ImportError):

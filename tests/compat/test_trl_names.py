@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 
 import posttrain
+from posttrain.cli.commands import TRAINING
+from posttrain.cli.train import parser_for
 from posttrain.compat import old_names
 from posttrain.compat.trl_names import NAME, imports, rows
+from posttrain.errors import ConfigError
+from tests.wordings import raises
 
 CENSUS = json.loads((Path(__file__).parents[1] / "snapshots" / "trl_names.json").read_text(encoding="utf-8"))
 OLD = [row for row in rows() if row.kind in ("option", "argument")]
@@ -57,7 +61,7 @@ def test_an_unknown_name_is_an_import_error_with_the_nearest_name():
 
 def test_actions_and_kinds_are_those_of_the_documentation():
     kinds = {"import": {"rename", "refuse"}, "argument": {"rename", "ignore", "refuse"}, "method": {"call", "ignore", "refuse"},
-             "option": {"rename", "convert", "ignore", "keep", "loss", "refuse"}}  # fmt: skip
+             "option": {"rename", "convert", "ignore", "keep", "loss", "refuse"}, "value": {"rename", "ignore", "refuse"}}  # fmt: skip
     assert {row.kind: {r.action for r in rows() if r.kind == row.kind} for row in rows()} == kinds
     assert all(row.replacement for row in rows() if row.action != "call")
     assert len({(row.kind, row.name) for row in rows()}) == len(rows())
@@ -81,6 +85,25 @@ def test_a_row_of_an_option_or_argument_names_what_exists(row):
     assert NAME.match(row.name) and re.fullmatch(r"-|(transformers )?\d+\.\d+-\d+\.\d+", row.releases)
 
 
+@pytest.mark.parametrize("row", [row for row in rows() if row.kind == "value"], ids=lambda row: row.name)
+def test_an_old_value_is_converted_with_one_warning_or_refused(row, tmp_path):
+    owner, _, name = row.plain.partition(".")
+    cls = posttrain.SFTConfig if owner == "Config" else getattr(posttrain, owner)
+    old = 64 if row.name == row.plain else eval(row.name.removeprefix(f"{row.plain}="))
+    new = None if row.action == "ignore" else row.replacement
+    if row.action == "refuse":
+        with raises(ConfigError, f"{name}={old!r}", row.replacement):
+            cls(str(tmp_path), **{name: old})
+        return
+    with pytest.warns(FutureWarning, match=f"{name}={old!r} .*{row.replacement}") as caught:
+        config = cls(str(tmp_path), **{name: old})
+    assert len(caught) == 1 and getattr(config, name) in (new, [new])
+    command = next(word for word, known in TRAINING.items() if known.method == cls.__name__.removesuffix("Config"))
+    with pytest.warns(FutureWarning):
+        parsed = parser_for(command).parse_args_and_config(["--output_dir", "o", f"--{name}", str(old)])[1]
+    assert getattr(parsed, name) == getattr(config, name)
+
+
 def test_the_page_on_migration_is_current():
     spec = importlib.util.spec_from_file_location(
         "trl_names_tool", Path(__file__).parents[2] / "tools" / "trl_names.py"
@@ -89,5 +112,5 @@ def test_the_page_on_migration_is_current():
     spec.loader.exec_module(tool)
     page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
     assert tool.render(page, rows()) == page, "run `python tools/trl_names.py`"
-    names = re.findall(r"^\| `([^`]+)` \| (import|option|argument) \|", page, re.M)
+    names = re.findall(r"^\| `([^`]+)` \| (import|option|argument|value) \|", page, re.M)
     assert sorted(names) == sorted((row.name, row.kind) for row in rows() if row.kind != "method")

@@ -15,7 +15,7 @@ from posttrain.errors import DataError
 from posttrain.extensions.migrate.note import Note
 from posttrain.integrations import require
 
-SUFFIXES = (".py", ".ipynb", ".yaml", ".yml")
+SUFFIXES = (".py", ".ipynb", ".yaml", ".yml", ".sh")
 SKIPPED = {"node_modules", "site-packages", "__pycache__"}
 MARK = "# posttrain migrate: cell "
 MAGIC = "pass  # posttrain migrate: "
@@ -53,6 +53,11 @@ def migrate_file(path: Path) -> Rewritten:
 
         after, notes = migrate_recipe(text, path)
         return Rewritten([text], [after], after, notes)
+    if path.suffix == ".sh":
+        from posttrain.extensions.migrate.shell import migrate_shell
+
+        after, notes = migrate_shell(text)
+        return Rewritten([text], [after], after, notes)
     require("libcst", "posttrain migrate")
     if path.suffix == ".ipynb":
         return _notebook(text, path)
@@ -65,6 +70,7 @@ def migrate_file(path: Path) -> Rewritten:
 def _notebook(text: str, path: Path) -> Rewritten:
     """Rewrite the code cells of a notebook as one script, in which each cell follows a comment."""
     from posttrain.extensions.migrate.scripts import migrate_script, parsed
+    from posttrain.extensions.migrate.shell import migrate_shell
 
     try:
         content = json.loads(text)
@@ -84,12 +90,17 @@ def _notebook(text: str, path: Path) -> Rewritten:
     changed, notes = migrate_script(script, str(path))
     parts = re.split(rf"^{re.escape(MARK)}\d+\n", changed, flags=re.MULTILINE)[1:]
     after = [re.sub(rf"{re.escape(MAGIC)}(.*)", lambda m: json.loads(m[1]), part)[:-1] for part in parts]
+    of_shell = []
+    for number, cell in enumerate(before):
+        shell = re.match(r"%%(bash|sh)\b", cell.lstrip()) is not None
+        after[number] = migrate_shell(after[number], notebook=not shell)[0]
+        of_shell += [note._replace(cell=number + 1) for note in migrate_shell(cell, notebook=not shell)[1]]
     for cell, old, new in zip(cells, before, after, strict=True):
         if old != new:
             cell["source"] = new.splitlines(keepends=True) if isinstance(cell["source"], list) else new
     indent = re.match(r"\{\n( *)", text)
     written = json.dumps(content, indent=len(indent[1]) if indent else None, ensure_ascii=False)
-    notes = [Note(place(note.line)[0], note.text, place(note.line)[1]) for note in notes]
+    notes = [*(Note(place(note.line)[0], note.text, place(note.line)[1]) for note in notes), *of_shell]
     return Rewritten(before, after, written + "\n" * text.endswith("\n") if before != after else text, notes)
 
 
@@ -142,11 +153,13 @@ def run(argv: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="posttrain migrate",
-        description="Rewrite code that was written for TRL 0.7 to 1.16: imports, options, keywords that moved into configs. "
-        "Prints the differences, and a list of what needs a person.",
+        description="Rewrite code that was written for TRL 0.7 to 1.16: imports, options, keywords that moved into configs, "
+        "shell commands. Prints the differences, and a list of what needs a person.",
         allow_abbrev=False,
     )
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="script, notebook, YAML file, or a folder of them")
+    parser.add_argument(
+        "paths", nargs="+", metavar="PATH", help="Python or shell script, notebook, YAML file, or a folder of them"
+    )
     parser.add_argument("--write", action="store_true", help="change the files")
     arguments = parser.parse_args(argv)
     failed, changed, notes = 0, 0, []

@@ -13,6 +13,7 @@ import posttrain
 from posttrain.cli.commands import TRAINING
 from posttrain.cli.train import GRPOScriptArguments
 from posttrain.compat import old_names
+from posttrain.compat.trl_names import value_row
 from posttrain.errors import DataError
 from posttrain.extensions.migrate.note import Note
 
@@ -38,6 +39,7 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
     lines, notes = text.splitlines(keepends=True), []
     for key, value in reversed(node.value):
         name, given = key.value, options.get(key.value)
+        _convert_value(kinds, key, value, given, lines, notes)
         cls = old_names.owner(kinds, name)
         if cls is None or any(name in kind.__dataclass_fields__ for kind in kinds):
             continue
@@ -63,6 +65,19 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
         elif row.action != "keep":
             del lines[first:last]
     return "".join(lines), notes[::-1]
+
+
+def _convert_value(kinds: Any, key: Any, value: Any, given: object, lines: list[str], notes: list[Note]) -> None:
+    """Replace an old value of an option that still exists, or note what replaces it."""
+    found = (value_row(kind, key.value, given) for kind in kinds if given is not None)
+    row = next((row for row in found if row), None)
+    if row is not None and row.action == "refuse":
+        notes.append(Note(key.start_mark.line + 1, f"{key.value}={given!r}: {row.replacement}"))
+    elif row is not None and row.action == "ignore":
+        del lines[key.start_mark.line : value.end_mark.line + (value.end_mark.column > 0)]
+    elif row is not None:
+        line, first, last = value.start_mark.line, value.start_mark.column, value.end_mark.column
+        lines[line] = lines[line][:first] + row.replacement + lines[line][last:]
 
 
 def config_of(options: dict[str, Any]) -> type:

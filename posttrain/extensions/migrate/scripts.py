@@ -19,7 +19,7 @@ import posttrain
 from posttrain.compat import old_names
 from posttrain.compat.overrides import hook_for
 from posttrain.compat.paths import BY_MODULE
-from posttrain.compat.trl_names import ANY, TRLName, imports
+from posttrain.compat.trl_names import ANY, TRLName, imports, value_row
 from posttrain.errors import DataError
 from posttrain.extensions.migrate.note import Note
 from posttrain.methods.sft import OLD_DATASET_KWARGS
@@ -372,7 +372,7 @@ class Rewriter(cst.CSTTransformer):
         """Convert the arguments of a config or a trainer."""
         kind = self.script.calls.get(original_node)
         if kind is None:
-            return self.with_old_flags(updated_node)
+            return self.with_old_flags(with_dtype(updated_node))
         moved = self.script.moved.get(original_node, set())
         call = updated_node
         for name in moved:
@@ -419,11 +419,23 @@ class Rewriter(cst.CSTTransformer):
             row = row_of(kind, name, value)
             if name == "dataset_kwargs" and isinstance(value, dict) and issubclass(kind, posttrain.SFTConfig):
                 call = self.without_old_keys(node, call, value)
+            elif old := value_row(kind, name, value):
+                call = self.value(node, call, name, old)
             elif row is not None and row.action != "keep":
                 call = self.argument(node, kind, call, name, row)
             elif row is None and old_names.is_unknown(kind, name) and kind is not posttrain.PostTrainingConfig:
                 self.script.note(node, f"{kind.__name__} has no argument {name}.", name)
         return call
+
+    def value(self, node: cst.Call, call: cst.Call, name: str, row: TRLName) -> cst.Call:
+        """Convert an old value of an argument that still exists."""
+        if row.action == "ignore":
+            return without(call, name)
+        given = code(by_name(call)[name].value)
+        if row.action == "refuse":
+            self.script.note(node, f"{name}={given}: {row.replacement}", name)
+            return call
+        return exchanged(call, name, cst.Name(name), cst.parse_expression(f"{given[-1]}{row.replacement}{given[-1]}"))
 
     def argument(self, node: cst.Call, kind: type, call: cst.Call, name: str, row: TRLName) -> cst.Call:
         """Convert one argument."""
@@ -499,6 +511,18 @@ class Rewriter(cst.CSTTransformer):
             else:
                 call = with_argument(call, cst.Arg(value, cst.Name(option)))
         return without(call, name)
+
+
+def with_dtype(call: cst.Call) -> cst.Call:
+    """Rename ``torch_dtype`` in calls of ``from_pretrained`` and ``from_config`` of transformers."""
+    method = (get_full_name_for_node(call.func) or "").rpartition(".")[2]
+    if (
+        method not in ("from_pretrained", "from_config")
+        or "torch_dtype" not in by_name(call)
+        or "dtype" in by_name(call)
+    ):
+        return call
+    return exchanged(call, "torch_dtype", cst.Name("dtype"), by_name(call)["torch_dtype"].value)
 
 
 def code(node: cst.CSTNode) -> str:

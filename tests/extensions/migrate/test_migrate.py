@@ -103,6 +103,10 @@ def test_keywords_of_a_trainer_move_into_its_config_and_comments_stay():
          "from transformers import set_seed\nfrom posttrain import KTOConfig, TrlParser\np = TrlParser((A, KTOConfig))\na, k = p.parse_args_and_config()\nk.use_cpu"),
         ("from trl import SFTConfig\nSFTConfig('o', dataset_kwargs={'append_concat_token': True, 'skip_prepare_dataset': True})",
          "from posttrain import SFTConfig\nSFTConfig('o', dataset_kwargs={'skip_prepare_dataset': True})"),
+        ("import trl\nAutoModel.from_pretrained('m', torch_dtype=torch.bfloat16)", "import posttrain\nAutoModel.from_pretrained('m', dtype=torch.bfloat16)"),
+        ('from trl import SFTConfig\nSFTConfig(packing_strategy="ffd")', 'from posttrain import SFTConfig\nSFTConfig(packing_strategy="bfd")'),
+        ("from trl import ORPOConfig\nORPOConfig('o', max_completion_length=64)", "from posttrain import ORPOConfig\nORPOConfig('o')"),
+        ("from trl import KTOConfig\nKTOConfig('o', max_completion_length=64, optim='adamw_hf')", "from posttrain import KTOConfig\nKTOConfig('o', optim='adamw_torch')"),
     ],
 )  # fmt: skip
 def test_one_spelling_becomes_the_present_one(old, now):
@@ -125,6 +129,7 @@ def test_one_spelling_becomes_the_present_one(old, now):
         ("from trl import SFTTrainer\nSFTTrainer('m', args=make(), packing=True)", "2: packing: options of SFTConfig."),
         ("from trl import SFTTrainer, SFTConfig\na = SFTConfig('o')\nn = 9\nSFTTrainer('m', a, max_seq_length=n)", "4: n: assigned after SFTConfig(...)"),
         ("from trl import GRPOTrainer\nclass A(GRPOTrainer):\n  def _generate(self): pass", "3: A overrides _generate, which is never called here."),
+        ("from trl import DPOConfig\nDPOConfig(loss_type='kto_pair')", "2: loss_type='kto_pair': train with KTOTrainer"),
         ("from trl import PPOTrainer\nt = PPOTrainer(c)\nt.step(q, r, s)", "3: PPOTrainer.step is not here. Use train()"),
     ],
 )  # fmt: skip
@@ -251,6 +256,76 @@ def test_a_recipe_is_rewritten_line_by_line(tmp_path):
     assert [note.at(path) for note in result.notes] == [
         f"{path}:15: tpu_num_cores: start processes with accelerate launch --tpu"
     ]
+
+
+def test_old_values_in_a_recipe_are_replaced_or_noted(tmp_path):
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        "output_dir: out\nlearning_rate: 1e-5\npacking: true\npacking_strategy: 'ffd'  # first fit\noptim: adamw_hf\n"
+    )
+    assert migrate_file(path).text == (
+        "output_dir: out\nlearning_rate: 1e-5\npacking: true\npacking_strategy: bfd  # first fit\noptim: adamw_torch\n"
+    )
+    path.write_text("output_dir: out\nbeta: 0.1\nmax_length: 64\nprecompute_ref_log_probs: true\nloss_type: kto_pair\n")
+    assert [note.at(path) for note in migrate_file(path).notes] == [f"{path}:5: loss_type='kto_pair': train with KTOTrainer, which reads pairs too"]  # fmt: skip
+
+
+SHELL = """\
+#!/bin/bash
+# trl sft is run here
+export N=1
+CUDA_VISIBLE_DEVICES=0 trl sft \\
+    --model_name_or_path gpt2 \\
+    --max_seq_length 512 \\
+    --torch-dtype bfloat16 \\
+    --no_cuda --overwrite_output_dir true \\
+    --packing_strategy ffd --output_dir "a b" && echo done
+trl grpo --config grpo.yaml; trl vllm-serve --model x
+pip install trl
+trl chat --model_name_or_path gpt2
+if true; then trl dpo --generate_during_eval --beta 0.1 > log; fi
+accelerate launch trl/scripts/kto.py --beta 1
+"""
+SHELL_NOW = """\
+#!/bin/bash
+# trl sft is run here
+export N=1
+CUDA_VISIBLE_DEVICES=0 posttrain sft \\
+    --model_name_or_path gpt2 \\
+    --max_length 512 \\
+    --dtype bfloat16 \\
+    --use_cpu \\
+    --packing_strategy bfd --output_dir "a b" && echo done
+posttrain grpo --config grpo.yaml; posttrain vllm-serve --model x
+pip install trl
+trl chat --model_name_or_path gpt2
+if true; then posttrain dpo --generate_during_eval --beta 0.1 > log; fi
+accelerate launch trl/scripts/kto.py --beta 1
+"""
+
+
+def test_commands_of_a_shell_script_are_rewritten_with_their_options(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(SHELL)
+    result = migrate_file(path)
+    assert result.text == SHELL_NOW
+    assert [(note.line, note.text.split(":")[0]) for note in result.notes] == [
+        (12, "trl chat"), (13, "--generate_during_eval"), (14, "trl/scripts/kto.py"),
+    ]  # fmt: skip
+    path.write_text(SHELL_NOW)
+    assert migrate_file(path).text == SHELL_NOW
+
+
+def test_commands_in_a_notebook_are_rewritten(tmp_path):
+    cells = ["x = 1\n!pip install trl vllm\n!trl sft --max_seq_length 8 \\\n  --output_dir o\nfrom trl import SFTConfig\nSFTConfig('o', no_cuda=True)",
+             "%%bash\ntrl dpo --no_cuda true\n", "text = 'trl sft --no_cuda true'\n"]  # fmt: skip
+    path = tmp_path / "a.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]}))
+    after = [cell["source"] for cell in json.loads(migrate_file(path).text)["cells"]]
+    assert after == [
+        "x = 1\n!pip install trl vllm\n!posttrain sft --max_length 8 \\\n  --output_dir o\nfrom posttrain import SFTConfig\nSFTConfig('o', use_cpu=True)",
+        "%%bash\nposttrain dpo --use_cpu true\n", cells[2],
+    ]  # fmt: skip
 
 
 def test_a_recipe_is_read_as_that_of_the_config_that_knows_its_options(tmp_path):
