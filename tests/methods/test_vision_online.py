@@ -389,7 +389,7 @@ def test_a_reward_model_that_reads_text_alone_is_refused(tmp_path):
     )
     config.num_labels, config.pad_token_id = 1, 256
     model, processor = build("llava")
-    with pytest.raises(ConfigError, match="reads text alone"):
+    with pytest.raises(ConfigError, match="reads only text"):
         GRPOTrainer(
             model, AutoModelForSequenceClassification.from_config(config), GRPOConfig(str(tmp_path), **QUICK, check_rewards=False),
             train_dataset=prompts(), processing_class=processor, reward_processing_classes=processor.tokenizer,

@@ -377,7 +377,7 @@ def uneven():
 
 def test_a_length_inside_an_image_is_refused_with_the_length_that_fits(tmp_path):
     longest = max(len(row["input_ids"]) for row in sft(tmp_path, uneven()).train_dataset)
-    with pytest.raises(DataError, match=rf"PT-G001: 1 of 4 .* row 3 .* max_length of at least {longest}"):
+    with pytest.raises(DataError, match=rf"PT-G001: 1 of 4 .* Row 3 .* max_length to at least {longest}"):
         sft(tmp_path, uneven(), max_length=longest - 100)
 
 
@@ -395,7 +395,7 @@ def test_an_image_above_the_limit_is_refused_by_row_dropped_or_made_smaller(tmp_
     assert list(dropped.reports["train"].dropped.values()) == [3]
     with caplog.at_level("WARNING"):
         smaller = sft(tmp_path, rows("completion"), name="qwen2_vl", image_max_tokens=4, image_fit="resize")
-    assert "3 images are made smaller" in caplog.text
+    assert "3 images are resized to a smaller size" in caplog.text
     assert [row["input_ids"].count(smaller.vision.reader.token_id) for row in smaller.train_dataset] == [4, 0, 7, 4]
     (batch,) = smaller.data_collator([smaller.train_dataset[0]])
     ((*_, placed),) = batch.pictures
@@ -644,7 +644,7 @@ def test_a_placeholder_that_a_user_types_stays_text_in_given_answers(branches, t
     ids = row["input_ids"] if len(branches) == 1 else row["prompt_ids"]
     assert "is <image> or <image> an image?" in processor.tokenizer.decode(ids)
     assert trainer.vision.reader.token_id not in ids
-    assert "2 strings that stand for an image stay text" in caplog.text
+    assert "2 strings that look like image placeholders remain text" in caplog.text
 
 
 def test_a_broken_picture_is_dropped_and_counted_where_that_is_asked_for(tmp_path):
