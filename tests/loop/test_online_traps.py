@@ -40,7 +40,7 @@ def test_r2_the_start_says_what_passes_do_to_the_length_of_an_epoch(tmp_path):
     """16 prompts in generations of 2 are 8 generations; of 4 passes over 1 slice each: 32 optimiser steps."""
     text = describe_schedule(grpo_args(tmp_path, num_iterations=4, max_steps=64), 16)
     assert "An epoch of 16 prompts is 8 generations and 32 optimizer steps. max_steps=64 is 2 epochs." in text
-    assert "8 generations and 8 optimiser steps" in describe_schedule(grpo_args(tmp_path), 16)
+    assert "8 generations and 8 optimizer steps" in describe_schedule(grpo_args(tmp_path), 16)
 
 
 def test_r3_a_loss_of_zero_is_explained_and_a_gradient_of_zero_is_told(tmp_path):

@@ -491,7 +491,7 @@ def test_what_the_assistant_says_alone_is_trained_between_images(name, columns, 
 
 def test_a_model_that_reads_prompts_both_ways_trains_no_turns_of_one(tmp_path):
     held = [{"messages": talk(1), "images": [png(noise(8, 8))] * 2}]
-    with pytest.raises(DataError, match="row 0: this model reads a prompt both ways"):
+    with pytest.raises(DataError, match="row 0: this model has bidirectional attention in the prompt"):
         sft(tmp_path, datasets.Dataset.from_list(held), name="paligemma", assistant_only_loss=True)
 
 
@@ -672,7 +672,7 @@ def test_a_file_that_was_cut_is_dropped_where_that_is_asked_for_else_named_by_it
     assert len(trainer.train_dataset) == 3 and trainer.reports["train"].dropped == {"with an unreadable image": 1}
     trainer.train()
     unchecked = sft(tmp_path, dataset, preflight="off")
-    with pytest.raises(DataError, match=r"row 3: the picture cannot be read \(PT-G003\)"):
+    with pytest.raises(DataError, match=r"row 3: the image cannot be read \(PT-G003\)"):
         unchecked.train()
 
 
