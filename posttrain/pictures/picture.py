@@ -188,21 +188,21 @@ def read_picture(
         digest = _digest(source)
     except Exception as error:  # As above.
         raise DataError(
-            f"{where}: this is no readable picture (PT-G003, {type(error).__name__}: {error}). Fix: leave this row out, or "
-            f"write the file again as one of {', '.join(FORMATS)}."
+            f"{where}: this is not a readable image (PT-G003, {type(error).__name__}: {error}). Fix: remove this row, "
+            f"or write the file again as one of {', '.join(FORMATS)}."
         ) from error
     if mode in WIDE or mode.startswith("I;16"):
         raise DataError(
-            f"{where}: the picture has mode {mode!r}, more than 8 bits a channel, which image processors turn into black or "
-            "white. Fix: scale its values to 0..255 and convert it to 'L' or 'RGB'."
+            f"{where}: the image has mode {mode!r} with more than 8 bits per channel, which image processors convert "
+            "to black or white. Fix: scale its values to 0..255 and convert it to 'L' or 'RGB'."
         )
     if mode == "LAB":
         raise DataError(
-            f"{where}: the picture has mode {mode!r}, which is shown by a colour profile alone. Fix: convert it to 'RGB' with "
+            f"{where}: the image has mode {mode!r}, which needs a color profile. Fix: convert it to 'RGB' with "
             "PIL.ImageCms."
         )
     if frames > 1:
-        logger.warning("%s: the picture is animated; its first frame is used.", where)
+        logger.warning("%s: the image is animated. Only its first frame is used.", where)
     return Picture(digest, (size[1], size[0]) if turned else size, source, background, where)
 
 
@@ -269,8 +269,8 @@ def _from_address(value: str, where: str) -> Any:
     parts = urlparse(value)
     if parts.scheme in ("http", "https"):
         raise DataError(
-            f"{where}: {value[:120]!r} is remote, and nothing is downloaded during training. Fix: download the pictures "
-            "first, then dataset.cast_column('images', List(Image()))."
+            f"{where}: {value[:120]!r} is remote, but nothing is downloaded during training. Fix: download the images "
+            "first, then call dataset.cast_column('images', List(Image()))."
         )
     if parts.scheme == "data":
         try:
@@ -390,7 +390,7 @@ def observed_blocks(content: Any, where: str, background: Background) -> list[di
         DataError: The output is not a list of blocks, a block has another type or no image, or an image cannot be read.
     """
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
-        raise DataError(f"{where}: {type(content).__name__} is no list of blocks of text and images.")
+        raise DataError(f"{where}: {type(content).__name__} is not a list of text and image blocks.")
     messages, pictures = conversation_pictures([{"role": "tool", "content": content}])
     return filled(messages, [read_picture(value, where, background).encoded() for value in pictures])[0]["content"]
 

@@ -268,7 +268,7 @@ class PictureProcessor:
                 f"{len(pictures)} images. Fix: one placeholder an image."
             )
         if prompt and self.family.block == "prompt":
-            # Of the last image; one that a user typed is none.
+            # End of the last image. A placeholder that a user typed does not count.
             shown = [match.end() for match in re.finditer(f"(?<!{self._mark}){re.escape(self.placeholder)}", text)]
             end = shown[-1] if pictures else 0
             text = f"{text[:end]}{self.tokenizer.bos_token}{text[end:]}\n"
@@ -369,8 +369,8 @@ class PictureProcessor:
             return picture
         count, area = self.expansion(picture).count, math.prod(picture.size)
         about = (
-            f"PT-G001: {picture.where}: a picture of {picture.size[0]}×{picture.size[1]} has {count} placeholders and {area} "
-            f"pixels, and image_max_tokens={most}, image_max_pixels={self.pixels}. Fix: "
+            f"PT-G001: {picture.where}: an image of {picture.size[0]}×{picture.size[1]} has {count} placeholders and "
+            f"{area} pixels, but image_max_tokens={most}, image_max_pixels={self.pixels}. Fix: "
         )
         if not self.resize:
             raise DataError(f"{about}image_fit='resize', a larger limit, or leave this row out.")
@@ -440,7 +440,8 @@ class PictureProcessor:
         except (RuntimeError, ValueError, ZeroDivisionError) as error:
             shapes = ", ".join(f"{image.size[0]}×{image.size[1]}" for row in rows for image in row)
             raise DataError(
-                f"{where}: the processor refuses a picture of {shapes}: {error}. Fix: another shape, or leave this row out."
+                f"{where}: the processor rejects an image of {shapes}: {error}. Fix: use another size, or remove "
+                "this row."
             ) from error
 
     def shaded(self, size: tuple[int, int], *, turned: bool = False) -> Picture:

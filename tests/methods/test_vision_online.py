@@ -274,8 +274,8 @@ def test_a_typed_placeholder_that_cannot_stay_text_is_refused_by_row(tmp_path, m
     ("held", "said"),
     [
         ({"bytes": None, "path": "https://example.com/cat.png"}, "remote"),
-        ({"bytes": b"no image at all", "path": None}, "no readable picture"),
-        ({"bytes": None, "path": "missing.png"}, "no readable picture"),
+        ({"bytes": b"no image at all", "path": None}, "not a readable image"),
+        ({"bytes": None, "path": "missing.png"}, "not a readable image"),
     ],
 )
 def test_a_picture_that_cannot_be_read_is_refused_by_row_before_the_model_is_loaded(held, said, tmp_path):

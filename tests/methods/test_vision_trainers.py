@@ -651,7 +651,7 @@ def test_a_broken_picture_is_dropped_and_counted_where_that_is_asked_for(tmp_pat
     found = [dict(row) for row in rows("completion").cast_column("images", datasets.List(datasets.Image(decode=False)))]
     found[2]["images"] = [{"bytes": b"no image at all", "path": None}] * 2
     dataset = datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
-    with pytest.raises(DataError, match="row 2: column 'images': this is no readable picture"):
+    with pytest.raises(DataError, match="row 2: column 'images': this is not a readable image"):
         sft(tmp_path, dataset)
     trainer = sft(tmp_path, dataset, image_fit="drop")
     assert len(trainer.train_dataset) == 3 and trainer.reports["train"].dropped == {"with an unreadable image": 1}

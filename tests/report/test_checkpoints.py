@@ -562,8 +562,8 @@ def lora(**settings):
 @pytest.mark.parametrize(
     ("wrote", "now", "said"),
     [
-        (lora(), None, ["holds an adapter, and this run trains the whole model", "use_peft"]),
-        (None, lora(), ["holds a whole model, and this run trains an adapter", "without resume_from_checkpoint"]),
+        (lora(), None, ["contains an adapter, but this run trains the whole model", "use_peft"]),
+        (None, lora(), ["contains a whole model, but this run trains an adapter", "without resume_from_checkpoint"]),
         (lora(), lora(r=8), ["r=8 (the checkpoint's: 4)"]),
         (lora(), lora(lora_alpha=16), ["lora_alpha=16 (the checkpoint's: 8)"]),  # peft would scale it otherwise, in silence.
         (lora(), lora(target_modules=["v_proj"]), ["target_modules=['v_proj'] (the checkpoint's: ['q_proj'])"]),

@@ -557,8 +557,8 @@ def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_or_would_be_left
     (digest,) = body["pictures"]
     (placed,) = body["placed"]
     for wrong, words in (
-        ({"pictures": {digest: "bm8gcGljdHVyZQ=="}}, "no readable picture"),
-        ({"pictures": {}}, "no readable picture"),
+        ({"pictures": {digest: "bm8gcGljdHVyZQ=="}}, "not a readable image"),
+        ({"pictures": {}}, "not a readable image"),
         ({"placed": [placed | {"size": [8000, 8001]}]}, "but the maximum is"),
         ({"placed": [placed | {"size": [560, 560]}]}, "PT-G011"),
         ({"placed": [placed | {"start": 1}]}, "PT-G016"),
