@@ -1,6 +1,6 @@
-"""Post-training of transformer language models, with nothing silently wrong and no token computed twice.
+"""Post-training of transformer language models.
 
-Every public name is importable from here, and is loaded when it is first used: ``import posttrain`` imports no torch.
+All public names can be imported from here. They are loaded on first use, so ``import posttrain`` does not import torch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-# Before torch is loaded: its threads would spin for milliseconds while they wait for each other, which takes the processors from
-# whoever they wait for as soon as a machine has other work (a step of 350 s in the place of 75 s). To sleep at once costs a quiet
-# machine a tenth of a step of 135M parameters, and two fifths of a tiny model's: GNU's library, which pip's torch has, spins for
-# some ten microseconds.
+# Must be set before torch is loaded. By default its threads spin while they wait for each other, which slows down other
+# processes on a busy machine (350 s instead of 75 s per step). Passive waiting costs a tenth of a step for a model with
+# 135M parameters on an idle machine, and two fifths for a tiny model. GNU's OpenMP, which pip's torch contains, spins
+# for some ten microseconds.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-# Before torch takes its first megabytes: large tensors in pages of 2 MB, as Linux gives them to who asks. Each is taken from the
-# system anew, and in pages of 4 kB that was up to a fifth of a step on a virtual machine.
+# Must be set before torch allocates memory: use pages of 2 MB for large tensors. Each tensor is newly allocated from
+# the system, and with pages of 4 kB this took up to a fifth of a step on a virtual machine.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-# The names by module, as type checkers read them too.
+# Public names by module. Type checkers read the same file.
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _PUBLIC = {
     alias.name: str(node.module) for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names
@@ -60,5 +60,5 @@ class _TRLPaths(importlib.abc.MetaPathFinder):
         return importlib.import_module("posttrain.compat.paths").spec_of(fullname)
 
 
-# Python asks it last: only for modules that no file holds.
+# Added last, so that Python only uses it for modules without a file.
 sys.meta_path.append(_TRLPaths())

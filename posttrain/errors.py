@@ -1,6 +1,6 @@
-"""The one exception tree: every error says what is wrong, where, both values, and how to fix it.
+"""All exceptions of the package. Messages describe what is wrong, where, both values, and the fix.
 
-Each class is also the standard-library type a caller would expect, so ``except ValueError`` keeps working.
+Each class also inherits from the matching standard exception, so that ``except ValueError`` works.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ __all__ = [
 
 
 class PosttrainError(Exception):
-    """Base of everything this package raises on purpose. Its message holds no secret.
+    """Base class of all exceptions of this package. Messages contain no secrets.
 
     Attributes:
-        exit_code: What the ``posttrain`` command returns for it.
+        exit_code: Exit code of the ``posttrain`` command for this error.
     """
 
     exit_code: ClassVar[int] = 1
@@ -56,14 +56,14 @@ class PosttrainError(Exception):
 
 
 class ConfigError(PosttrainError, ValueError):
-    """A config field, or a combination of fields, that cannot work."""
+    """Raised for a config field, or a combination of fields, that cannot work."""
 
 
 class PreflightError(ConfigError):
-    """A run that a check refused.
+    """Raised if a check stops a run.
 
     Attributes:
-        findings: Why.
+        findings: Findings of the checks.
     """
 
     exit_code = 78  # EX_CONFIG of sysexits.h.
@@ -71,30 +71,30 @@ class PreflightError(ConfigError):
 
 
 class DataError(PosttrainError, ValueError):
-    """A dataset, row or column that cannot be trained on."""
+    """Raised for a dataset, row or column that cannot be trained on."""
 
 
 class ArgumentTypeError(PosttrainError, TypeError):
-    """An argument of the wrong type; the message shows the type that came."""
+    """Raised for an argument of the wrong type. The message contains the type."""
 
 
 class ModelError(PosttrainError, ValueError):
-    """A model, tokenizer or adapter that cannot do what was asked of it."""
+    """Raised for a model, tokenizer or adapter that does not support what was requested."""
 
 
 class RewardError(PosttrainError, ValueError):
-    """A reward function that raised, or returned something that is not one finite number (or None) a row."""
+    """Raised for a reward function that failed, or that did not return one finite number (or None) per row."""
 
 
 class RolloutError(PosttrainError, RuntimeError):
-    """A rollout engine that could not produce what was requested."""
+    """Raised for a rollout engine that could not return what was requested."""
 
 
 class RolloutInterrupted(KeyboardInterrupt):
-    """Ctrl-C in the middle of a generation.
+    """Raised by Ctrl-C during generation.
 
     Attributes:
-        rollouts: All completions that were asked for, in order; those that were not finished say ``abort``.
+        rollouts: All requested completions in order. Unfinished ones have the finish reason ``abort``.
     """
 
     def __init__(self, message: str, rollouts: list[Rollout]) -> None:
@@ -103,21 +103,21 @@ class RolloutInterrupted(KeyboardInterrupt):
 
 
 class RolloutServerError(RolloutError):
-    """A rollout server that failed, or answered something that cannot be trained on.
+    """Raised for a rollout server that failed, or whose reply cannot be trained on.
 
     Attributes:
-        url: Of the server.
-        log_tail: The end of its log, where it sent it.
+        url: URL of the server.
+        log_tail: End of the server's log, if the server sent it.
     """
 
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again.
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may restart the run.
     timed_out = held = False  # See `ServerUnreachable` and `ServerBusy`.
 
     def __init__(self, message: str, *, url: str = "", log_tail: str = "") -> None:
         super().__init__(f"{message}\nThe end of the server's log:\n{log_tail}" if log_tail else message)
         self.url, self.log_tail = url, log_tail
 
-    def __reduce__(self) -> Any:  # Ranks send their errors to each other, and arguments by name would be lost.
+    def __reduce__(self) -> Any:  # Ranks pickle their errors, and keyword arguments would be lost.
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -131,10 +131,10 @@ def _restored(kind: type[RolloutServerError], args: tuple, state: dict[str, Any]
 
 
 class ServerUnreachable(RolloutServerError, ConnectionError):
-    """No answer from a rollout server, or half of one.
+    """Raised if a rollout server does not reply, or its reply is incomplete.
 
     Attributes:
-        timed_out: The request arrived, and nothing came back in time: asking again would wait as long again.
+        timed_out: Whether the request arrived and timed out. A retry would time out too.
     """
 
     def __init__(self, message: str, *, timed_out: bool = False, **kwargs: Any) -> None:
@@ -143,10 +143,10 @@ class ServerUnreachable(RolloutServerError, ConnectionError):
 
 
 class ServerBusy(RolloutServerError):
-    """A rollout server that refuses work for now: it is full, asleep, or belongs to another trainer.
+    """Raised if a rollout server rejects requests for now, because it is full, asleep, or used by another trainer.
 
     Attributes:
-        held: It belongs to another trainer: asking again does not help.
+        held: Whether another trainer uses the server. A retry does not help.
     """
 
     def __init__(self, message: str, *, held: bool = False, **kwargs: Any) -> None:
@@ -155,10 +155,10 @@ class ServerBusy(RolloutServerError):
 
 
 class BadRequest(RolloutServerError, ValueError):
-    """A request that a rollout server will never serve.
+    """Raised for an invalid request to a rollout server. A retry would fail too.
 
     Attributes:
-        index: Of the prompt at fault; None where it is not one prompt.
+        index: Index of the prompt that caused the error. None if no single prompt did.
     """
 
     def __init__(self, message: str, *, index: int | None = None, **kwargs: Any) -> None:
@@ -167,11 +167,12 @@ class BadRequest(RolloutServerError, ValueError):
 
 
 class WeightSyncError(RolloutServerError):
-    """New weights did not arrive: the server holds others than the trainer.
+    """Raised if a rollout server does not have the trainer's current weights.
 
     Attributes:
-        phase: ``begin``, ``bucket``, ``adapter``, ``end``, ``reply`` (a completion came from other weights) or ``generate``.
-        version: That was sent or expected.
+        phase: ``begin``, ``bucket``, ``adapter``, ``end``, ``reply`` (a completion came from other weights) or
+            ``generate``.
+        version: Version that was sent or expected.
     """
 
     def __init__(self, message: str, *, phase: str, version: int | None = None, **kwargs: Any) -> None:
@@ -180,11 +181,11 @@ class WeightSyncError(RolloutServerError):
 
 
 class CheckpointError(PosttrainError, RuntimeError):
-    """A checkpoint that is missing, incomplete, or belongs to another run."""
+    """Raised for a checkpoint that is missing, incomplete, or of another run."""
 
 
 class MissingDependencyError(PosttrainError, ImportError):
-    """An optional package that is needed for what was asked and is not installed."""
+    """Raised if an optional package is needed but not installed."""
 
 
 def did_you_mean(value: object, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
@@ -203,13 +204,15 @@ def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
 
 
 def raised_at(error: BaseException, besides: str = "") -> str:
-    """File and line of the last frame that is no library's, nor of the file ``besides``: the user's; ``""`` without frames."""
+    """Return file and line of the last frame in the user's code, ignoring libraries and the file ``besides``. Empty
+    without frames.
+    """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != besides]
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<frozen")] or frames
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
-# Of older versions of transformers and TRL.
+# Names from older versions of transformers and TRL.
 def unknown_arguments(cls: type, given: Iterable[str]) -> list[str]:
     """Return the keywords that a class's constructor does not accept."""
     known = _parameters(cls)
@@ -221,16 +224,17 @@ def unknown_arguments(cls: type, given: Iterable[str]) -> list[str]:
 def refuse_unknown_arguments(
     cls: type, names: Sequence[str], fixes: Mapping[str, str], error: type[PosttrainError] | None = None
 ) -> None:
-    """Refuse keywords, all of them in one error.
+    """Raise one error for all given keywords.
 
     Args:
-        cls: The class.
-        names: The keywords.
-        fixes: What to write instead, of some of them.
+        cls: Class whose constructor was called.
+        names: Unknown keywords.
+        fixes: What to use instead, for some of the keywords.
         error: Class of the error. None: `ArgumentTypeError`.
 
     Raises:
-        ArgumentTypeError: Names each of them, with its replacement or the most similar argument.
+        ArgumentTypeError: There are keywords. The message contains each one, with its replacement or the most similar
+            argument.
     """
     known = [parameter for parameter in _parameters(cls) if parameter != "self"]
     texts = []
@@ -243,14 +247,14 @@ def refuse_unknown_arguments(
 
 
 def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:
-    """Refuse the first field of a config whose rule does not hold.
+    """Raise an error for the first field of a config that violates its rule.
 
     Args:
-        config: Has the fields.
-        rules: Name of a field, whether its rule holds, and the rule in words: "must be above 0".
+        config: Object with the fields.
+        rules: Tuples of field name, whether the rule holds, and the rule in words: "must be above 0".
 
     Raises:
-        ConfigError: Names the field, its value and the rule.
+        ConfigError: A rule is violated. The message contains the field, its value and the rule.
     """
     for name, holds, rule in rules:
         if not holds:
@@ -258,10 +262,10 @@ def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:
 
 
 def exact_div(a: int, b: int, custom_error_message: str = "") -> int:
-    """``a / b`` as an integer.
+    """Return ``a / b`` as an integer.
 
     Raises:
-        ConfigError: b does not divide a; the message ends with ``custom_error_message``.
+        ConfigError: b does not divide a. The message ends with ``custom_error_message``.
 
     >>> exact_div(12, 4)
     3
@@ -273,11 +277,13 @@ def exact_div(a: int, b: int, custom_error_message: str = "") -> int:
 
 
 def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
-    """Raise `ConfigError` naming ``field``, the value, the closest choice and all choices when ``value`` is none of them."""
+    """Raise `ConfigError` if ``value`` is not one of ``choices``. The message contains the field, the value, the
+    closest choice and all choices.
+    """
     options = list(choices)
     if value not in options:
         listed = ", ".join(repr(option) for option in options)
         raise ConfigError(f"{field}={value!r} is not known{did_you_mean(value, options)}. Choose one of: {listed}.")
 
 
-ROUNDING = 1e-6  # Nats above 0 that a log-softmax in float32 may come out at.
+ROUNDING = 1e-6  # Tolerance in nats: a log-softmax in float32 can be slightly above 0.

@@ -1,4 +1,4 @@
-"""Fields of configs: their ranges as types, their help texts, and the check that holds a config to both."""
+"""Config fields: their ranges as types, their help texts, and the check of their values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers that a field may have; the limits it leaves out are none."""
+    """Range of finite numbers for a field. Limits that are not given do not apply."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -37,10 +37,12 @@ class Range:
 
 
 class OneOf(tuple):
-    """Values that a field may have where its type cannot say so: a command line has no union of words and truths."""
+    """Allowed values of a field whose type cannot express them, because a command line does not support unions of str
+    and bool.
+    """
 
 
-# Types of fields, by the names that pydantic gives them; `check_fields` holds a config to them.
+# Field types with the names that pydantic uses. `check_fields` validates them.
 PositiveInt = Annotated[int, Range(least=1)]
 NonNegativeInt = Annotated[int, Range(least=0)]
 Port = Annotated[int, Range(least=0, most=65535)]
@@ -53,7 +55,7 @@ _KINDS = {int: numbers.Integral, float: numbers.Real, str: str | os.PathLike, ty
 
 
 def option(default: Any, text: str) -> Any:
-    """A field of a config with its help text."""
+    """Return a config field with its default and help text."""
     return field(default=default, metadata={"help": text})
 
 
@@ -79,7 +81,7 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass_transform(field_specifiers=(field, option))
 def config(cls: type[T]) -> type[T]:
-    """Make a dataclass whose constructor and attributes also have the names of older releases."""
+    """Decorate a class as a dataclass whose constructor and attributes also accept names of older releases."""
     made: Any = dataclass(cls)
     made.__init__ = accepting(made.__init__)
     made.__getattr__ = _old_attribute
@@ -98,23 +100,24 @@ def _old_attribute(self: object, name: str) -> Any:
 
 
 def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
-    """Refuse keywords that a constructor neither has nor converts, all of them in one error.
+    """Raise one error for all keywords that a constructor neither accepts nor converts.
 
     Raises:
-        ArgumentTypeError: Names them, with what replaces them.
+        ArgumentTypeError: There are such keywords. The message contains them with their replacements.
     """
     if unknown := unknown_arguments(cls, given):
         old_names = importlib.import_module("posttrain.compat.old_names")
         old_names.check_arguments(cls, {name: given[name] for name in unknown})
-        if "__wrapped__" not in vars(cls.__init__):  # A user's subclass that is a plain dataclass.
+        if "__wrapped__" not in vars(cls.__init__):  # A user's subclass may be a plain dataclass.
             cls.__init__ = accepting(cls.__init__)
 
 
 def read_mapping(name: str, value: object) -> Any:
-    """The mapping that a field holds as a JSON object, which is how a command line gives it; anything else as it is.
+    """Parse a field given as a JSON object, which is how a command line passes a mapping. Other values are returned
+    unchanged.
 
     Raises:
-        ConfigError: A string that is no JSON object, a list or a number.
+        ConfigError: The value is a list, a number, or a string that is not a JSON object.
 
     >>> read_mapping("chat_template_kwargs", '{"enable_thinking": false}')
     {'enable_thinking': False}
@@ -131,16 +134,16 @@ def read_mapping(name: str, value: object) -> Any:
 
 
 def check_fields(config: Any, *, beside: type) -> None:
-    """Refuse the first field of a config whose value is not of its type, or out of its range. Convert values of older releases.
+    """Convert values of older releases. Raise an error for the first field with a value of the wrong type or out of range.
 
-    Containers are not looked into: what is read of them is checked where it is read.
+    The contents of containers are not checked here, but where they are read.
 
     Args:
         config: A dataclass.
-        beside: A base class whose fields are not ours to check, but for those that are mappings or paths of files.
+        beside: Base class whose fields are skipped, except mappings and file paths.
 
     Raises:
-        ConfigError: Names the field, its value, what it must be, and what it is for.
+        ConfigError: A value is invalid. The message contains the field, its value, the allowed values and its purpose.
     """
     importlib.import_module("posttrain.compat.old_values").convert(config)
     for name, kind, default, text in _declared(type(config), beside):
@@ -151,16 +154,16 @@ def check_fields(config: Any, *, beside: type) -> None:
             check_choice(name, value, choices)
         raise ConfigError(f"{name}={value!r} must be {_words(kind, value)}. Meaning: {text}")
     for name in vars(beside).get("_VALID_DICT_FIELDS", ()):
-        # transformers opens such values as files: a whole number is a descriptor.
+        # transformers opens such values as files, and an integer is a file descriptor.
         if isinstance(value := vars(config)[name], int | float | list | tuple | set):
             raise ConfigError(
-                f"{name}={value!r} must be a mapping. Fix: give a dict, a JSON object, or the path of a JSON file."
+                f"{name}={value!r} must be a mapping. Fix: pass a dict, a JSON object, or the path of a JSON file."
             )
 
 
 @cache
 def _declared(cls: Any, beside: type) -> list[tuple[str, Any, Any, str]]:
-    """Name, type, default and help text of each field."""
+    """Return name, type, default and help text of each field."""
     kinds, others = get_type_hints(cls, include_extras=True), getattr(beside, "__dataclass_fields__", {})
     own = [item for item in fields(cls) if item.init and item.name not in others]
     return [(item.name, kinds[item.name], item.default, item.metadata.get("help", "")) for item in own]
@@ -184,14 +187,14 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def _choices(kind: Any) -> list[Any]:
-    """The values that a field may have, where they are listed."""
+    """Return the allowed values of a field, if they are listed."""
     if isinstance(kind, OneOf) or get_origin(kind) is Literal:
         return list(kind if isinstance(kind, OneOf) else get_args(kind))
     return [value for part in get_args(kind) for value in _choices(part)]
 
 
 def _words(kind: Any, value: object) -> str:
-    """What a value must be: the range alone, where its type is right."""
+    """Describe the allowed values in words. Only the range is named if the type is already right."""
     parts = get_args(kind)
     if get_origin(kind) is Annotated:
         return str(parts[1]) if _is_a(value, parts[0]) else f"{_WORDS[parts[0]]}, {parts[1]}"

@@ -1,4 +1,4 @@
-"""Secrets in what is written: `hide_secrets`, the one function for manifests, logs and errors."""
+"""Removal of secrets from logs, errors and manifests: `hide_secrets`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "<hidden>"
-# Names of secrets, whatever stands around these words; and names that end so, unless a tokenizer has such a token.
+# Words in names of secrets. The second group only matches at the end of a name, and not names of special tokens.
 _NAMED = re.compile(
     r"(api|access|account|private|signing|encryption|ssh)_?key|passw(or)?d|_pwd$|passphrase|secret|credential|authorization|cookie"
     r"|signature"
@@ -56,8 +56,8 @@ def is_secret_name(name: str) -> bool:
 def hide_secrets(value: object) -> Any:
     """Return a copy of a value without secrets.
 
-    Entries of mappings are left out by their name. In texts the secret is replaced: after a flag or name, in URLs, in JSON,
-    and values that look like keys of known services. A list may be a command line.
+    Mapping entries are removed by name. In text, secrets are replaced after a flag or a name, in URLs and in JSON, and
+    so are values that look like keys of known services. A list may be a command line.
 
     >>> hide_secrets({"hub_token": "x", "eos_token": "</s>", "kwargs": {"token": "y", "revision": "main"}})
     {'eos_token': '</s>', 'kwargs': {'revision': 'main'}}

@@ -1,30 +1,24 @@
-"""The objects that travel from a dataset row to the loss, one dataclass a stage.
+"""Dataclasses of each stage from a dataset row to the loss.
 
-Reading order is the way of the data::
+The data flows in this order::
 
     dataset row -> Row -> Batch -> ModelOutputs -> LossTerms -> scalar
     prompts -> Request -> Rollout -> Row            (online methods join at Row)
 
-Shape legend, used in every comment of the package:
+Shape letters in all docstrings and comments of the package:
 
-=====  =====================================================================
-``B``  rows of a batch (what one forward pass sees)
-``T``  tokens of a row, padding included
-``S``  sequences of a batch: one prompt with one completion each
-``N``  tokens that carry loss (``loss_mask.sum()``)
-``V``  vocabulary
-``H``  hidden size
-``P``  prompts
-``G``  completions of one prompt (the group)
-=====  =====================================================================
+===== ===================================================================== ``B`` rows of a batch (what one forward pass
+sees) ``T`` tokens of a row, padding included ``S`` sequences of a batch: one prompt with one completion each ``N``
+trained tokens (``loss_mask.sum()``) ``V`` vocabulary ``H`` hidden size ``P`` prompts ``G`` completions of one prompt
+(the group) ===== =====================================================================
 
-Glossary: ``logp`` log-probability under the current policy; ``old_logp`` at the start of the update; ``ref_logp`` under
-the frozen reference; ``rollout_logp`` as the engine that sampled the token said; ``advantages`` how much better than the
-baseline; ``loss_mask`` tokens that are trained.
+Glossary: ``logp`` is the log-probability under the current policy, ``old_logp`` at the start of the update,
+``ref_logp`` under the frozen reference and ``rollout_logp`` as reported by the sampling engine. ``advantages`` are
+rewards relative to a baseline. ``loss_mask`` marks trained tokens.
 
-One convention removes every off-by-one: **a per-token tensor is aligned with the token it speaks of**. ``logp[b, t]`` is
-the log-probability *of* ``input_ids[b, t]`` given what that token may see; ``Batch.predictor[b, t]`` is the column whose
-hidden state predicts it. There are no shifted labels.
+**Per-token tensors are aligned with the token they describe.** ``logp[b, t]`` is the log-probability *of*
+``input_ids[b, t]`` given what that token may see; ``Batch.predictor[b, t]`` is the column whose hidden state predicts
+it. Labels are never shifted.
 """
 
 from __future__ import annotations
@@ -46,11 +40,11 @@ if TYPE_CHECKING:
 
     from posttrain.metrics import Metric
 
-    # What signatures say of what comes from other libraries; for type checkers alone, so that no import waits for them.
+    # Aliases for types of other libraries. They are only imported for type checkers.
     Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
     AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
     EvalSets: TypeAlias = AnyDataset | Mapping[str, AnyDataset]
-    # Log-probs of sampled tokens by name, a list for each sequence.
+    # Log-probs of sampled tokens by name, one list per sequence.
     LogProbs: TypeAlias = Mapping[str, list[list[float]]]
 
 __all__ = [
@@ -79,17 +73,19 @@ Reduction = Literal["token", "sequence_token", "sequence", "constant", "local_to
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """One tokenised example: a prompt and its completions (1 for SFT, 2 for a pair, G for a group).
+    """One tokenized example: a prompt and its completions (1 for SFT, 2 for a pair, G for a group).
 
     Attributes:
-        prompt_ids: Token ids shared by all completions; may be empty (plain language modelling).
+        prompt_ids: Token ids shared by all completions. May be empty (plain language modeling).
         completions: Token ids of each completion, without the prompt.
-        loss_masks: One list a completion, 1 on tokens that are trained.
-        sequence_columns: One number a completion, e.g. ``{"advantages": [0.5, -0.5]}``.
-        token_columns: One number a completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
-        model_kwargs: What the model's forward needs besides ids (images), opaque to the data layer.
-        prompt_mask: 1 on prompt tokens that are trained too, once however many completions there are; None: none is.
-        pictures: Those of the prompt, then those of each completion; each with the index ``start`` in its segment. Empty: none.
+        loss_masks: One list per completion, 1 for trained tokens.
+        sequence_columns: One number per completion, e.g. ``{"advantages": [0.5, -0.5]}``.
+        token_columns: One number per completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
+        model_kwargs: Further inputs of the model's forward (images). The data code does not read them.
+        prompt_mask: 1 for prompt tokens that are also trained (once, regardless of the number of completions). None: no
+            prompt token is trained.
+        pictures: Images of the prompt, then of each completion. Each has the index ``start`` in its segment. Empty: no
+            images.
     """
 
     prompt_ids: list[int]
@@ -102,15 +98,15 @@ class Row:
     pictures: list[list[Any]] = field(default_factory=list)
 
     def with_columns(self, **columns: list[float]) -> Row:
-        """A copy with further `sequence_columns`."""
+        """Return a copy with additional `sequence_columns`."""
         return replace(self, sequence_columns=self.sequence_columns | columns)
 
     def picture_spans(self, index: int, ids: Sequence[int]) -> list[tuple[Any, int, int]]:
-        """Pictures of the prompt and of completion ``index``, and where the placeholders of each begin and end in ``ids``.
+        """Return the images of the prompt and of completion ``index``, with the range of their placeholders in ``ids``.
 
         Args:
-            index: Of a completion.
-            ids: The prompt and that completion, or their beginning.
+            index: Index of a completion.
+            ids: Ids of the prompt and that completion, or their beginning.
         """
         parts, spans = [*self.pictures[:1], *self.pictures[index + 1 : index + 2]], []
         placed = (
@@ -128,14 +124,14 @@ class Row:
 
 
 class Segment(NamedTuple):
-    """A run of tokens that the same sequences read: an edge of a trie. Everything under it stands directly behind it.
+    """Consecutive tokens shared by the same sequences: an edge of a prefix tree. The segments below it follow directly.
 
     Attributes:
         row: Row of the batch.
-        start, stop: Its columns; its tokens see each other causally.
-        end: Column behind the last token under it. Tokens of ``[stop, end)`` see all of ``[start, stop)``.
-        parent: Index of the segment that it continues; -1 at the root of a tree.
-        position: Of its first token.
+        start, stop: Range of its columns. Its tokens attend to each other causally.
+        end: Column after the last token below it. Tokens in ``[stop, end)`` attend to all of ``[start, stop)``.
+        parent: Index of the segment that it continues. -1 for a root.
+        position: Position of its first token.
     """
 
     row: int
@@ -147,13 +143,13 @@ class Segment(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Where a sequence ends in a trie.
+    """End of a sequence in a prefix tree.
 
     Attributes:
-        segment: Index of the segment with its last token; -1 for a sequence without tokens.
-        prompt: Tokens of its prompt.
-        length: Tokens of its prompt and its completion.
-        row: Number of the `Row` it is a completion of, among those that were collated together.
+        segment: Index of the segment with its last token. -1 for a sequence without tokens.
+        prompt: Number of tokens of its prompt.
+        length: Number of tokens of its prompt and completion.
+        row: Index of its `Row` among the rows that were collated together.
     """
 
     segment: int
@@ -164,32 +160,34 @@ class Leaf(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Batch:
-    """A token forest ready for the model: every row holds one or more tries, whose branches share what they begin with.
+    """Model inputs. Each row holds one or more prefix trees, in which sequences with the same beginning share its
+    tokens.
 
-    A token sees the tokens before it of its own segment and of the segments that this one continues. Padding, packing, a
-    preference pair, a GRPO group and the forks of an agent are all cases of it.
+    A token attends to the earlier tokens of its own segment, and to the segments that this one continues. Padding,
+    packing, preference pairs, GRPO groups and branches of an agent's history are all special cases.
 
     Attributes:
         input_ids: ``(B, T)`` int64.
-        position_ids: ``(B, T)`` int64; every segment continues its parent.
-        seen_until: ``(B, T)`` int64, column behind the last token that sees this one; 0 on padding. Column q sees column k
-            where ``k <= q < seen_until[k]``.
-        predictor: ``(B, T)`` int64, the column whose hidden state predicts this token (meaningful where ``loss_mask``).
-        loss_mask: ``(B, T)`` bool, tokens that are trained. Never true on a token without a predictor.
-        sequence: ``(B, T)`` int64, index in ``[0, S)`` of the sequence a completion token belongs to; -1 elsewhere.
+        position_ids: ``(B, T)`` int64. The positions of a segment continue those of its parent.
+        seen_until: ``(B, T)`` int64, column after the last token that attends to this one; 0 for padding. Column q
+            attends to column k if ``k <= q < seen_until[k]``.
+        predictor: ``(B, T)`` int64, column whose hidden state predicts this token (only meaningful where ``loss_mask``
+            is true).
+        loss_mask: ``(B, T)`` bool, true for trained tokens. A trained token always has a predictor.
+        sequence: ``(B, T)`` int64, index in ``[0, S)`` of the sequence of a completion token; -1 elsewhere.
         num_sequences: S.
-        segments: The tries, on the host, in the order of rows and columns.
-        leaves: Where each sequence ends; S of them.
-        dense_mask: Attention takes a mask, for models that do not take segments (see `Layout`).
-        origin: For each sequence, its index in the flat list of completions that was collated.
+        segments: Segments of all trees, ordered by row and column. Not a tensor.
+        leaves: End of each sequence, S entries.
+        dense_mask: Whether attention uses a mask, for models that do not support segments (see `Layout`).
+        origin: Index of each sequence in the flat list of collated completions.
         advantages: ``(S,)`` or ``(B, T)`` float32.
-        old_logp: ``(B, T)`` float32, None while the policy has not moved since the rollout.
+        old_logp: ``(B, T)`` float32. None if the policy has not changed since the rollout.
         ref_logp: ``(B, T)`` float32.
         rollout_logp: ``(B, T)`` float32.
         expected_grad: ``(B, T)`` gradient of the loss with respect to the log-probs, if it is known before the pass.
         columns: Other per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name (labels, margins, weights).
-        model_kwargs: Passed to the model's forward untouched.
-        pictures: Row, column of the first placeholder, and the picture, in the order of the canvas.
+        model_kwargs: Passed to the model's forward unchanged.
+        pictures: Tuples of row, column of the first placeholder, and image, in column order.
     """
 
     input_ids: Tensor
@@ -211,11 +209,12 @@ class Batch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     pictures: list[tuple[int, int, Any]] = field(default_factory=list)
-    # Trained tokens, and the version of ``loss_mask`` they were counted in: on a device, to count again is to wait for it.
+    # Number of trained tokens, and the version of ``loss_mask`` it was counted for. Counting on a device requires a
+    # synchronization.
     _counted: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def to(self, device: torch.device | str) -> Batch:
-        """A copy with every tensor on ``device``; on the host, trained tokens are counted first."""
+        """Return a copy with all tensors on ``device``. Trained tokens are counted first if the tensors are on the CPU."""
         moved: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -225,31 +224,34 @@ class Batch:
                 moved[item.name] = value.to(device)
         copy = replace(self, **moved)
         if self._counted is not None or not (self.loss_mask.is_cuda or self.loss_mask.is_meta):
-            # A new object: no other code holds it.
+            # The copy is new, so no other code refers to it.
             object.__setattr__(copy, "_counted", (self.num_loss_tokens, copy.loss_mask._version))
         return copy
 
     def __getitem__(self, name: Any) -> Any:
-        """Refused: code that reads a batch as a dict of padded tensors would find no labels in it."""
+        """Raise an error. Code that reads a batch as a dict of padded tensors would not find labels in it."""
         raise ConfigError(
-            f"inputs[{name!r}] is read of a Batch, which is a token forest and no dict of padded tensors. Fix: read its "
-            "attributes (inputs.input_ids, inputs.loss_mask), or override objective(outputs, batch) (docs/hooks.md)."
+            f"inputs[{name!r}]: a Batch is not a dict of padded tensors. Fix: read its attributes (inputs.input_ids, "
+            "inputs.loss_mask), or override objective(outputs, batch) (docs/hooks.md)."
         )
 
     def keys(self) -> list[str]:
-        """For ``model(**inputs)``, which is refused as `__getitem__` is."""
+        """Return keys so that ``model(**inputs)`` reaches `__getitem__`, which raises the error."""
         return ["labels"]
 
     def grouped(self, values: Tensor, size: int) -> Tensor:
-        """Per-sequence values ``(S,)`` as ``(S / size, size)``: the completions of each collated row side by side.
+        """Reshape per-sequence values ``(S,)`` to ``(S / size, size)``: one row per collated row, with its completions.
 
-        Right only for batches collated with ``whole_rows=True`` from rows of ``size`` completions each.
+        This is only correct for batches that were collated with ``whole_rows=True`` from rows with ``size`` completions
+        each.
         """
         order = sorted(range(self.num_sequences), key=self.origin.__getitem__)
         return values[order].view(-1, size)
 
     def spread_rows(self, values: Tensor, size: int) -> Tensor:
-        """The inverse: one value a collated row, ``(S / size,)``, to each of its sequences, ``(S,)``."""
+        """Inverse of `grouped`: repeat one value per collated row, ``(S / size,)``, for each of its sequences,
+        ``(S,)``.
+        """
         order = sorted(range(self.num_sequences), key=self.origin.__getitem__)
         out = values.new_zeros(self.num_sequences)
         out[order] = values.repeat_interleave(size)
@@ -257,52 +259,56 @@ class Batch:
 
     @property
     def by_sequence(self) -> tuple[Tensor, Tensor, int]:
-        """``loss_mask``, ``sequence`` and S: where sums over the trained tokens of each sequence are taken (`losses.reduce`)."""
+        """``loss_mask``, ``sequence`` and S, for sums over the trained tokens of each sequence (`losses.reduce`)."""
         return self.loss_mask, self.sequence, self.num_sequences
 
     @property
     def real(self) -> Tensor:
-        """``(B, T)`` bool, false on padding."""
+        """``(B, T)`` bool, false for padding."""
         return self.seen_until > 0
 
     @property
     def one_sequence_a_row(self) -> bool:
-        """Whether every row is one plain sequence, which needs neither a mask nor segments."""
+        """Whether every row is a single sequence, which needs neither a mask nor segments."""
         return all(segment.parent < 0 and segment.start == 0 for segment in self.segments)
 
     @property
     def num_tokens(self) -> int:
-        """Real (non-padding) tokens the model computes."""
+        """Number of tokens that the model computes, without padding."""
         return sum(segment.stop - segment.start for segment in self.segments)
 
     @property
     def num_sequence_tokens(self) -> int:
-        """Tokens of all sequences, a shared prompt once for each: what metrics call ``num_tokens``."""
+        """Number of tokens of all sequences, counting a shared prompt once per sequence. The metric ``num_tokens`` uses
+        it.
+        """
         return sum(leaf.length for leaf in self.leaves)
 
     @property
     def shares(self) -> Tensor | None:
-        """``(S,)`` share of its episode's trained tokens that each sequence has; None: every sequence is an episode of its own.
+        """``(S,)`` share of its episode's trained tokens that each sequence has. None if every sequence is a separate
+        episode.
 
-        The branches of an episode are sequences of their own, and means over sequences count it once: its shares add up to 1.
+        Each branch of an episode is a sequence. The shares of an episode add up to 1, so that means over sequences
+        count it once.
         """
         return self.columns.get("share")
 
     @property
     def num_episodes(self) -> float:
-        """Sequences, the branches of an episode counted as one."""
+        """Number of sequences, counting the branches of an episode as one."""
         shares = self.shares
         return float(self.num_sequences) if shares is None else float(shares.sum())
 
     @property
     def num_loss_tokens(self) -> int:
-        """N, the tokens that carry loss."""
+        """Number of trained tokens, N."""
         if self._counted is not None and self._counted[1] == self.loss_mask._version:
             return self._counted[0]
         return int(self.loss_mask.sum())
 
     def path(self, sequence: int) -> list[range]:
-        """Columns of a sequence's tokens from its first on, prompt included."""
+        """Return the columns of a sequence's tokens in order, including the prompt."""
         segment, left, runs = self.leaves[sequence].segment, self.leaves[sequence].length, []
         while segment >= 0:
             one = self.segments[segment]
@@ -313,20 +319,23 @@ class Batch:
 
 @dataclass(slots=True)
 class ModelOutputs:
-    """What an objective may see of the forward pass.
+    """Results of the forward pass that an objective can use.
 
     Attributes:
-        logp: ``(B, T)`` float32, aligned with the token; 0 outside ``loss_mask``.
-        entropy: ``(B, T)`` float32 in nats, of the distribution each token was predicted from; 0 outside ``loss_mask``.
-        correct: ``(B, T)`` bool, the token was the most likely one.
-        mean_logit: ``(B, T)`` mean over the vocabulary of the logits that a token was predicted from; 0 outside ``loss_mask``.
-        collision: ``(B, T)`` ``log sum_v p_v^2`` of the distribution it was predicted from, likewise.
-        log_mass: ``(B, T)`` log of the mass that the sampler's truncation leaves of it, the token itself included; no gradient.
+        logp: ``(B, T)`` float32 log-prob of each token; 0 outside ``loss_mask``.
+        entropy: ``(B, T)`` float32 entropy in nats of the distribution that predicts each token; 0 outside
+            ``loss_mask``.
+        correct: ``(B, T)`` bool, whether the token was the most likely one.
+        mean_logit: ``(B, T)`` mean over the vocabulary of the logits that predict a token; 0 outside ``loss_mask``.
+        collision: ``(B, T)`` ``log sum_v p_v^2`` of the distribution that predicts a token; 0 outside ``loss_mask``.
+        log_mass: ``(B, T)`` log of the probability mass that remains after the sampler's truncation, including the
+            token itself. No gradient.
         scores: ``(S,)`` reward-model scores.
         values: ``(B, T)`` value-head outputs.
-        logits: Only when asked for: ``(N, V)`` at loss positions, in ``loss_mask`` order.
-        aux_loss: Router balance term of mixture-of-experts models, unscaled.
-        compared: By name, ``(N, ...)`` in ``loss_mask`` order, what a comparison with another model found (distillation).
+        logits: ``(N, V)`` logits of trained tokens in ``loss_mask`` order. Only if requested.
+        aux_loss: Unscaled load-balancing loss of mixture-of-experts models.
+        compared: Results of a comparison with another model (distillation) by name, ``(N, ...)`` in ``loss_mask``
+            order.
     """
 
     logp: Tensor | None = None
@@ -344,20 +353,22 @@ class ModelOutputs:
 
 @dataclass(slots=True, frozen=True)
 class LossTerms:
-    """An unreduced loss: what an objective returns and ``losses.reduce`` divides.
+    """An unreduced loss, which objectives return and ``losses.reduce`` reduces.
 
     Attributes:
         terms: ``(B, T)`` per token or ``(S,)`` per sequence.
-        mask: Same shape as ``terms``; which of them count.
-        reduction: How the terms become one number; see `posttrain.losses.reduce`.
+        mask: Mask of the terms that count, same shape as ``terms``.
+        reduction: Name of the reduction, see `posttrain.losses.reduce`.
         sequence: ``(B, T)`` sequence index, needed by ``sequence_token`` and ``constant``.
         num_sequences: S.
-        constant: The fixed length that the ``constant`` reduction divides by.
-        count: Name of the count in `Denominators.named` that ``token`` divides by; None: all tokens that carry loss.
-        extra: Further terms with their own reduction (an entropy bonus, a centring penalty), added after the main one.
-        metrics: What to log.
-        share: ``(S,)`` what a sequence counts among sequences, see `Batch.shares`; None: 1.
-        sums: Statistics that are added up over the passes of an optimizer step, for `Method.end_step`; None: none.
+        constant: Fixed length that divides the ``constant`` reduction.
+        count: Name of the count in `Denominators.named` that divides the ``token`` reduction. None: the number of
+            trained tokens.
+        extra: Further terms with their own reduction (an entropy bonus, a centering penalty), added to the main one.
+        metrics: Metrics to log.
+        share: ``(S,)`` weight of each sequence in counts of sequences, see `Batch.shares`. None: 1.
+        sums: Statistics that are summed over the passes of an optimizer step, for `Method.end_step`. None: no
+            statistics.
     """
 
     terms: Tensor
@@ -375,13 +386,13 @@ class LossTerms:
 
 @dataclass(slots=True, frozen=True)
 class Truncation:
-    """What sampling leaves out of the vocabulary; see `posttrain.losses.truncation`.
+    """Truncation of the sampling distribution, see `posttrain.losses.truncation`.
 
     Attributes:
         top_k: Keep the k most likely tokens; 0 is off.
         top_p: Keep the smallest set with this probability mass; 1 is off.
         min_p: Drop tokens below this share of the most likely token's probability; None or 0 is off.
-        never: Ids that are not drawn at all; the others are measured without them.
+        never: Ids that are never sampled. Probabilities of other tokens are computed without them.
     """
 
     top_k: int = 0
@@ -390,35 +401,35 @@ class Truncation:
     never: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether anything is left out."""
+        """Return whether any token is excluded."""
         return bool(self.top_k or self.top_p < 1.0 or self.min_p or self.never)
 
 
-WHOLE = Truncation()  # Nothing is left out.
-# A bias from which on a token has no probability: a number that JSON can carry to a server.
+WHOLE = Truncation()  # No truncation.
+# Bias at which a token has probability 0, as a number that JSON can represent.
 NEVER = -1e9
 
 
 @dataclass(slots=True, frozen=True)
 class Sampling:
-    """How completions are drawn.
+    """Sampling settings of a completion.
 
     Attributes:
-        max_new_tokens: Upper bound on completion tokens, EOS included.
+        max_new_tokens: Maximum number of completion tokens, including EOS.
         temperature: Divides the logits; 0 means greedy.
         top_k: Keep the k most likely tokens; 0 is off.
         top_p: Keep the smallest set with this probability mass; 1 is off.
         min_p: Drop tokens below this share of the most likely token's probability; None or 0 is off.
         repetition_penalty: Divides positive and multiplies negative logits of seen tokens; 1 is off.
-        stop_token_ids: Sampling ends after any of these; the stop token is kept.
+        stop_token_ids: Sampling ends after any of these. The stop token is kept.
         seed: Seeds the engine's generator for this call; None continues its stream.
         min_new_tokens: No stop token before this many tokens.
-        stop_strings: Sampling ends after the token that completes any of these; needs an engine with a tokenizer.
+        stop_strings: Sampling ends after the token that completes any of these. Needs an engine with a tokenizer.
         logit_bias: Pairs (token id, number added to its logit).
-        no_repeat_ngram: No n tokens in a row occur twice, prompt included; 0 is off.
+        no_repeat_ngram: Size of n-grams that must not occur twice, including the prompt; 0 is off.
         guide: Pair (kind, text) that completions must match: ``("regex", pattern)``, ``("json", schema)``,
             ``("grammar", EBNF)`` or ``("choices", lines)``; None is off.
-        top_logps: Also return this many most likely tokens of every step with their log-probs.
+        top_logps: Number of most likely tokens to return for every step, with their log-probs.
     """
 
     max_new_tokens: int
@@ -438,11 +449,11 @@ class Sampling:
 
     @property
     def truncation(self) -> Truncation:
-        """What is left out of the vocabulary, before the draw."""
+        """Truncation by top_k, top_p and min_p."""
         return Truncation(self.top_k, self.top_p, self.min_p)
 
     def unseeded(self) -> dict[str, Any]:
-        """All settings but the seed: what the distribution is."""
+        """Return all settings except the seed. They define the distribution."""
         return {name: value for name, value in asdict(self).items() if name != "seed"}
 
     @property
@@ -454,7 +465,7 @@ class Sampling:
 
 @dataclass(slots=True, frozen=True)
 class SampleSettings:
-    """How one rollout batch is sampled.
+    """Settings for sampling one rollout batch.
 
     Attributes:
         sampling: Settings of each call to the engine.
@@ -470,11 +481,11 @@ class SampleSettings:
 
 
 class Prompt(list[int]):
-    """Token ids of a prompt with the pictures in it; two prompts are equal where ids and pictures are.
+    """Token ids of a prompt with its images. Two prompts are equal if their ids and images are.
 
     Args:
-        ids: With a placeholder for every feature.
-        pictures: Each with the index ``start`` of its first placeholder, in reading order.
+        ids: Token ids with one placeholder per image feature.
+        pictures: Images in reading order. Each has the index ``start`` of its first placeholder.
     """
 
     def __init__(self, ids: Iterable[int], pictures: Iterable[Any] = ()) -> None:
@@ -489,16 +500,17 @@ class Prompt(list[int]):
 
     @staticmethod
     def pictures_of(ids: Sequence[int]) -> tuple[Any, ...]:
-        """Those of a prompt; a plain list of ids has none."""
+        """Return the images of a prompt. A plain list of ids has none."""
         return ids.pictures if isinstance(ids, Prompt) else ()
 
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One prompt to complete ``n`` times, as ``sampling`` says (None: as the call says).
+    """One prompt to complete ``n`` times with ``sampling`` (None: the settings of the call).
 
-    ``pictures`` are those of the prompt, for engines that take them (`Capabilities.pictures`); see `Prompt`. The last ``written``
-    tokens of the prompt are the beginning of a completion that was interrupted: stop strings and guides go on from them.
+    ``pictures`` are the images of the prompt, for engines that support them (`Capabilities.pictures`); see `Prompt`.
+    The last ``written`` tokens of the prompt are the beginning of an interrupted completion. Stop strings and guides
+    take them into account.
     """
 
     prompt_ids: Sequence[int]
@@ -513,22 +525,25 @@ class Rollout:
     """One sampled completion.
 
     Attributes:
-        prompt_ids: The prompt as the engine saw it.
-        token_ids: Completion tokens, the stop token included.
-        logp: Raw log-probability of each completion token: under the distribution at ``temperature``, before penalties,
-            bias, guide, top-k, top-p and min-p change it; empty when the engine cannot say.
-        finish_reason: ``stop`` a stop token came; ``length`` the limit was reached; ``abort`` interrupted.
-        version: Number of the policy weights that produced it.
-        tool_mask: 1 on tokens the model wrote, 0 on tokens a tool or environment wrote; None when all are the model's.
-        text: Decoded completion, filled in by whoever has the tokenizer.
-        processed_logp: Log-probability under the distribution the token was really drawn from; None where both are one.
-        top_logps: For each token the most likely ones of its raw distribution, pairs (token id, log-prob), when asked for.
-        spans: Runs of (version, tokens) where the weights changed while it was written; None: all are of ``version``.
-        pictures: Those of the prompt.
-        shown: Those that tools and environments showed after it, placed in ``token_ids``.
-        branches: Further sequences of the same episode, whose prompts may run through this one (forks of an agent's history);
-            they have its reward and advantage, and count with it as one sequence.
-        credit: What the advantage is multiplied by here.
+        prompt_ids: The prompt as the engine read it.
+        token_ids: Completion tokens, including the stop token.
+        logp: Raw log-probability of each completion token, under the distribution at ``temperature`` before penalties,
+            bias, guide, top-k, top-p and min-p. Empty if the engine does not return it.
+        finish_reason: ``stop`` for a stop token, ``length`` for the length limit, ``abort`` if interrupted.
+        version: Version of the policy weights that sampled it.
+        tool_mask: 1 for tokens of the model, 0 for tokens of a tool or environment. None if all tokens are the model's.
+        text: Decoded completion, if it was decoded.
+        processed_logp: Log-probability under the distribution from which the token was sampled. None if it is equal to
+            ``logp``.
+        top_logps: Most likely tokens of the raw distribution at each step, as pairs (token id, log-prob). Only if
+            requested.
+        spans: Pairs (version, number of tokens) if the weights changed during sampling. None if all tokens are of
+            ``version``.
+        pictures: Images of the prompt.
+        shown: Images from tools and environments, with their positions in ``token_ids``.
+        branches: Further sequences of the same episode (branches of an agent's history), whose prompts may include this
+            one. They share its reward and advantage, and count with it as one sequence.
+        credit: Factor of the advantage for this sequence.
     """
 
     prompt_ids: list[int]
@@ -554,10 +569,10 @@ def _unchanged(values: Tensor) -> Tensor:
 
 @dataclass(slots=True, frozen=True)
 class Ranks:
-    """The processes of a run, for what is computed over all of them. Each function is a collective: all ranks call it.
+    """Processes of a run. Each function is a collective operation that all ranks must call.
 
     Attributes:
-        rank: Of this process.
+        rank: Rank of this process.
         size: Number of processes.
         sum: Sums a list of numbers over all processes.
         gather: Concatenates the lists of all processes, in their order.
@@ -571,18 +586,18 @@ class Ranks:
     join: Callable[[Tensor], Tensor] = _unchanged
 
 
-ALONE = Ranks()  # One process, and the group of a worker.
+ALONE = Ranks()  # A single process. Also used in rollout workers.
 
 
 @dataclass(slots=True, frozen=True)
 class State:
-    """Where a run stands: what an objective may read besides outputs and batch.
+    """Progress of a run that an objective can read.
 
     Attributes:
-        step: Number of optimizer steps that were made.
-        epoch: Number of epochs that were trained, with the part of the present one.
+        step: Number of finished optimizer steps.
+        epoch: Number of trained epochs, as a fraction.
         ranks: All processes of the run.
-        own: What the method keeps from step to step, see `posttrain.methods.base.Method.start`; None: nothing.
+        own: State that the method keeps between steps, see `posttrain.methods.base.Method.start`. None: no state.
     """
 
     step: int = 0
@@ -593,21 +608,22 @@ class State:
 
 @dataclass(slots=True, frozen=True)
 class Advantages:
-    """What each completion is worth: what `Method.advantages` returns.
+    """Result of `Method.advantages`.
 
     Attributes:
-        values: ``(n,)`` of the completions of all ranks; or ``(n, T)`` of this rank's tokens, which are trained by
-            ``token_columns`` then.
-        totals: ``(n,)`` weighted rewards of all ranks before any penalty, NaN where no function applied.
+        values: ``(n,)`` advantages of the completions of all ranks; or ``(n, T)`` of this rank's tokens, which are then
+            trained through ``token_columns``.
+        totals: ``(n,)`` weighted rewards of all ranks before any penalty. NaN if no function applied.
         start: Index in ``values`` of this rank's first completion.
-        columns: One number for each completion of this rank, by name; the objective finds them in `Batch.columns`.
-        token_columns: One list for each sequence of this rank, by name: what the objective reads of the log-probs, and more.
-        left_out: Completions of this rank that carry no loss.
-        keep: One mask for each completion of this rank, 1 on tokens that carry loss; None: as they were sampled.
-        unbounded: ``values`` before they were bounded by `posttrain.losses.advantages.MOST_ADVANTAGE`; None: they were not.
-        group_std: ``(n / G,)`` spread of each group of all ranks; None where there are no groups.
-        zero_std_share: Share of groups without spread; None where there are no groups.
-        metrics: What to log.
+        columns: One number per completion of this rank, by name. The objective reads them from `Batch.columns`.
+        token_columns: One list per sequence of this rank, by name, such as log-probs that the objective needs.
+        left_out: Indices of this rank's completions that are not trained.
+        keep: One mask per completion of this rank, 1 for trained tokens. None: masks are unchanged.
+        unbounded: ``values`` before they were clipped to `posttrain.losses.advantages.MOST_ADVANTAGE`. None: they were
+            not clipped.
+        group_std: ``(n / G,)`` standard deviation of each group of all ranks. None without groups.
+        zero_std_share: Share of groups with zero standard deviation. None without groups.
+        metrics: Metrics to log.
     """
 
     values: Tensor
@@ -625,7 +641,9 @@ class Advantages:
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """One thing a check saw: a stable code, how bad it is, and what, where, why and how to fix it, without secrets."""
+    """Result of a check: a stable code, a severity, and what is wrong, where, why and how to fix it. Contains no
+    secrets.
+    """
 
     code: str
     severity: Literal["info", "warning", "error"]

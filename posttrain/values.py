@@ -1,4 +1,6 @@
-"""Values that come from outside: numbers, truths and token ids of replies and of functions; messages of dataset rows."""
+"""Conversion and validation of values from outside: numbers, bools and token ids from replies and functions, and
+messages of dataset rows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any, SupportsFloat
 
 from posttrain.errors import ROUNDING, RolloutError
 
-# Columns of messages, tools and template arguments: lists and dicts, whose missing keys Arrow fills with None.
+# Columns with lists and dicts (messages, tools, template arguments), whose missing keys Arrow fills with None.
 NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
 
 
@@ -19,7 +21,7 @@ class BadValue(RolloutError, ValueError):
 
 
 def scalar(value: object) -> Any:
-    """What an array or tensor of one element holds; anything else as it is.
+    """Return the element of an array or tensor with one element. Other values are returned unchanged.
 
     >>> import torch
     >>> scalar(torch.tensor([0.5])), scalar("a")
@@ -32,15 +34,15 @@ def scalar(value: object) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether this is one real number of any library: no text, and no array of several."""
+    """Return whether a value is one real number of any library. Text and arrays with several elements are not."""
     return isinstance(value, SupportsFloat) and not isinstance(value, complex) and not getattr(value, "shape", ())
 
 
 def listed(value: object, where: str) -> list[Any]:
-    """A sequence, array or tensor as a list.
+    """Convert a sequence, array or tensor to a list.
 
     Raises:
-        RolloutError: Anything else: None, a text, a dict, a number or an array without dimensions.
+        RolloutError: The value is something else, such as None, text, a dict, a number or an array without dimensions.
     """
     items = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(items, Sequence) or isinstance(items, str | bytes):
@@ -49,10 +51,10 @@ def listed(value: object, where: str) -> list[Any]:
 
 
 def given_number(value: object, where: str) -> float:
-    """A finite real number.
+    """Convert a value to a finite float.
 
     Raises:
-        RolloutError: Names the value; also for None and for text.
+        RolloutError: The value is not a finite number.
     """
     number = scalar(value)
     if not is_number(number):
@@ -63,7 +65,7 @@ def given_number(value: object, where: str) -> float:
 
 
 def given_integer(value: object, where: str) -> int:
-    """A whole number, which may be written as 5.0.
+    """Convert a value to an int. 5.0 is accepted.
 
     Raises:
         RolloutError: Names the value.
@@ -75,7 +77,7 @@ def given_integer(value: object, where: str) -> int:
 
 
 def given_truth(value: object, where: str) -> bool:
-    """True or False, said by a bool or a 0 or 1 of any library.
+    """Convert a bool, or a 0 or 1 of any library, to a bool.
 
     Raises:
         RolloutError: Names the value.
@@ -87,7 +89,7 @@ def given_truth(value: object, where: str) -> bool:
 
 
 def token_ids(values: Any, where: str, vocabulary: int | None = None) -> list[int]:
-    """At least one token id, each in ``[0, vocabulary)``.
+    """Convert values to a list of at least one token id, each in ``[0, vocabulary)``.
 
     Raises:
         RolloutError: Names the position and the value.
@@ -103,7 +105,7 @@ def token_ids(values: Any, where: str, vocabulary: int | None = None) -> list[in
 
 
 def token_logps(values: Sequence[Any], mask: Sequence[Any], where: str) -> list[float]:
-    """Log-probs of tokens: finite and at most 0 where ``mask`` is 1, whatever stands where it is 0 (returned as 0.0).
+    """Convert log-probs to a list. Where ``mask`` is 1 they must be finite and at most 0. Elsewhere the result is 0.0.
 
     Raises:
         RolloutError: Names the position and the value.
@@ -149,7 +151,7 @@ def strip_none(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gib(count: float) -> str:
-    """Bytes in words.
+    """Format a number of bytes.
 
     >>> gib(3 * 2**29), gib(5 * 2**20)
     ('1.5 GiB', '5 MiB')

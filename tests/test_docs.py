@@ -18,6 +18,7 @@ import pytest
 
 import posttrain
 from posttrain.losses.policy import LOSS_TYPES
+from tools.api_page import METHODS
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(
@@ -104,6 +105,33 @@ def test_every_public_name_has_its_place_in_the_api_page():
     assert {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")} == pages()
     text = "".join(pages().values())
     assert all(f"::: posttrain.{module}.{n}\n" in text for n, module in posttrain._PUBLIC.items())
+    configs = [n for n in posttrain._PUBLIC if n.endswith("Config")]
+    assert text.count("inherited_members: true") == len(configs), "a page would lack the fields of base classes"
+
+
+@pytest.mark.parametrize("name", [f"{stem}Trainer" for _, stem in METHODS.values()])
+def test_every_parameter_of_a_trainer_is_documented_alone_and_in_order(name):
+    trainer = getattr(posttrain, name)
+    section = inspect.getdoc(trainer).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    documented = re.findall(r"^    (\w[^:]*): ", section, re.MULTILINE)
+    assert documented == list(inspect.signature(trainer.__init__).parameters)[1:]
+
+
+@pytest.mark.slow
+def test_every_field_of_every_config_is_on_its_api_page():
+    griffe = pytest.importorskip("griffe")
+    from tools.griffe_options import own_fields
+
+    extensions = griffe.load_extensions(str(DOCS.parent / "tools" / "griffe_options.py"))
+    package = griffe.load("posttrain", extensions=extensions, search_paths=[DOCS.parent])
+    for name, module in posttrain._PUBLIC.items():
+        kind = getattr(posttrain, name) if name.endswith("Config") else None
+        if dataclasses.is_dataclass(kind):
+            shown = package[f"{module}.{name}"].all_members
+            fields = own_fields(kind)
+            assert fields and [f.name for f in fields if shown[f.name].docstring.value != f.metadata["help"]] == [], (
+                name
+            )
 
 
 def test_the_table_of_losses_is_the_table_of_the_code():

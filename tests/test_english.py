@@ -24,26 +24,27 @@ VERBS = frozenset(
     re.findall(
         r"\w+",
         """
-Accept Accumulate Activate Adapt Add Adjust Advance Agree Align Allocate Allow Announce Answer Append Apply
-Approximate Ask Assemble Assert Assign Attach Average Balance Begin Bind Bisect Block Broadcast Build Cache Calculate
-Call Cancel Cast Change Charge Check Choose Clamp Classify Clean Clear Clip Close Collate Collect Combine Compare
-Compile Complete Compute Concatenate Configure Connect Construct Consume Convert Convolve Copy Correct Count Create
-Decide Decode Decorate Defer Delete Describe Detach Detect Determine Disable Discard Dispatch Distribute Divide Do
-Download Draw Drop Emit Enable Encode End Ensure Enter Escape Estimate Evaluate Even Exchange Exclude Execute Exit
+Accept Accumulate Acquire Activate Adapt Add Adjust Advance Advise Agree Align Allocate Allow Announce Answer Append
+Apply Approximate Ask Assemble Assert Assign Attach Average Await Balance Begin Bind Bisect Block Broadcast Build Cache
+Calculate Call Cancel Cast Change Charge Check Choose Clamp Classify Clean Clear Clip Close Collate Collect Combine
+Compare Compile Complete Compute Concatenate Configure Connect Construct Consume Convert Convolve Copy Correct Count
+Create Decide Decode Decorate Defer Delete Describe Detach Detect Determine Disable Discard Dispatch Distribute Divide
+Do Download Draw Drop Emit Enable Encode End Ensure Enter Escape Estimate Evaluate Even Exchange Exclude Execute Exit
 Expand Explain Expose Extend Extract Fail Fetch Fill Filter Find Finish Fit Flatten Flush Fold Follow Force Format
 Forward Free Gather Generate Get Give Group Guard Handle Hash Hide Hold Identify Ignore Implement Import Include
-Increase Increment Index Infer Init Initialize Insert Inspect Install Interpolate Interpret Interrupt Invalidate
-Iterate Join Judge Keep Label Launch Lend Let Limit Link List Listen Load Locate Lock Log Look Make Map Mark Mask
-Match Measure Merge Mix Move Name Negate Normalize Note Notify Number Observe Offload Omit Open Order Override Pack
-Pad Parse Pass Patch Pause Permute Pick Pin Place Poll Pop Post Predict Prefill Prefix Prepare Print Process Profile
-Propagate Publish Push Put Query Queue Raise Read Rebuild Receive Recompute Reconstruct Record Reduce Refer Refuse
-Register Reject Release Reload Remap Remember Remove Rename Render Repeat Replace Report Request Require Reserve Reset
-Reshape Resize Resolve Restore Resume Retry Return Reuse Rewrite Roll Rotate Round Route Run Sample Save Scale Scan
-Scatter Schedule Score Search See Select Send Serialize Serve Set Shard Share Shift Show Shrink Shuffle Shut Simulate
-Skip Sleep Slice Solve Sort Split Stack Start Steer Stop Store Stream Strip Submit Substitute Subtract Sum Summarize
-Suppress Swap Switch Sync Synchronize Take Test Thin Tokenize Track Train Translate Trim Truncate Try Turn Undo Unpack
-Unwrap Update Upload Use Validate Verify Wait Wake Walk Warn Weight Whiten Widen Wrap Write Yield
-""",
+Increase Increment Index Infer Init Initialize Insert Inspect Install Interpolate Interpret Interrupt Invalidate Iterate
+Join Judge Keep Kill Label Launch Leave Lend Let Limit Link List Listen Load Locate Lock Log Look Make Map Mark Mask
+Match Measure Merge Mix Move Name Negate Normalize Note Notify Number Observe Offload Omit Open Order Override Pack Pad
+Parse Pass Patch Pause Perform Permute Pick Pin Place Poll Pop Post Predict Prefill Prefix Prepare Print Process Profile
+Propagate Publish Push Put Query Queue Raise Rank Read Rearrange Reassemble Rebuild Receive Recompute Reconstruct Record
+Reduce Refer Refuse Register Regroup Reject Release Reload Remap Remember Remove Rename Render Repeat Replace Report
+Request Require Reserve Reset Reshape Resize Resolve Restore Resume Retry Return Reuse Rewrite Roll Rotate Round Route
+Run Sample Save Scale Scan Scatter Schedule Score Search See Select Send Separate Serialize Serve Set Shard Share Shift
+Show Shrink Shuffle Shut Simulate Skip Sleep Slice Solve Sort Spawn Split Stack Start Steer Stop Store Stream Strip
+Submit Substitute Subtract Sum Summarize Suppress Swap Switch Sync Synchronize Take Test Thin Tokenize Track Train
+Transform Translate Trim Truncate Try Turn Undo Unload Unpack Unwrap Update Upload Use Validate Verify Wait Wake Walk
+Warn Weight Whiten Widen Wrap Write Yield
+        """,
     )
 )
 WORDS = {  # The words of the style guide: what to avoid, and what to write.

@@ -1,4 +1,4 @@
-"""Write docs/api/: a page a method, its trainer and its config; a page for each other part; an index of every public name."""
+"""Write docs/api/: one page per method with its trainer and config, one page per other part, and an index of all public names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METHODS = {
     "sdft": ("SDFT", "SDFT"), "sdpo": ("SDPO", "SDPO"), "ssd": ("SSD", "SSD"),
 }  # fmt: skip
 PARTS = {
-    "shared": ("What all trainers share", ("loop", "methods", "trainers", "fields", "values")),
+    "shared": ("Shared by all trainers", ("loop", "methods", "trainers", "fields", "values")),
     "types": ("Types, errors, metrics", ("types", "errors", "metrics")),
     "data": ("Data", ("data",)),
     "models": ("Models", ("models",)),
@@ -37,14 +37,18 @@ PARTS = {
     "checks": ("Checks and reports", ("checks", "report", "cli")),
     "helpers": ("Helpers", ("extensions.trl_helpers", "integrations")),
 }
-# The constructor alone: what is inherited stands on the page of what is shared.
+OPTIONS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
+# Only the constructor. Inherited methods are on the page of shared parts.
 TRAINER = "    options:\n      members: []\n      heading_level: 2"
-CONFIG = "    options:\n      heading_level: 2\n      show_signature: false\n      show_if_no_docstring: false\n      filters: ['!^_']"
+CONFIG = (
+    "    options:\n      heading_level: 2\n      show_signature: false\n      show_if_no_docstring: false\n"
+    "      inherited_members: true\n      filters: ['!^_']"
+)
 SHOWN = "    options:\n      heading_level: 2"
 
 
 def pages() -> dict[str, str]:
-    """Text by file name."""
+    """Return the text of each page by file name."""
     public, taken, found = posttrain._PUBLIC, set(), {}
     for file, (title, stem) in METHODS.items():
         parts = [f"# {title}"]
@@ -52,7 +56,8 @@ def pages() -> dict[str, str]:
             parts.append(f"::: posttrain.{public[name]}.{name}\n{options}")
             taken.add(name)
         parts.insert(
-            2, "The fields that the method adds or gives other defaults; [all trainers share](shared.md) the others."
+            2,
+            f"All options of the config, including those that every trainer has. The config also accepts the [options of transformers]({OPTIONS}).",
         )
         found[f"{file}.md"] = "\n\n".join(parts) + "\n"
     for file, (title, layers) in PARTS.items():
@@ -70,7 +75,7 @@ def pages() -> dict[str, str]:
     assert not set(public) - taken, set(public) - taken
     lines = [f"| [{title}]({file}.md) | `{stem}Trainer`, `{stem}Config` |" for file, (title, stem) in METHODS.items()]
     lines += [f"| [{title}]({file}.md) | {', '.join(layers)} |" for file, (title, layers) in PARTS.items()]
-    intro = "# API\n\nEvery public name is importable from `posttrain`, and is loaded when it is first used.\n\n| page | what |\n|---|---|\n"
+    intro = "# API\n\nAll public names can be imported from `posttrain`. They are loaded on first use.\n\n| page | contents |\n|---|---|\n"
     return {"index.md": intro + "\n".join(lines) + "\n", **found}
 
 

@@ -1,15 +1,19 @@
-"""For mkdocstrings: the text of ``option(default, text)`` is the docstring of a config's field, and its default the value."""
+"""Extension of griffe for mkdocstrings: documents the fields of configs with their help texts and defaults."""
 
 import ast
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import Any
 
 import griffe
 
 
 class Options(griffe.Extension):
-    """Reads the fields of configs."""
+    """Reads help texts of config fields."""
 
     def on_attribute_instance(self, *, node, attr, **kwargs):
-        """Give the attribute the text of its option."""
+        """Set the docstring of ``option(default, text)`` to its text, and the value to its default."""
         call = getattr(node, "value", None)
         if not isinstance(call, ast.Call) or getattr(call.func, "id", "") != "option" or len(call.args) != 2:
             return
@@ -17,3 +21,35 @@ class Options(griffe.Extension):
         if isinstance(text, ast.Constant):
             attr.docstring = griffe.Docstring(text.value, parent=attr)
             attr.value = ast.unparse(default)
+
+    def on_package(self, *, pkg, **kwargs):
+        """Add the fields whose text or default is set by a base class, a decorator or an expression."""
+        for found in _configs(pkg):
+            for item in own_fields(getattr(importlib.import_module(found.parent.path), found.name)):
+                text, member = item.metadata["help"], found.all_members.get(item.name)
+                if member is None or member.docstring is None or member.docstring.value != text:
+                    made = item.default_factory is not dataclasses.MISSING
+                    default: Any = item.default_factory() if made else item.default
+                    value = None if default is dataclasses.MISSING else repr(default)
+                    attribute = griffe.Attribute(item.name, value=value, annotation=str(item.type))
+                    attribute.docstring = griffe.Docstring(text, parent=attribute)
+                    found.set_member(item.name, attribute)
+
+
+def own_fields(config: type) -> list[dataclasses.Field]:
+    """Return the fields of a config that this package declares. The others belong to transformers."""
+    bases = [base for base in config.__mro__ if base.__module__.startswith("posttrain")]
+    names = {name for base in bases for name in (*vars(base), *vars(base).get("__annotations__", {}))}
+    return [item for item in dataclasses.fields(config) if item.name in names and item.metadata.get("help")]
+
+
+def _configs(scope: Any) -> Iterator[Any]:
+    for member in list(scope.members.values()):
+        if member.is_alias:
+            continue
+        if member.is_module:
+            yield from _configs(member)
+        elif member.is_class and member.name.endswith("Config"):
+            kind = getattr(importlib.import_module(member.parent.path), member.name)
+            if dataclasses.is_dataclass(kind):
+                yield member

@@ -21,11 +21,11 @@ PARTS = f"{SAMPLE}, score(rollouts, mode) or advantages(rollouts, rewards, logps
 
 
 def _rows(methods: dict[str, str]) -> dict[str, str]:
-    """Methods and the hook for each, from hooks and the methods that each replaces, separated by blanks."""
+    """Return the hook for each method, from hooks and the methods that each replaces (separated by spaces)."""
     return {name: hook for hook, names in methods.items() for name in names.split()}
 
 
-# By our class: hooks of its bases that its own way goes around -> what it calls instead.
+# Hooks of base classes that our class does not call, by class, with what to use instead.
 OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": PARTS}
 TAKEN = "taken(batch), which gets what the workers wrote, or objective(outputs, batch)"
 WORKERS = "reward_funcs, tools and rollout_func, which the workers call, or objective(outputs, batch)"
@@ -99,14 +99,14 @@ def _defined(kind: type) -> Iterator[str]:
 
 
 def refuse(trainer: Any) -> None:
-    """Refuse what would never be called; say what steps on padded dicts cost.
+    """Raise an error for overridden methods that are never called, and log the cost of steps on padded dicts.
 
     Args:
-        trainer: Of a user's class, before its model is loaded.
+        trainer: Trainer of a user's class, before its model is loaded.
 
     Raises:
-        ConfigError: A method of TRL's that is never called here, or one of `UNCALLED`, is overridden: names it, its class, and
-            the hook; or a count that divides nothing.
+        ConfigError: A TRL method that is never called here, or one of `UNCALLED`, is overridden; or a count that
+            divides nothing. The message contains the method, its class and the hook to use.
     """
     kind = type(trainer)
     rows = {name: hook for name in _defined(kind) if (hook := hook_for(kind, name))}
@@ -120,12 +120,13 @@ def refuse(trainer: Any) -> None:
             )
     if (owner := user_override(kind, "_get_num_items_in_batch")) and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
-            f"{owner.__name__} overrides _get_num_items_in_batch, and the loss is no sum over label tokens that it could "
-            "divide. Fix: scale what super().compute_loss(...) returns, or override counts(batches) of a Method."
+            f"{owner.__name__} overrides _get_num_items_in_batch, but the loss is not a sum over label tokens that is "
+            "divided by it. Fix: scale the result of super().compute_loss(...), or override counts(batches) of a "
+            "Method."
         )
     if any(user_override(kind, name) for name in PADDED_STEPS):
         from posttrain.compat import padded_loss
 
         padded_loss.tell_cost(kind)
-        # One dict a micro-batch, as in TRL.
+        # One dict per micro-batch, as in TRL.
         trainer.method.traits = replace(trainer.method.traits, single_pass=True)

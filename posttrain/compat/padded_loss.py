@@ -1,7 +1,8 @@
-"""Losses and steps that a subclass writes for TRL's ``inputs``: a dict of padded tensors, one sequence a row.
+"""Support for losses and steps of subclasses that read TRL's ``inputs``: a dict of padded tensors with one sequence per
+row.
 
-Two classes are put around the class of one trainer (see `posttrain.compat.overrides`): `BeforeUser` turns every `Batch`
-into `PaddedInputs` and calls what the subclass overrides, `BehindUser` gives its ``super()`` what TRL's would.
+The user's class is placed between two classes (see `posttrain.compat.overrides`). `BeforeUser` converts every `Batch`
+to `PaddedInputs` and calls the overridden methods. `BehindUser` makes ``super()`` behave as in TRL.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 IGNORED = -100
 ITEMS = "num_items_in_batch"
-# Hooks that see all micro-batches of an optimiser step.
+# Hooks that receive all micro-batches of an optimizer step.
 OF_A_STEP = ("get_batch_samples", "_get_num_items_in_batch")
 if TYPE_CHECKING:
     from posttrain.loop.trainer import PostTrainer as Trainer
@@ -38,14 +39,14 @@ else:
 
 
 class PaddedInputs(dict):
-    """A batch as TRL lays it out, and the `Batch` that it shows.
+    """A batch in TRL's layout, with the original `Batch`.
 
-    Attributes of the batch can be read from it too (``inputs.loss_mask``), so that code for either layout works.
+    Attributes of the batch can also be read (``inputs.loss_mask``), so that code for either layout works.
 
     Attributes:
-        batch: One sequence a row.
-        order: (R,) row of ``batch`` that each row of the dict shows.
-        made: Copies of the tensors as they were made, to see what a subclass changed, in place or not.
+        batch: The batch, with one sequence per row.
+        order: (R,) row of ``batch`` for each row of the dict.
+        made: Copies of the original tensors, to detect changes by a subclass.
     """
 
     def __init__(self, batch: Batch, order: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -54,7 +55,7 @@ class PaddedInputs(dict):
         self.made = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "batch" not in vars(self):  # As copies are made.
+        if name.startswith("__") or "batch" not in vars(self):  # Reached while an object is copied.
             raise AttributeError(name)
         return getattr(self.batch, name)
 
@@ -66,11 +67,11 @@ class PaddedInputs(dict):
 
 
 class PaddedOutputs:
-    """What ``super().compute_loss(..., return_outputs=True)`` returns: our outputs, and TRL's ``logits`` and ``loss``.
+    """Result of ``super().compute_loss(..., return_outputs=True)``: our outputs with TRL's ``logits`` and ``loss``.
 
     Attributes:
-        loss: The loss that is returned beside it.
-        outputs: Ours; its fields can be read from here.
+        loss: The loss that is returned with it.
+        outputs: Our outputs. Their fields can also be read from this object.
     """
 
     def __init__(self, loss: Tensor, outputs: ModelOutputs, full: Callable[[], Tensor]) -> None:
@@ -78,41 +79,42 @@ class PaddedOutputs:
 
     @functools.cached_property
     def logits(self) -> Tensor:
-        """(R, T, V) logits of the padded rows, by another forward pass when they are first read."""
+        """(R, T, V) logits of the padded rows, computed by another forward pass on first access."""
         return self._full()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.outputs, name)
 
     def __getitem__(self, name: str | int) -> Any:
-        """As outputs of transformers: ``outputs["logits"]``, and ``outputs[0]`` is the loss."""
+        """Return an output as in transformers: ``outputs["logits"]``; ``outputs[0]`` is the loss."""
         if name in ("loss", 0):
             return self.loss
         return self.logits if name in ("logits", 1) else self.__getattr__(str(name))
 
 
 def tell_cost(kind: type) -> None:
-    """Log what a trainer's own loss or step costs.
+    """Log the cost of a trainer's own loss or step.
 
     Args:
-        kind: Its class, which stands between `BeforeUser` and `BehindUser`.
+        kind: Class of the trainer, between `BeforeUser` and `BehindUser`.
     """
     names = [name for name in PADDED_STEPS if user_override(kind, name)]
     logger.warning(
-        "%s overrides %s: rows are laid out one sequence each, padded, and prompts are not shared, so that it gets TRL's "
-        "inputs. That costs time and memory; objective(outputs, batch) keeps the fast layout (docs/hooks.md).",
+        "%s overrides %s: rows hold one padded sequence each and prompts are not shared, to build TRL's inputs. This "
+        "costs time and memory. objective(outputs, batch) keeps the fast layout (docs/hooks.md).",
         kind.__name__,
         ", ".join(names),
     )
 
 
 def to_padded(batch: Batch, answers: int, kind: Literal["labels", "answers", "rollouts"]) -> PaddedInputs:
-    """A batch with one sequence a row as TRL's dict.
+    """Convert a batch with one sequence per row to TRL's dict.
 
     Args:
-        batch: One sequence a row.
-        answers: Sequences of one dataset row; rows of the dict are all first ones, then all second ones.
-        kind: ``"labels"`` for SFT, ``"answers"`` with ``completion_mask``, ``"rollouts"`` with prompts and completions apart.
+        batch: Batch with one sequence per row.
+        answers: Number of sequences per dataset row. The dict contains all first sequences, then all second ones.
+        kind: ``"labels"`` for SFT, ``"answers"`` with ``completion_mask``, ``"rollouts"`` with separate prompts and
+            completions.
 
     Returns:
         ``input_ids``, ``attention_mask`` and ``labels`` or ``completion_mask`` (R, T) int64; for rollouts ``prompt_ids``
@@ -141,7 +143,7 @@ def _per_sequence(batch: Batch) -> dict[str, Tensor]:
 
 
 def _rollouts(batch: Batch, order: Tensor) -> dict[str, Tensor]:
-    """Prompts and completions as tensors of their own, as TRL's GRPO has them."""
+    """Split prompts and completions into separate tensors, as in TRL's GRPO."""
     prompt, completion = (batch.real & (batch.sequence < 0))[order], (batch.sequence >= 0)[order]  # (R, T)
     values = {
         "completion_ids": batch.input_ids,
@@ -163,7 +165,7 @@ def _rollouts(batch: Batch, order: Tensor) -> dict[str, Tensor]:
 
 
 def _cut(rows: Tensor, kept: Tensor, *, left: bool = False) -> Tensor:
-    """The kept tokens of each row side by side, zeros beyond them: (R, T) to (R, the most that a row keeps)."""
+    """Move the kept tokens of each row together and pad with zeros: (R, T) to (R, largest number of kept tokens)."""
     lengths = kept.sum(1)  # (R,)
     width = int(lengths.max())
     column = torch.arange(width, device=rows.device)
@@ -172,17 +174,17 @@ def _cut(rows: Tensor, kept: Tensor, *, left: bool = False) -> Tensor:
 
 
 def to_batch(inputs: Any) -> Batch:
-    """The batch that TRL's dict shows, with the labels, masks and columns that a subclass changed in it.
+    """Return the batch of TRL's dict, with the labels, masks and columns that a subclass changed.
 
     Raises:
-        ConfigError: It is no dict that came from here, or tokens were changed: a batch cannot follow.
+        ConfigError: The dict was not created here, or its tokens were changed.
     """
     if isinstance(inputs, Batch):
         return inputs
     if not isinstance(inputs, PaddedInputs):
         raise ConfigError(
-            f"super() got a {type(inputs).__name__} that is not the inputs of this step. Fix: change the dict in place and "
-            "pass it on, or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
+            f"super() got a {type(inputs).__name__} that is not the inputs of this step. Fix: change the dict in "
+            "place and pass it on, or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
         )
     batch, back = inputs.batch, torch.argsort(inputs.order)
     if added := [name for name in inputs if name not in inputs.made and "labels" in inputs.made]:
@@ -201,7 +203,7 @@ def to_batch(inputs: Any) -> Batch:
 
 
 def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str) -> Batch:
-    """The batch with other labels or another column, rows in its own order; refuses any other change."""
+    """Return the batch with changed labels or a changed column, in its own row order. Other changes raise an error."""
     if name == "labels":
         if not ((value == before) | (value == IGNORED)).all():
             raise _not_followed(f"{changed} to other tokens", f"labels may be set to {IGNORED} alone")
@@ -216,7 +218,7 @@ def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str
 
 
 def _not_followed(what: str, why: str) -> ConfigError:
-    """The error for a change of the dict that our loss, which reads the batch, cannot follow."""
+    """Return the error for a change of the dict that cannot be applied to the batch."""
     return ConfigError(
         f"{what} before super(), which cannot follow: {why}. Only labels may be ignored, and numbers of a row changed. Fix: "
         "override rows(examples), or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
@@ -224,7 +226,7 @@ def _not_followed(what: str, why: str) -> ConfigError:
 
 
 def _reads(owner: type, method: str, *names: str) -> bool:
-    """Whether the body of a method mentions one of some names; True where there is no source."""
+    """Return whether the body of a method mentions one of some names. True if there is no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.getattr_static(owner, method))))
     except (OSError, TypeError, SyntaxError):
@@ -234,13 +236,15 @@ def _reads(owner: type, method: str, *names: str) -> bool:
 
 
 def label_tokens(counts: Denominators, divides: bool) -> Tensor | None:
-    """Label tokens of the optimiser step over all ranks, where the loss is divided by them; None elsewhere, as in TRL."""
+    """Return the number of label tokens of the optimizer step over all ranks if the loss is divided by it. None
+    otherwise, as in TRL.
+    """
     tokens = counts.tokens
     return torch.tensor(round(tokens) if tokens == round(tokens) else tokens) if divides else None
 
 
 def _as_said(inputs: Any, counts: Denominators) -> Denominators:
-    """The counts of a step, with the tokens that a subclass wrote in the dict of an online method."""
+    """Return the counts of a step, with the number of tokens that a subclass set in the dict of an online method."""
     counted = inputs.made.get(ITEMS) if isinstance(inputs, PaddedInputs) else None
     said = inputs.get(ITEMS) if counted is not None else None
     if counted is None or said is None or not counted or float(said) == float(counted):
@@ -249,27 +253,27 @@ def _as_said(inputs: Any, counts: Denominators) -> Denominators:
 
 
 def _shared(whole: Denominators, parts: float) -> Denominators:
-    """The counts of one of several equal parts of an optimiser step."""
+    """Return the counts of one of several equal parts of an optimizer step."""
     named = {name: count / parts for name, count in whole.named.items()}
     return Denominators(whole.tokens / parts, whole.sequences / parts, whole.passes / parts, whole.world_size, named)
 
 
 class BeforeUser(Trainer):
-    """Stands before the subclass: batches become `PaddedInputs` on their way to it."""
+    """Placed before the user's class. Converts batches to `PaddedInputs`."""
 
     @property
     def own_loss(self) -> bool:
-        """Evaluation goes through the subclass too."""
+        """True, so that evaluation also uses the subclass."""
         return True
 
     def _choose_layout(self, model: nn.Module) -> Any:
         return replace(super()._choose_layout(model), kind="padded")
 
-    # What a subclass's `training_step` passed on.
+    # Inputs that a subclass's `training_step` passed on.
     _given: PaddedInputs | None = None
 
     def _dict(self, batch: Batch) -> PaddedInputs:
-        """TRL's inputs of a batch."""
+        """Return TRL's inputs of a batch."""
         answers = "answers" if batch.advantages is None else "rollouts"
         inputs = to_padded(batch, self.answers_per_row, "labels" if self.method.traits.takes_loss_func else answers)
         if isinstance(self, OnlineTrainer):
@@ -278,10 +282,10 @@ class BeforeUser(Trainer):
         return inputs
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The subclass's, which must go through ours: what was drawn is counted there.
+        """Call the subclass's method, which must call ours, because drawn rows are counted there.
 
         Raises:
-            ConfigError: It does not.
+            ConfigError: It does not call ours.
         """
         before = self.denominators
         samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -293,13 +297,15 @@ class BeforeUser(Trainer):
         return samples, count
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Also of a dict."""
+        """Accept a dict too."""
         return super().floating_point_ops([inputs.batch] if isinstance(inputs, PaddedInputs) else inputs)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The subclass's loss of a batch, scaled so that losses of passes add up; of a dict, as the subclass returns it."""
+        """Return the subclass's loss of a batch, scaled so that losses of passes can be added. For a dict, return it
+        unscaled.
+        """
         if not isinstance(inputs, Batch):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         shown = self._given if self._given is not None else self._dict(inputs)
@@ -309,23 +315,23 @@ class BeforeUser(Trainer):
             loss = self.prediction_step(model, shown, prediction_loss_only=True, ignore_keys=None)[0]
             return (loss, None) if return_outputs else loss
         whole, passes = self.denominators, self._passes_of_mean
-        # In training a subclass was asked as the step began; in evaluation it is not asked, as in TRL.
+        # In training the subclass was called at the beginning of the step. In evaluation it is not called, as in TRL.
         items = label_tokens(self.denominators, self.method.traits.takes_loss_func)
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
-            # What `super()` returns without a count is then a micro-batch's mean.
+            # Without a count, `super()` then returns the mean of a micro-batch.
             result = super().compute_loss(model, shown, return_outputs, num_items_in_batch=items)
         loss = (result[0] if isinstance(result, tuple) else result) / passes
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
     def as_batch(self, inputs: Any) -> Batch:
-        """Also of the dict, for a subclass that calls the method of one of our classes by its name."""
+        """Accept the dict too, for a subclass that calls a method of our classes by name."""
         return to_batch(inputs)
 
     @property
     def _passes_of_mean(self) -> float:
-        """What a loss is divided by: 1 where it is scaled for the whole step already, else its micro-batches."""
+        """Divisor of the loss: 1 if it is already scaled for the whole step, otherwise the number of micro-batches."""
         passes = max(self.denominators.passes / self.denominators.world_size, 1.0)
-        if user_override(type(self), "loss_is_scaled_for_ga"):  # As transformers' trainers are told.
+        if user_override(type(self), "loss_is_scaled_for_ga"):  # This is the flag of transformers.
             return 1.0 if self.loss_is_scaled_for_ga else passes
         owner = user_override(type(self), "compute_loss")
         if owner is None or not (self.method.traits.takes_loss_func or isinstance(self, OnlineTrainer)):
@@ -334,7 +340,7 @@ class BeforeUser(Trainer):
         return 1.0 if _reads(owner, "compute_loss", *names) else passes
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The subclass's step over a micro-batch as one dict; where it has none, ours."""
+        """Call the subclass's step with a micro-batch as one dict. Without an override, call ours."""
         own = user_override(type(self), "training_step")
         if isinstance(inputs, list):
             if not inputs or not own:
@@ -347,13 +353,13 @@ class BeforeUser(Trainer):
 
 
 class BehindUser(Trainer):
-    """Stands behind the subclass: its ``super()`` gets TRL's inputs and returns what TRL's would."""
+    """Placed after the user's class. Its ``super()`` receives TRL's inputs and returns TRL's results."""
 
     _whole: Denominators
     _dict: Callable[[Batch], PaddedInputs]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """One dict a micro-batch, where the subclass looks at those of a step, and its count of label tokens."""
+        """Return one dict per micro-batch if the subclass reads those of a step, and the count of label tokens."""
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if any(user_override(type(self), name) for name in OF_A_STEP):
             samples = [self._dict(batches[0].to(self.args.device)) if batches else [] for batches in samples]
@@ -365,14 +371,14 @@ class BehindUser(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's ``compute_loss``: the loss of a micro-batch, or of the count that a subclass divides it by."""
+        """Compute TRL's ``compute_loss``: the loss of a micro-batch, or divided by the subclass's count."""
         batch, counts = to_batch(inputs), _as_said(inputs, self.denominators)
         if (
             not self.model.training
             and isinstance(inputs, PaddedInputs)
             and batch.loss_mask is not inputs.batch.loss_mask
         ):
-            # An evaluation batch is a step of its own, of the labels that are left.
+            # An evaluation batch is treated as one step, with the remaining labels.
             if num_items_in_batch is not None and float(num_items_in_batch) == counts.tokens:
                 num_items_in_batch = None
             counts = replace(counts, tokens=float(batch.num_loss_tokens))
@@ -389,7 +395,7 @@ class BehindUser(Trainer):
         return loss, PaddedOutputs(loss, outputs, full)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """TRL's ``training_step`` of one dict: forward, backward, the detached loss."""
+        """Run TRL's ``training_step`` on one dict: forward, backward, and return the detached loss."""
         if not isinstance(inputs, dict):
             return super().training_step(model, inputs)
         counts = self._whole.over(num_items_in_batch, allowed=self.method.traits.takes_loss_func)
@@ -399,7 +405,9 @@ class BehindUser(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """TRL's ``prediction_step``: loss, and unless ``prediction_loss_only`` logits and labels of the padded rows."""
+        """Run TRL's ``prediction_step``: return the loss and, unless ``prediction_loss_only``, logits and labels of the
+        padded rows.
+        """
         with torch.no_grad(), self.compute_loss_context_manager():
             result = self.compute_loss(model, inputs, return_outputs=not prediction_loss_only)
         if prediction_loss_only:
@@ -413,7 +421,9 @@ class BehindUser(Trainer):
 
 @functools.cache
 def between(kind: type) -> type:
-    """A user's class between `BeforeUser` and `BehindUser`; the latter stands before our classes: its ``super()`` reaches it."""
+    """Return a class that combines `BeforeUser`, the user's class and `BehindUser`. The last precedes our classes, so
+    that the user's ``super()`` reaches it.
+    """
     ours = next(base for base in kind.__mro__ if base.__module__.split(".")[0] == "posttrain")
     behind = type(BehindUser.__name__, (BehindUser, ours), {"__module__": __name__})
     return type(kind.__name__, (BeforeUser, kind, behind), {"__module__": kind.__module__, "__doc__": kind.__doc__})

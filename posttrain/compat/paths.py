@@ -1,7 +1,8 @@
-"""TRL's module paths: ``from posttrain.trainer.utils import pad`` works as ``from trl.trainer.utils import pad`` did.
+"""TRL's module paths, so that ``from posttrain.trainer.utils import pad`` works like ``from trl.trainer.utils import
+pad``.
 
-These modules (`MODULES`) have no files. ``import posttrain`` puts one finder at the end of ``sys.meta_path``, and the finder asks
-`spec_of`. A name read from such a module is the public name of ``posttrain``.
+These modules (`MODULES`) have no files. ``import posttrain`` adds a finder to the end of ``sys.meta_path``, which calls
+`spec_of`. Names in such a module are the public names of ``posttrain``.
 """
 
 from __future__ import annotations
@@ -77,11 +78,11 @@ BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "Data
 
 
 def public_name(module: str, name: str) -> Any:
-    """The object ``name``, asked for through one of TRL's module paths or a moved module.
+    """Return the object ``name``, imported through one of TRL's module paths or a moved module.
 
     Raises:
         AttributeError: ``name`` is a dunder that Python looks for in any module.
-        ImportError: TRL's name has no twin here; names what does its job.
+        ImportError: TRL's name does not exist here. The message contains the replacement.
     """
     import posttrain
 
@@ -97,10 +98,10 @@ def public_name(module: str, name: str) -> Any:
 
 
 def older_name(module: str, name: str) -> Any:
-    """Return the object that a name of TRL without a twin stands for. Return None for other names.
+    """Return the replacement of a TRL name that does not exist here. Return None for other names.
 
     Raises:
-        ImportError: Nothing here is the same. Names what does its job, for every such name of the import statement.
+        ImportError: There is no equivalent. The message contains what to use instead of each such name of the statement.
     """
     row = trl_names.imports().get(name)
     if row is None or row.action == "refuse":
@@ -108,7 +109,7 @@ def older_name(module: str, name: str) -> Any:
     text, level = f"{name} of older releases is now {row.replacement}.", 3 if module == "posttrain" else 4
     warnings.warn(text, FutureWarning, stacklevel=level)
     found = pkgutil.resolve_name(row.replacement)
-    setattr(sys.modules[module], name, found)  # An import statement asks twice.
+    setattr(sys.modules[module], name, found)  # An import statement reads the attribute twice.
     return found
 
 

@@ -1,4 +1,4 @@
-"""From arguments to a run: `Spec`, `plan` (no weights), `load_model` and `build`, and the checks of arguments and overrides."""
+"""Construction of a run: `Spec`, `plan` (no weights), `load_model` and `build`, and checks of arguments and overrides."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 
 def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = None) -> Hooks:
-    """Return the functions of the loop where no subclass replaces one."""
+    """Return the functions of the loop if no subclass replaces one."""
     return Hooks(
         objective=None,
         comparison=None,
@@ -88,10 +88,10 @@ def collated(run: Run, batches: Sequence[Batch], index: int = 0) -> list[Batch]:
 
 
 def as_config(config: type, args: PostTrainingConfig | str | None) -> Any:
-    """The config of a trainer: what was given; made of the fields of a plain `transformers.TrainingArguments`, or of a folder.
+    """Return the config of a trainer, created from a `transformers.TrainingArguments` or a folder if needed.
 
     Raises:
-        ArgumentTypeError: It is something else, or the config of another trainer.
+        ArgumentTypeError: ``args`` is something else, or the config of another trainer.
     """
     if args is None or isinstance(args, config):
         return args
@@ -113,19 +113,19 @@ class Spec:
         model: Hub id, folder or loaded model.
         train_dataset: Training set.
         eval_dataset: Evaluation set, or several by name.
-        processing_class: Tokenizer or processor. None loads that of the model.
+        processing_class: Tokenizer or processor. None: that of the model.
         peft_config: Config of a new adapter.
-        quantization_config: Quantization of a model that is loaded here.
+        quantization_config: Quantization for loading the model.
         data_collator: The user's collator.
         compute_loss_func: The user's loss function.
         name: Name of the trainer's class, for messages and for names of files.
         images: Whether rows may hold images, and whether tools or environments may return images.
         rewards: Reward functions, for methods that sample: callables, reward models, or a `RewardRunner` of them.
         environments: Environments that write prompts.
-        rollout_engine: Engine that samples. None: the engine that the config names.
+        rollout_engine: Engine that samples. None: created from the config.
         load_model: Loads a model from a string.
-        prepare: Tokenizes and checks the training and evaluation sets of a plan. None: prompts are checked, and other rows
-            must be tokenized.
+        prepare: Tokenizes and checks the training and evaluation sets of a plan. None: only prompts are checked, and
+            other rows must be tokenized.
     """
 
     method: Method[Any]
@@ -153,7 +153,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before its model is loaded. Everything that can be refused without weights has been refused.
+    """A run before its model is loaded. All checks that need no weights have passed.
 
     Attributes:
         spec: Arguments of the run.
@@ -163,7 +163,7 @@ class Plan:
         train_dataset: Prepared training set.
         eval_dataset: Prepared evaluation set, or several by name.
         model: Hub id or folder, or a loaded model.
-        raw: Training set as it was given, before rows were dropped.
+        raw: Training set as it was passed, before rows were dropped.
         added_tokens: Token ids that a chat template added to the vocabulary.
     """
 
@@ -181,7 +181,7 @@ class Plan:
 def plan(spec: Spec) -> Plan:
     """Check the arguments of a run, load its tokenizer and prepare its data. No weights are loaded.
 
-    A chat template that changes the vocabulary is the exception: it needs the model's embeddings.
+    Only a chat template that changes the vocabulary needs the model's embeddings.
 
     Raises:
         PosttrainError: Arguments, config or data cannot be trained.
@@ -217,7 +217,7 @@ def plan(spec: Spec) -> Plan:
 
 
 def prepared(planned: Plan) -> tuple[Any, Any]:
-    """Return the sets of a plan after prompts were checked and reward functions were tried, if the method samples."""
+    """Return the datasets of a plan. If the method samples, check prompts and try reward functions first."""
     train, evaluation, rewards = planned.train_dataset, planned.eval_dataset, planned.spec.rewards
     if not planned.spec.method.traits.samples:
         return train, evaluation
@@ -237,7 +237,7 @@ def loaded(spec: Spec, model: Any) -> Any:
 
 
 def load_model(planned: Plan) -> Any:
-    """Return the model of a plan, ready to train: with its adapter, pad and end tokens, and a head for chosen tokens."""
+    """Return the model of a plan, ready to train, with adapter, pad and end tokens, and a head for selected tokens."""
     spec, traits = planned.spec, planned.spec.method.traits
     model = loaded(spec, planned.model)
     load.check_distributed(getattr(config_of(model), "distributed_config", None))
@@ -260,18 +260,19 @@ def build(
     layout: Callable[[nn.Module], Layout] | None = None,
     sampling: bool = True,
 ) -> Run:
-    """Return the components of a run, for a training loop of your own.
+    """Create the components of a run, for your own training loop.
 
     The loop itself accumulates gradients, changes the learning rate, saves checkpoints and wraps the model for several
     processes.
 
     Args:
-        planned: Of `plan`.
-        model: Of `load_model`, on its device. None: it is loaded.
+        planned: Result of `plan`.
+        model: Result of `load_model`, on its device. None: it is loaded here.
         accelerator: Accelerator of the run. None: a new one with the precision of the config.
-        progress: Where the run keeps what changes. None: a run that has not begun.
-        layout: Chooses how rows lie in a pass. None: `choose_layout`.
-        sampling: Whether a method that samples gets an engine and a sampler here. Trainers pass False and make their own.
+        progress: Object that stores the progress. None: a new run.
+        layout: Chooses the row layout. None: `choose_layout`.
+        sampling: Whether to create an engine and a sampler for a method that samples. Trainers pass False and create
+            their own.
 
     Raises:
         ConfigError: The method, or an option, needs functions of a trainer.
@@ -314,7 +315,9 @@ def build(
 
 
 def refuse_without_trainer(method: Method[Any]) -> None:
-    """Refuse what only trainers do: references, rollouts of their own, and options that act outside the functions of a step."""
+    """Raise an error for features that need a trainer: references, own rollouts, and options that act outside the
+    functions of a step.
+    """
     traits, options = method.traits, vars(method.cfg)
     names = ("dynamic_sampling", "neftune_noise_alpha", "label_smoothing_factor", "sync_ref_model")
     needs = [f"{name}={options[name]!r}" for name in names if options.get(name)]
@@ -327,7 +330,7 @@ def refuse_without_trainer(method: Method[Any]) -> None:
 
 
 def with_sampling(run: Run, planned: Plan) -> Run:
-    """Return the run with an engine, prompts, rewards and a sampler of single turns; see `build`."""
+    """Return the run with an engine, prompts, rewards and a single-turn sampler; see `build`."""
     args, rewards = run.args, planned.spec.rewards
     stop_ids, without_token = rollout.special_ids(run)
     sync = WeightSync(engine_of(run, planned.spec.rollout_engine, rewards), run)
@@ -361,20 +364,20 @@ def refuse_untrainable(
     collator: Any,
     eval_dataset: EvalSets | None = None,
 ) -> None:
-    """Refuse what cannot be trained before anything is loaded.
+    """Raise an error for arguments that cannot be trained, before anything is loaded.
 
     Args:
-        traits: Of the method.
-        name: Of the trainer's class.
-        model: As it was given.
-        args: As it was given.
-        train_dataset: As it was given.
+        traits: Traits of the method.
+        name: Name of the trainer class.
+        model: Argument of the trainer.
+        args: Config of the trainer.
+        train_dataset: Argument of the trainer.
         collator: The user's ``data_collator``.
-        eval_dataset: As it was given.
+        eval_dataset: Argument of the trainer.
 
     Raises:
-        ArgumentTypeError: ``train_dataset`` is of another type.
-        ConfigError: A collator or a smoothing that has no place, a stream without ``max_steps``.
+        ArgumentTypeError: ``train_dataset`` has another type.
+        ConfigError: A collator or label smoothing is not supported, or a stream has no ``max_steps``.
         DataError: There is no training set.
     """
     if collator is not None and not traits.takes_collator:
@@ -415,7 +418,7 @@ def refuse_untrainable(
 
 
 def warn_of_unused(options: Mapping[str, Any]) -> None:
-    """Warn of options for loading where the model was given as an object."""
+    """Log a warning for loading options if the model was passed as an object."""
     for name in [name for name, value in options.items() if value]:
         logger.warning("%s is ignored: the model was given as an object, already loaded.", name)
 
@@ -443,14 +446,14 @@ def prepared_model(
     added_tokens: Sequence[int],
     generative: bool,
 ) -> Any:
-    """The model with its adapter, without dropout where that is asked for, and with a head for chosen tokens.
+    """Return the model with its adapter, without dropout if that is configured, and with a head for selected tokens.
 
     Args:
-        model: As it was loaded.
+        model: The loaded model.
         args: The trainer's config.
-        peft_config: Of a new adapter, or None.
-        added_tokens: New rows of the vocabulary, which are trained beside an adapter.
-        generative: Whether it has a language-model head; else its score head is trained.
+        peft_config: Config of a new adapter, or None.
+        added_tokens: New rows of the vocabulary, which are trained in addition to an adapter.
+        generative: Whether it has a language-model head. Otherwise its score head is trained.
     """
     if args.disable_dropout:
         disable_dropout_in_model(model)
@@ -470,10 +473,11 @@ def prepared_model(
 
 
 def refuse_float16(model: nn.Module, args: PostTrainingConfig) -> None:
-    """Refuse to train weights in float16, whose gradients leave its range; ``preflight="warn"`` goes on with a warning.
+    """Raise an error for trained weights in float16, whose gradients overflow. With ``preflight="warn"`` it is only a
+    warning.
 
     Raises:
-        ConfigError: A trained parameter is stored in float16, and DeepSpeed does not keep a copy in float32.
+        ConfigError: A trained parameter is stored in float16, and DeepSpeed has no float32 copy.
     """
     count = sum(p.numel() for p in model.parameters() if p.requires_grad and p.dtype == torch.float16)
     if not count or args.deepspeed:
@@ -488,15 +492,15 @@ def refuse_float16(model: nn.Module, args: PostTrainingConfig) -> None:
 
 
 def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool = False) -> Layout:
-    """How rows are laid out for this model: trees where a probe shows that they are exact, else one sequence a row.
+    """Choose the row layout for a model: trees if a probe shows that they are exact, otherwise one sequence per row.
 
     Args:
-        model: Ready to run.
+        model: Model that is ready to run.
         args: ``max_row_tokens``, ``pad_to_multiple_of``, ``bf16``, ``fp16``, ``device``.
-        padded: Whether something wants one sequence a row; virtual tokens do in any case.
+        padded: Whether one sequence per row is required. Virtual tokens always require it.
     """
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    # ZeRO-3 may have sharded the parameters as they were loaded.
+    # ZeRO-3 may have sharded the parameters during loading.
     with alone(), parallel.gathered(model.parameters()):
         probe_head(model)
         layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast, args.device)
@@ -506,22 +510,23 @@ def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool = 
 
 
 def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout:
-    """How rows are laid out that another model (a reference, a critic) reads in the same passes: as the more careful needs it.
+    """Choose a row layout that also works for another model (a reference, a critic) that reads the same passes.
 
     Args:
-        layout: Of the policy.
-        other: Ready to run.
+        layout: Layout of the policy.
+        other: Model that is ready to run.
         args: As in `choose_layout`.
 
     Raises:
-        ModelError: Rotary frequencies of the two change at different lengths.
+        ModelError: The rotary frequencies of the two models change at different lengths.
     """
     theirs = choose_layout(other, args)
     switches, ends = {layout.rope_switch, theirs.rope_switch} - {None}, {layout.rope_end, theirs.rope_end} - {None}
     if len(switches) > 1:
         raise ModelError(
-            f"{type(causal_lm(other)).__name__} reads the rows of the policy, and rotary frequencies of the two change at "
-            f"different lengths {sorted(switches)} (longrope): no pass is right for both. Fix: two models of one family."
+            f"{type(causal_lm(other)).__name__} reads the rows of the policy, but the rotary frequencies of the two "
+            f"change at different lengths {sorted(switches)} (longrope), so no pass is right for both. Fix: use two "
+            "models of one family."
         )
     careful = max(layout, theirs, key=lambda one: (one.kind == "padded", one.dense_mask))
     joins, switch = layout.joins_rows and theirs.joins_rows, min(switches, default=None)
@@ -529,7 +534,7 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
 
 
 def make_checks(spec: Spec, vision: Vision, tokenizer: Tokenizer) -> Checks:
-    """Return the checks of a run, before its model is loaded."""
+    """Create the checks of a run, before its model is loaded."""
     traits = spec.method.traits
     checks = Checks(
         spec.args,
@@ -548,7 +553,7 @@ def make_checks(spec: Spec, vision: Vision, tokenizer: Tokenizer) -> Checks:
 
 def watchers(checks: Checks, accelerator: Accelerator) -> dict[str, list[Callable[..., bool | None]]]:
     """Return `Progress.watchers`."""
-    sharded = parallel.is_prepared_late(accelerator)  # A parameter's gradient is spread over ranks.
+    sharded = parallel.is_prepared_late(accelerator)  # Gradients are sharded over ranks.
     on_step = [checks.first_batch, checks.empty_steps, checks.economy]
     on_log = [checks.log_line] if checks.reads_log else []
     return {"step": on_step, "log": on_log, "gradient": [] if sharded else [checks.first_gradients]}
@@ -566,53 +571,54 @@ PADDED_STEPS = (
 
 
 def is_ours(cls: type) -> bool:
-    """Return whether a class is of this package or a base from transformers, and not a user's."""
+    """Return whether a class belongs to this package or to transformers, and not to the user."""
     return cls.__module__.split(".")[0] in ("posttrain", "transformers", "builtins")
 
 
 def user_override(kind: type, name: str) -> type | None:
-    """The class outside this package that defines ``name`` for a trainer; None where the package's own is in force."""
-    # Adapters of compat/ stand around a user's class and take nothing away from it.
+    """Return the user's class that defines ``name`` for a trainer. None if the package's own definition is used."""
+    # Adapter classes of compat/ do not replace anything of a user's class.
     classes = [cls for cls in kind.__mro__ if not cls.__module__.startswith("posttrain.compat.")]
     owner = next((cls for cls in classes if name in vars(cls)), None)
     return None if owner is None or is_ours(owner) else owner
 
 
 def adapted(kind: type) -> type:
-    """The class that is made where ``kind`` is asked for: a user's one that overrides steps on padded dicts gets adapters."""
+    """Return the class to create for ``kind``. A user's class that overrides steps on padded dicts gets adapters."""
     if kind.__module__.split(".")[0] == "posttrain" or not any(user_override(kind, name) for name in PADDED_STEPS):
         return kind
     return importlib.import_module("posttrain.compat.padded_loss").between(kind)
 
 
 def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
-    """Refuse a loss function or an override that would not be called.
+    """Raise an error for a loss function or an override that would not be called.
 
     Raises:
-        ConfigError: Names the class and what to override instead.
+        ConfigError: The message contains the class and what to override instead.
     """
     if compute_loss_func is not None and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
-            f"compute_loss_func is given, and {type(trainer).__name__} would not call it: its loss compares sequences, and "
-            "never holds logits. Fix: override objective(outputs, batch) in a subclass (docs/hooks.md)."
+            f"compute_loss_func is set, but {type(trainer).__name__} would not call it, because its loss compares "
+            "sequences and never has full logits. Fix: override objective(outputs, batch) in a subclass "
+            "(docs/hooks.md)."
         )
     if type(trainer).__module__.split(".")[0] != "posttrain":
         importlib.import_module("posttrain.compat.overrides").refuse(trainer)
 
 
 def measured(dataset: AnyDataset, args: PostTrainingConfig) -> Any:
-    """The dataset with the lengths of its rows, where the sampling strategy wants rows of like length."""
+    """Return the dataset with row lengths, if the sampling strategy groups rows by length."""
     if args.train_sampling_strategy not in ("group_by_length", "batch_rebalance"):
         return dataset
     return with_lengths(dataset, args.length_column_name)
 
 
-# No value that methods gather is as low.
+# Lower than any value that methods gather.
 PADDING = -1e9
 
 
 def ranks_of(accelerator: Accelerator) -> Ranks:
-    """The processes of a run."""
+    """Return the processes of a run."""
 
     def join(values: Tensor) -> Tensor:
         padded = accelerator.pad_across_processes(values, dim=0, pad_index=PADDING)

@@ -179,8 +179,8 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
     broken = damage(path, bytes_too=True)
     if broken and not broken.endswith(MISSING):
         raise CheckpointError(
-            f"the checkpoint {str(path)!r} is not whole: {broken}. {_offer(path.parent, path)} If the file was changed on "
-            f"purpose, remove {MARKER} there."
+            f"the checkpoint {str(path)!r} is incomplete: {broken}. {_offer(path.parent, path)} If the file was "
+            f"changed on purpose, remove {MARKER} there."
         )
     # Files may be missing on purpose, such as the optimizer state to save space. Whatever needs them raises an error.
     if broken:
@@ -219,26 +219,27 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
         inside = [path for path in complete_checkpoints(folder) if not damage(path)]
         fix = f"Fix: resume from {str(inside[-1])!r}, which is in it." if inside else _offer(folder.parent, folder)
         raise CheckpointError(
-            f"{str(folder)!r} is no checkpoint that training can go on from: it lacks {' and '.join(lost)}, and holds "
-            f"{names[:12]}. {fix}"
+            f"{str(folder)!r} is not a checkpoint from which training can continue: it lacks {' and '.join(lost)}, "
+            f"and contains {names[:12]}. {fix}"
         )
     ours = adapters_of(model)
     if whole and ours and not adapter:
         raise CheckpointError(
-            f"{str(folder)!r} holds a whole model, and this run trains an adapter ({', '.join(ours)}). Fix: no adapter "
-            "(use_peft, peft_config), to go on with the whole model; or a new run, without resume_from_checkpoint, with the "
-            "checkpoint as its model."
+            f"{str(folder)!r} contains a whole model, but this run trains an adapter ({', '.join(ours)}). Fix: "
+            "continue without an adapter (use_peft, peft_config); or start a new run without resume_from_checkpoint, "
+            "with the checkpoint as its model."
         )
     if adapter and not ours and not whole:
         raise CheckpointError(
-            f"{str(folder)!r} holds an adapter, and this run trains the whole model. Fix: give the adapter's settings (use_peft "
-            f"with lora_r and its other options, or peft_config; they stand in {str(folder / 'adapter_config.json')!r})."
+            f"{str(folder)!r} contains an adapter, but this run trains the whole model. Fix: pass the adapter's "
+            "settings (use_peft with lora_r and its other options, or peft_config; see "
+            f"{str(folder / 'adapter_config.json')!r})."
         )
     if encoded := unsaved_encoders(model):
         raise CheckpointError(
-            f"{str(folder)!r} holds the virtual tokens of the adapter {encoded[0]!r} without the encoder that computes "
-            "them, which peft does not save: training cannot go on. Fix: train without an interruption, or use PROMPT_TUNING or "
-            "prefix_projection=False."
+            f"{str(folder)!r} contains the virtual tokens of the adapter {encoded[0]!r}, but not the encoder that "
+            "computes them, because peft does not save it. Training cannot continue. Fix: train without an "
+            "interruption, or use PROMPT_TUNING or prefix_projection=False."
         )
     before = read_json(folder / "adapter_config.json")
     now = ours["default"].to_dict() if before and "default" in ours else {}
@@ -250,7 +251,8 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
     other = [f"{name}={mine} (the checkpoint's: {its})" for name, (its, mine) in pairs.items() if its != mine]
     if other:
         raise CheckpointError(
-            f"{str(folder)!r} holds another adapter than this run trains: {', '.join(other)}. Fix: give the checkpoint's values."
+            f"{str(folder)!r} contains a different adapter from the one this run trains: {', '.join(other)}. Fix: "
+            "use the checkpoint's values."
         )
 
 
@@ -345,9 +347,12 @@ def _last(folder: Path) -> Path:
             f"interrupted, or another program wrote them. Name one to use it: resume_from_checkpoint={str(unmarked[-1])!r}."
         )
     elif damaged:
-        hint = f"Start anew in another folder, or, if it was changed on purpose, remove its {MARKER} and name the checkpoint."
+        hint = (
+            f"Start a new run in another folder. If the checkpoint was changed on purpose, remove its {MARKER} and "
+            "pass its path."
+        )
     else:
-        hint = "Start without resume_from_checkpoint, or name the folder of the run."
+        hint = "Start without resume_from_checkpoint, or pass the folder of the run."
     raise CheckpointError(" ".join([f"there is no complete checkpoint in {str(folder)!r}.", *damaged, hint]))
 
 
@@ -450,9 +455,9 @@ def telling_of_room(folder: Path, size: Callable[[], int]) -> Iterator[None]:
         if not _is_of_room(error):
             raise
         raise CheckpointError(
-            f"the model could not be written into {str(folder)!r}: {error} ({gib(free_disk(folder))} are free, it needs about "
-            f"{gib(size())}). What is there of it is not whole. Fix: free some space and save again, or resume from the last "
-            "checkpoint and let the run end again."
+            f"the model could not be written to {str(folder)!r}: {error} ({gib(free_disk(folder))} are free, it needs "
+            f"about {gib(size())}). The files there are incomplete. Fix: free some space and save again, or resume "
+            "from the last checkpoint."
         ) from error
 
 
@@ -842,7 +847,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._over = threading.Event()
         self._sender: socket.socket | None = None
         self._wakeup = -1
-        self._terminals: list[int] = []  # What is shown there.
+        self._terminals: list[int] = []  # File descriptors of terminals that show output.
         self._evaluates = False
 
     def _on_signal(self, number: int, frame: Any) -> None:

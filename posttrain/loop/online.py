@@ -1,4 +1,4 @@
-"""`OnlineTrainer`: prompts to rollouts to rewards to advantages to rows, for every method that generates as it trains."""
+"""`OnlineTrainer`, which generates completions during training: prompts, rollouts, rewards, advantages and rows."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 class OnlineTrainer(PostTrainer):
     """Adds generation, scoring and the buffer of scored rollouts to the training loop.
 
-    `posttrain.loop.rollout` makes a rollout batch. A subclass may replace three of its functions: `sample` (dataset rows to
-    completions), `score` (completions to rewards of all ranks) and `advantages` (rewards to what each completion is worth).
-    The rows of a rollout batch wait in the window for the objective.
+    `posttrain.loop.rollout` creates rollout batches. A subclass may replace three of its functions: `sample` (dataset
+    rows to completions), `score` (completions to rewards of all ranks) and `advantages` (rewards to advantages). The
+    window stores the rows of a rollout batch until they are trained.
 
-    What it owns: `prompt_source` (which prompts, in which order), `sampler` (rows to completions), `weight_sync` (the engine,
-    and the weights it holds), `driver` (episodes, where tools, environments or a rollout function are given),
-    `reward_watch` (rewards that teach nothing) and `dynamic_sampler` (fresh groups in the place of those without variance).
+    The parts are `prompt_source` (prompts and their order), `sampler` (rows to completions), `weight_sync` (the engine
+    and its weights), `driver` (episodes with tools, environments or a rollout function), `reward_watch` (checks of
+    rewards) and `dynamic_sampler` (new groups instead of those without variance).
     """
 
     runner_class: ClassVar[type[RewardRunner]] = RewardRunner
@@ -95,11 +95,11 @@ class OnlineTrainer(PostTrainer):
         _, given["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
         given = {name: value for name, value in given.items() if value is not None}
         self.driver = make_driver(self.METHOD.traits, type(self).__name__, args, given)
-        # Tools and environments may return images; a rollout function reads them itself.
+        # Tools and environments may return images. A rollout function reads them itself.
         self.harness = None if self.driver is None else self.driver.harness
         calls = self.driver is not None and rollout_func is None and self.harness is None
         self._returns_images = calls and is_processor(kwargs.get("processing_class"))
-        # By the names that TRL's trainers have.
+        # Attributes with the names of TRL's trainers.
         self.tools, self.rollout_func = list(tools or ()), rollout_func
         self.environments = None if self.driver is None else self.driver.pool
         if train_dataset is None:
@@ -127,27 +127,27 @@ class OnlineTrainer(PostTrainer):
         self.resolve()
 
     def reads_images(self) -> tuple[bool, bool]:
-        """Pictures of prompts, and those that tools and environments return."""
+        """Return whether prompts may have images, and whether tools and environments may return images."""
         reads = self.method.traits.reads_images and (self.driver is None or self._returns_images)
         return reads, self._returns_images
 
     # Parts -------------------------------------------------------------------------------------------------------
 
     def make_reference(self) -> Reference | None:
-        """The frozen start of training, where a KL penalty needs it."""
+        """Create the frozen reference with the initial weights, if a KL penalty needs it."""
         needed = self.args.beta or self.args.log_ref_kl
         return Reference(self.model, fresh_adapter=self.fresh_adapter) if needed else None
 
     def make_engine(self, given: RolloutEngine | None) -> Any:
-        """Return the engine object that was given, or the one that the config names."""
+        """Return the engine object that was passed, or create the one that the config names."""
         return engine_of(self.run, given, self.rewards, self.engine_on)
 
     def engine_on(self, model: nn.Module) -> Any:
-        """The engine in process that the config names, on a model."""
+        """Create the in-process engine that the config names, for a model."""
         return training_engine(model, self.args, tokenizer=self.processing_class, pad_token_id=self.pad_token_id)
 
     def make_sampler(self) -> Sampler:
-        """What completes dataset rows: the engine alone, or what the trainer was given."""
+        """Create the sampler of completions: the engine alone, or tools, a harness or a rollout function."""
         single = SingleTurn(self.weight_sync, self.prompt_source, self.processing_class)
         if self.driver is None:
             return single
@@ -160,7 +160,9 @@ class OnlineTrainer(PostTrainer):
         return samplers.Tools(self.driver, single, self.stop_ids)
 
     def make_online(self) -> Online:
-        """The parts of `posttrain.loop.rollout`, with what a subclass, or a user on this very trainer, puts in their place."""
+        """Create the components for `posttrain.loop.rollout`, with replacements of a subclass, or of the user on this
+        object.
+        """
         own = partial(self._replaced, OnlineTrainer)
         return rollout.online_of(
             self.run,
@@ -179,14 +181,16 @@ class OnlineTrainer(PostTrainer):
         )
 
     def resolve(self) -> None:
-        """As every trainer's, with the parts of `posttrain.loop.rollout`."""
+        """Resolve replaced functions as in `PostTrainer`, and the components for `posttrain.loop.rollout`."""
         super().resolve()
         self.run = dataclasses.replace(self.run, online=self.make_online())
         self.progress.truncation = rollout.truncation_of(self.run.online, self.run.online.sampling(self.run))
 
     @functools.cached_property
     def dynamic_sampler(self) -> DynamicSampler:
-        """Made when it is first needed: a subclass may choose the training prompts before that."""
+        """Sampler of new groups. It is created on first use, because a subclass may choose the training prompts before
+        that.
+        """
         args = self.args
         return DynamicSampler(
             args.dynamic_sampling,
@@ -213,23 +217,23 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def samples_completions(self) -> bool:
-        """Whether training samples."""
+        """Whether training samples completions."""
         return True
 
     @property
     def context(self) -> int | None:
-        """Most tokens of prompt and completion, of the model and of the engine."""
+        """Maximum number of tokens of prompt and completion, for the model and the engine."""
         return self.weight_sync.context
 
     # Prompts -----------------------------------------------------------------------------------------------------
 
     def make_prompt_source(self) -> PromptSource:
-        """Where prompts come from."""
+        """Create the source of prompts."""
         pictured = self.vision.prompts if self.vision.images else None
         return PromptSource(self.args, self.processing_class, tokenized=pictured, most=self.prompt_limit)
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
+        """Check that completions can be generated from all prompts, then try the reward functions on two rows."""
         self.prompt_source = self.make_prompt_source()
         if self.driver is not None:
             train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation, self.vision.reader)
@@ -242,16 +246,16 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def may_read_images(self) -> bool:
-        """Whether prompts may have images: placed here, or read by a rollout function or an environment."""
+        """Whether prompts may have images, which are read here, by a rollout function or by an environment."""
         return self.vision.images or not self.can_dry_run
 
     @property
     def can_dry_run(self) -> bool:
-        """Whether reward functions get nothing but columns of the dataset: no environments, no rollout function."""
+        """Whether reward functions only receive dataset columns, without environments or a rollout function."""
         return self.environments is None and self.rollout_func is None and self.harness is None
 
     def announce(self) -> None:
-        """Log the schedule and the first prompt as the model reads it; refuse prompts that leave no room."""
+        """Log the schedule and the first prompt as the model reads it. Raise an error for prompts that leave no room."""
         length = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
         schedule = self.schedule_text(length) if isinstance(self.args, OnlineConfig) else None
         self.prompt_source.announce(
@@ -259,15 +263,17 @@ class OnlineTrainer(PostTrainer):
         )
 
     def schedule_text(self, prompts: int | None) -> str:
-        """How generations and updates follow each other; ``prompts`` is the length of the training set, if it has one."""
+        """Describe generations and updates in words. ``prompts`` is the length of the training set, or None."""
         return describe_schedule(self.args, prompts)
 
     def collator(self) -> Any:
-        """Rows stay rows until their completions exist."""
+        """Return a collator that keeps rows, because completions do not exist yet."""
         return list
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches of ``per_device_train_batch_size * steps_per_generation`` rows, every prompt repeated G times."""
+        """Return a loader with batches of ``per_device_train_batch_size * steps_per_generation`` rows. Every prompt is
+        repeated G times.
+        """
         return self._get_dataloader(
             dataset=self.prompt_source.train_rows(self.train_dataset),
             description="Training",
@@ -277,7 +283,9 @@ class OnlineTrainer(PostTrainer):
         )
 
     def _get_dataloader(self, dataset: AnyDataset, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        """As the parent's; a stream to evaluate on comes in the order that the sampler gives rows, and without workers."""
+        """Create a data loader as the parent does. An evaluation stream is read in the sampler's order and without
+        workers.
+        """
         if is_training or not isinstance(dataset, datasets.IterableDataset):
             return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         with without_workers(self.args):
@@ -290,23 +298,23 @@ class OnlineTrainer(PostTrainer):
         return self.prompt_source.eval_sampler(eval_dataset)
 
     def group_size(self, mode: str) -> int:
-        """Completions per prompt."""
+        """Return the number of completions per prompt."""
         return self.prompt_source.group_size(mode)
 
     @property
     def eval_group(self) -> int:
-        """Completions of one prompt are consecutive rows."""
+        """Number of completions per prompt in evaluation, which are consecutive rows."""
         return self.group_size("eval")
 
     @property
     def answers_per_row(self) -> int:
-        """Each prompt is completed so often."""
+        """Number of completions per prompt."""
         return self.eval_group
 
-    # What a subclass may replace of a rollout batch ---------------------------------------------------------------
+    # Functions of a rollout batch that a subclass may replace --------------------------------------------------------
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """One completion per example, see `posttrain.loop.samplers.Sampler.sample`."""
+        """Return one completion per example, see `posttrain.loop.samplers.Sampler.sample`."""
         return self.sampler.sample(examples, settings)
 
     def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
@@ -314,34 +322,34 @@ class OnlineTrainer(PostTrainer):
         return scoring.logged_rewards(self.run, self.rewards, rollouts, mode)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
-        """What each completion is worth, see `Method.advantages`; the heart of a subclass.
+        """Compute advantages, see `Method.advantages`. This is the function that subclasses replace most often.
 
         Args:
-            rollouts: This rank's completions; ``mode`` and ``group_size`` say what they are for.
-            rewards: Of all ranks' completions; this rank's begin at ``rewards.start``.
+            rollouts: Completions of this rank, with their ``mode`` and ``group_size``.
+            rewards: Rewards of all ranks' completions. Those of this rank begin at ``rewards.start``.
             logps: See `posttrain.loop.rollout.measured_logps`.
         """
         return self.method.advantages(rollouts, rewards, logps, self.run.ranks)
 
     @property
     def scores_rewards(self) -> bool:
-        """Whether completions have rewards that are to be looked at."""
+        """Whether the rewards of completions are checked."""
         return True
 
     @functools.cached_property
     def spare_example(self) -> dict[str, Any]:
-        """What a rank without examples of its own samples from: the first training row."""
+        """Example from which a rank without examples samples: the first training row."""
         return next(iter(self.train_dataset))
 
     @property
     def prompt_limit(self) -> int | None:
         """Maximum number of tokens of a prompt. A longer one loses its beginning. None: no prompt is truncated."""
-        return vars(self.args).get("max_prompt_length")  # Of older releases.
+        return vars(self.args).get("max_prompt_length")  # A field of older releases.
 
     # Logs and checks ---------------------------------------------------------------------------------------------
 
     def check_start(self) -> None:
-        """As every trainer's; reward models are placed and tried."""
+        """Run the checks of every trainer, then place and try the reward models."""
         super().check_start()
         check_top_k(self.args.top_k or 0, causal_lm(self.model).config.get_text_config().vocab_size)
         self.reward_watch = RewardWatch(
@@ -355,9 +363,9 @@ class OnlineTrainer(PostTrainer):
     # The loop, checkpoints ---------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; where the rollout servers fail for good, save a checkpoint before the error ends the run.
+        """Train. If the rollout servers fail permanently, save a checkpoint before the error ends the run.
 
-        Environments are closed however it ends; later evaluations make new ones.
+        Environments are always closed at the end. Later evaluations create new ones.
         """
         try:
             return super().train(*args, **kwargs)
@@ -380,14 +388,14 @@ class OnlineTrainer(PostTrainer):
         self.weight_sync.forget_push()
 
     def state_to_save(self) -> dict[str, Any]:
-        """Where the run stands inside its window, with the scored rollouts it has not trained yet."""
+        """Return the position in the window, with the scored rollouts that are not trained yet."""
         state = super().state_to_save() | {"online": self.window.state(), "rewards": self.rewards.transforms_state()}
         if self.args.dynamic_sampling:
             state["fresh_prompts"] = self.dynamic_sampler.prompts.state()
         return state
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
-        """Undo `state_to_save`."""
+        """Restore the state that `state_to_save` returned."""
         super().load_saved_state(state)
         self.rewards.load_transforms(state.get("rewards", ()))
         if "fresh_prompts" in state:

@@ -1,4 +1,4 @@
-"""Passes that the device has no memory for: the step is run again with smaller ones, and has the same gradient."""
+"""Recovery from out-of-memory errors: the step is repeated with smaller passes, which give the same gradient."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from posttrain.types import Batch
 
 logger = logging.getLogger(__name__)
 
-MOST_HALVINGS = 3  # Of one step; a pass that does not fit in an eighth will not fit in a sixteenth.
+# Maximum number of halvings per step. A pass that does not fit in an eighth will not fit in a sixteenth.
+MOST_HALVINGS = 3
 
 
 def divided(run: Run, batches: Sequence[Batch], most_tokens: int) -> list[Batch]:
-    """Split batches until none has more than ``most_tokens`` tokens, padding included.
+    """Split batches until none has more than ``most_tokens`` tokens, including padding.
 
-    A batch stays whole if the objective compares its rows, or if its gradient cannot be computed again: other processes would
-    wait for this one, and FSDP and DeepSpeed keep gradients elsewhere.
+    A batch is not split if the objective compares its rows, or if its gradient cannot be computed again because there
+    are other processes, or because FSDP or DeepSpeed stores the gradients.
     """
     traits = run.method.traits
     alone = run.accelerator.num_processes == 1 and not parallel.is_prepared_late(run.accelerator)
@@ -42,23 +43,24 @@ def divided(run: Run, batches: Sequence[Batch], most_tokens: int) -> list[Batch]
 def run_again(
     run: Run, model: nn.Module, micro_batches: Sequence[Sequence[Batch]], counts: Denominators, problem: Exception
 ) -> step.Loss:
-    """Compute the gradient of an optimizer step again, in smaller passes, after its last micro-batch ran out of memory.
+    """Compute the gradient of an optimizer step again with smaller passes, after its last micro-batch ran out of
+    memory.
 
-    The loss is a sum over completions divided by counts of the whole step, so the gradients of the parts add up to that of the
-    step. `Progress.max_tokens` keeps the size of passes that fit.
+    The loss is a sum over completions divided by counts of the whole step, so the gradients of the parts add up to that
+    of the step. `Progress.max_tokens` stores the size of passes that fit.
 
     Args:
-        run: Of the trainer.
-        model: As the run wraps it; its gradients are lost.
-        micro_batches: Of the step, up to the one that failed.
-        counts: Of the whole optimizer step.
+        run: Run of the trainer.
+        model: Model, wrapped as in the run. Its gradients are discarded.
+        micro_batches: Micro-batches of the step, up to the one that failed.
+        counts: Counts of the whole optimizer step.
         problem: The error.
 
     Returns:
-        What the last micro-batch found.
+        The loss of the last micro-batch.
 
     Raises:
-        torch.OutOfMemoryError: No division helps.
+        torch.OutOfMemoryError: Smaller passes do not fit either.
     """
     for _ in range(MOST_HALVINGS):
         last = micro_batches[-1]
@@ -68,8 +70,9 @@ def run_again(
             raise problem
         run.progress.max_tokens = max(1, size // 2)
         logger.warning(
-            "out of memory in a pass of %d tokens (step %d): it is divided, and later passes hold at most %d. The gradient does "
-            "not change. Fix: lower max_row_tokens, per_device_train_batch_size or max_completion_length.",
+            "out of memory in a pass of %d tokens (step %d). It is split, and later passes have at most %d tokens. "
+            "The gradient does not change. Fix: lower max_row_tokens, per_device_train_batch_size or "
+            "max_completion_length.",
             size, run.progress.state.global_step + 1, run.progress.max_tokens,
         )  # fmt: skip
         run.log({"memory/halvings": total(1.0)})
@@ -84,5 +87,5 @@ def run_again(
             ]
             return results[-1]
         except torch.OutOfMemoryError as error:
-            problem = error.with_traceback(None)  # Its frames hold the activations.
+            problem = error.with_traceback(None)  # The frames of the traceback would keep the activations in memory.
     raise problem

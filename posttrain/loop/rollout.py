@@ -1,4 +1,4 @@
-"""One rollout batch as functions: sample completions, score them, compute their log-probs, and what each is worth."""
+"""One rollout batch as functions: sample completions, score them, compute their log-probs and advantages."""
 
 from __future__ import annotations
 
@@ -31,31 +31,33 @@ if TYPE_CHECKING:
     from posttrain.rollouts.batch import RolloutWindow
     from posttrain.types import LogProbs, Rollout, Sampling
 
-EVAL_STRIDE = 32_452_843  # Between the numbers of two batches of an evaluation; those of training are smaller.
+# Difference between the numbers of two evaluation batches. Numbers of training batches are smaller.
+EVAL_STRIDE = 32_452_843
 
 
 @dataclass(frozen=True)
 class Online:
-    """What a run that samples consists of besides `Run`. A trainer makes it when training or an evaluation starts.
+    """Components of a run that samples, in addition to `Run`. They are created when training or an evaluation starts.
 
     Attributes:
-        sync: Pushes weights to the engine and asks it for completions.
-        window: Slices that wait to be trained, and the number of rollout batches so far.
-        prompts: Tokenizes prompts, repeats them and deals them to ranks.
+        sync: Pushes weights to the engine and requests completions.
+        window: Slices that are not trained yet, and the number of rollout batches so far.
+        prompts: Tokenizes prompts, repeats them and distributes them to ranks.
         rewards: The reward functions.
-        ids_without_token: Ids that the model can sample and the tokenizer has no token for.
-        samples_policy: Whether completions are sampled with the weights that are trained, so that nothing is corrected. A
-            rollout function may sample from anything; the log-probs that it returns are corrected for.
+        ids_without_token: Ids that the model can sample but the tokenizer has no token for.
+        samples_policy: Whether completions are sampled with the trained weights, so that no correction is needed. A
+            rollout function may sample from any model, so its log-probs are corrected.
         rollout_func: Whether a rollout function samples.
         follows_truncation: Whether log-probs are compared with those of a sampler that excludes tokens, see
             `Progress.truncation`.
-        sampling: Returns the present settings of each call to the engine, without its seed.
-        spare: Returns rows that a rank without examples samples from, because sampling is a collective; by mode. May be empty.
+        sampling: Returns the current settings of engine calls, without a seed.
+        spare: Returns rows for a rank without examples, by mode, because sampling is a collective operation. May be
+            empty.
         sample: Completes dataset rows, see `Sampler.sample`.
         logps: Computes log-probs of completions under older or frozen weights, by name.
         slices: Splits completions into the rows of each micro-batch.
         score: A subclass's replacement of `score`, without its first argument.
-        resample: Replaces groups that teach nothing, and returns metrics. None: no group is replaced.
+        resample: Replaces groups that train nothing, and returns metrics. None: no group is replaced.
         advantages: A subclass's replacement of `Method.advantages`, without its last argument.
     """
 
@@ -83,8 +85,8 @@ def online_of(
     """Return the components of a run that samples, with the functions of this module.
 
     Args:
-        run: Of a method that samples.
-        sync: Asks the engine.
+        run: Run of a method that samples.
+        sync: Calls the engine.
         stop_ids: Tokens that end a completion.
         rollout_func: Whether a rollout function samples.
         parts: Other fields of `Online`.
@@ -118,11 +120,11 @@ def special_ids(run: Run) -> tuple[tuple[int, ...], frozenset[int]]:
 
 
 def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
-    """Sample a completion for each example, score it, and attach what the loss needs; a collective.
+    """Sample a completion for each example, score it, and add what the loss needs. This is a collective operation.
 
     Args:
-        run: Of a trainer that samples.
-        examples: Dataset rows, each repeated once per completion; maybe none.
+        run: Run of a trainer that samples.
+        examples: Dataset rows, each repeated once per completion. May be empty.
         mode: ``train`` or ``eval``.
     """
     online = run.online
@@ -139,27 +141,28 @@ def rollout_step(run: Run, examples: list[dict[str, Any]], mode: str) -> Rollout
 
 
 def sample_and_score(run: Run, examples: list[dict[str, Any]], mode: str) -> tuple[RolloutBatch, RewardTable]:
-    """Return completions of this rank, and the rewards of all ranks' completions; a collective."""
+    """Return completions of this rank, and the rewards of all ranks' completions. This is a collective operation."""
     rollouts = sample(run, examples, mode)
     return rollouts, score(run, rollouts, mode)
 
 
 def score(run: Run, rollouts: RolloutBatch, mode: str) -> RewardTable:
-    """Return the rewards of all ranks' completions, and log what the reward functions logged; a collective.
+    """Return the rewards of all ranks' completions, and log what the reward functions logged. This is a collective
+    operation.
 
     Args:
-        run: Of a method that samples.
-        rollouts: Completions of this rank, maybe none.
-        mode: ``train``, ``eval``, or another window of the log.
+        run: Run of a method that samples.
+        rollouts: Completions of this rank. May be empty.
+        mode: ``train``, ``eval``, or another log window.
     """
     own = run.online.score
     return logged_rewards(run, run.online.rewards, rollouts, mode) if own is None else own(rollouts, mode)
 
 
 def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
-    """Return one completion per example, decoded and counted; a collective.
+    """Return one completion per example, decoded and counted. This is a collective operation.
 
-    A rank without examples samples too, and drops what it sampled.
+    A rank without examples samples too, and discards the result.
     """
     online = run.online
     settings = settings_of(run, mode)
@@ -206,12 +209,12 @@ def with_images(run: Run, batch: RolloutBatch, mode: str) -> RolloutBatch:
 
 
 def truncation_of(online: Online, sampling: Sampling) -> Truncation:
-    """Return what the sampler leaves out of the vocabulary, where the objective wants the mass that is left."""
+    """Return the truncation of the sampler, if the objective needs the remaining probability mass."""
     return sampling.left_out if online.follows_truncation else WHOLE
 
 
 def present_sampling(run: Run, stop_ids: tuple[int, ...]) -> Sampling:
-    """Return the settings of each call to the engine as the config is now: users may change it while training."""
+    """Return the current settings of engine calls. Users may change the config during training."""
     sampling = configured_sampling(run.args, stop_token_ids=stop_ids, seed=0)
     return run.vision.sampling(sampling, run.model) if run.vision.images else sampling
 
@@ -227,7 +230,8 @@ def settings_of(run: Run, mode: str) -> SampleSettings:
 def batch_number(run: Run, mode: str) -> int:
     """Return the number of the next rollout batch.
 
-    In evaluation it depends on the step and on the batches before, so that an evaluation repeats and its batches differ.
+    In evaluation it depends on the step and on the number of earlier batches, so that evaluations are reproducible and
+    their batches differ.
     """
     if mode == "train":
         return run.online.window.generations
@@ -238,11 +242,13 @@ def batch_number(run: Run, mode: str) -> int:
 
 
 def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-    """Compute log-probs of completions: old ones where slices outlive their weights, an engine's, a reference's for a KL."""
+    """Compute log-probs of completions: old ones if slices outlive their weights, an engine's, and a reference's for a
+    KL penalty.
+    """
     online, can = run.online, run.online.sync.engine.capabilities
     sampled = logps_of_sampler(run, rollouts)
     complete = [len(x) == len(r.token_ids) for x, r in zip(sampled, rollouts.sequences(), strict=True)]
-    # The same on every rank: the passes below are collectives.
+    # Equal on every rank, because the following passes are collective operations.
     known = all(parallel.all_gather_objects(complete, run.accelerator))
     columns: dict[str, list[list[float]]] = {}
     if known and not online.samples_policy:
@@ -268,7 +274,8 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
 
 
 def old_is_sampled(run: Run) -> bool:
-    """Return whether the engine's log-probs are the trainer's up to rounding, so that no pass computes them again.
+    """Return whether the engine's log-probs equal the trainer's up to rounding, so that they need not be computed
+    again.
 
     In half precision the two round differently (0.01 nats a token), and ratios would begin away from 1. Log-probs
     returned by a user's ``rollout_func`` are never used.
@@ -278,33 +285,35 @@ def old_is_sampled(run: Run) -> bool:
 
 
 def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
-    """Return what the engine said of its tokens: of the policy itself before truncation, of another engine after it.
+    """Return the log-probs that the engine reported: before truncation for the policy itself, after truncation for
+    another engine.
 
     Raises:
-        RolloutError: They are to be corrected for, and are of the distribution before truncation.
+        RolloutError: A correction is needed, but the log-probs are those before truncation.
     """
-    # A rollout function says what it drew from, and nothing else.
+    # A rollout function only reports log-probs of the distribution it sampled from.
     cut = WHOLE if run.online.rollout_func else run.progress.truncation
     rollouts = list(batch.sequences())
     sampled = sampled_logps(rollouts, cut)
     if sampled is None and run.args.vllm_importance_sampling_correction:
         raise RolloutError(
-            f"the engine {run.online.sync.engine.name!r} says log-probs of the distribution before {cut}, and tokens were drawn "
-            "after it: ratios would be off by the mass that was left out. Fix: an engine that fills Rollout.processed_logp "
-            "(native, hf, vLLM), sampling without truncation, or vllm_importance_sampling_correction=False."
+            f"the engine {run.online.sync.engine.name!r} reports log-probs of the distribution before {cut}, but "
+            "tokens were sampled after it, so ratios would be wrong by the excluded mass. Fix: use an engine that "
+            "fills Rollout.processed_logp (native, hf, vLLM), sample without truncation, or set "
+            "vllm_importance_sampling_correction=False."
         )
     return [[] for _ in rollouts] if sampled is None else sampled
 
 
 def logps(run: Run, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
-    """Compute per-token log-probs of completions by the forward that trains, at the loss's temperature or another."""
+    """Compute per-token log-probs of completions with the training forward, at the loss's temperature or another one."""
     return logps_and_mass(run, model, rows, temperature)[0]
 
 
 def logps_and_mass(
     run: Run, model: nn.Module, rows: list[Row], temperature: float | None = None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Compute log-probs, and the logs of the mass that truncation leaves; no masses where nothing is left out."""
+    """Compute log-probs, and the log of the mass that truncation leaves. Without truncation there are no masses."""
     batches = collate(rows, pad_token_id=run.pad_token_id, layout=run.layout) if rows else []
     passes = parallel.in_step(batches, run.accelerator, run.spare_batch)
     placed = ((batch.to(run.args.device), counts) for batch, counts in passes)
@@ -314,7 +323,9 @@ def logps_and_mass(
 
 
 def gap_of_pass(run: Run, batch: Batch, outputs: ModelOutputs) -> dict[str, Metric]:
-    """Return the gap of log-probs to the engine's (only rounding error for the engine in process)."""
+    """Return the difference between the log-probs of the trainer and the engine (only rounding error for an in-process
+    engine).
+    """
     sampled, trained = batch.columns.get("engine_logp"), batch.old_logp
     if sampled is None:
         return {}
@@ -361,12 +372,12 @@ def exchanged_reward(run: Run, examples: list[dict[str, Any]]) -> dict[str, Metr
 
 
 def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]:
-    """Return the rows of the next micro-batch; of a new rollout batch where the last one is used up.
+    """Return the rows of the next micro-batch. If the last rollout batch is used up, create a new one.
 
     Args:
-        run: Of a trainer that samples.
+        run: Run of a trainer that samples.
         examples: Dataset rows to sample from.
-        index: Number of the micro-batch in its optimizer step.
+        index: Index of the micro-batch in its optimizer step.
     """
     window = run.online.window
     if index == 0:
@@ -384,7 +395,7 @@ def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]
 
 
 def shuffled_slices(run: Run, rollouts: RolloutBatch) -> list[list[Row]]:
-    """Return whole groups in random order, cut into slices, then exchanged with other ranks where that pays."""
+    """Return whole groups in random order, divided into slices, and exchanged with other ranks if it saves time."""
     args = run.args
     seed, skip = args.seed + run.online.window.generations, args.mask_truncated_completions
     slices = rollouts.slices(args.steps_per_generation or 1, seed=seed, skip_truncated=skip)

@@ -35,24 +35,25 @@ Prepare = Callable[["Run", list[Any], list[list[Batch]], str], list[list[Batch]]
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a subclass of a trainer may replace of the loop: its own method where it has one, else what the loop does.
+    """Functions of the loop that a subclass of a trainer may replace.
 
     Attributes:
-        objective: Outputs and batch to unreduced terms; None: the method's.
+        objective: Maps outputs and batch to unreduced terms. None: the method's objective.
         comparison: Returns the function that the output layer calls instead of computing log-probs, see `TokenHead.compare`.
             None computes log-probs.
-        loss_of: Run, model, batch, counts and state to the loss of one pass.
-        observe: Run, batch and outputs of a pass to further metrics, or None.
-        batches: Run, one item of the training loader, and the number of the micro-batch in its optimizer step to the batches of
-            this micro-batch. Methods that sample generate here.
-        eval_batches: Run and one item of the evaluation loader to batches.
-        prepare: Run, items of a loader, their batches and ``train`` or ``eval`` to the batches with what the loss reads besides,
-            such as log-probs of a reference. In training it gets all micro-batches of an optimizer step, after they were counted.
-            None changes nothing.
-        before_split: Run and micro-batches of the optimizer step so far; called before a pass is split for want of memory.
-        postprocess_metrics: The metrics of a window with those that follow from others.
-        predictions: Model and batches to one (logits, labels) a row.
-        own_loss: Whether the user's code says what the loss is.
+        loss_of: Maps run, model, batch, counts and state to the loss of one pass.
+        observe: Maps run, batch and outputs of a pass to further metrics, or None.
+        batches: Maps run, an item of the training loader, and the index of the micro-batch in its optimizer step to batches.
+            Methods that sample generate completions here.
+        eval_batches: Maps run and an item of the evaluation loader to batches.
+        prepare: Maps run, items of a loader, their batches, and ``train`` or ``eval`` to batches with further inputs of the
+            loss, such as log-probs of a reference. In training it is called once per optimizer step, with all micro-batches,
+            after they were counted. None: batches are used as they are.
+        before_split: Called with the run and the micro-batches of the optimizer step so far, before a pass that does not fit
+            into memory is split.
+        postprocess_metrics: Adds derived metrics to the metrics of a window.
+        predictions: Maps model and batches to one (logits, labels) pair per row.
+        own_loss: Whether the user's code defines the loss.
     """
 
     objective: Callable[[ModelOutputs, Batch], LossTerms] | None
@@ -70,27 +71,27 @@ class Hooks:
 
 @dataclass
 class Progress:
-    """What changes while a run trains. Checkpoints keep the state, the counters and what the method keeps.
+    """State that changes during a run. Checkpoints store the trainer state, the counters and the method's state.
 
     Attributes:
         model: The policy.
         wrapped: The policy as the run wraps it, e.g. in DDP.
         state: Steps, epochs and log lines so far.
-        own: What the method keeps from step to step, see `State.own`.
+        own: State that the method keeps between steps, see `State.own`.
         counters: Totals that are logged.
         buffers: Metrics of the log window, ``train`` and ``eval``.
-        denominators: Counts of the present optimizer step.
-        sums: Statistics of the method over the passes of the present optimizer step.
-        truncation: What the sampler of the present rollout batch excludes. The objective needs the mass that remains.
+        denominators: Counts of the current optimizer step.
+        sums: Statistics of the method, summed over the passes of the current optimizer step.
+        truncation: Truncation of the current rollout batch's sampler. The objective needs the mass that remains.
         reduced_by: Reduction of the loss that was computed last.
-        max_tokens: Maximum number of tokens per pass, including padding; None until memory has run out.
-        tokens_seen: Trained tokens of this rank's sequences, and computed tokens including padding.
+        max_tokens: Maximum number of tokens per pass, including padding. None until the device runs out of memory.
+        tokens_seen: Number of trained tokens of this rank's sequences, and of computed tokens including padding.
         bad_steps: Number of consecutive steps whose gradient was not finite.
         shown: One row per completion of this rank's last generation, as in the completions table.
         watchers: Functions that observe a moment. ``step`` gets the run, batches and counts; ``pass`` the batch, loss terms and
             model outputs; ``gradient`` the model and its micro-batches; ``rollout`` the run, the completions of this rank, the
             rewards of all ranks, and advantages; ``log`` the log history. A watcher that returns False is removed.
-        eval_rounds: Number of batches of the present evaluation so far.
+        eval_rounds: Number of batches of the current evaluation so far.
     """
 
     model: nn.Module = field(init=False)
@@ -113,27 +114,28 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """Components of one run; `posttrain.loop.build.build` makes it. What changes is in ``progress``.
+    """Components of one run, created by `posttrain.loop.build.build`. Everything that changes is in ``progress``.
 
     Attributes:
         args: Config.
         method: The algorithm.
         name: Name of the trainer's class, for messages.
         tokenizer: Tokenizer of the policy.
-        vision: Handles images; it does nothing in a run of text.
+        vision: Handles images. Does nothing in a text run.
         checks: Checks of the run and their findings.
         accelerator: Accelerator of the run.
         ranks: All processes of the run, for methods.
-        pad_token_id: Fills rows of different lengths.
-        layout: How rows lie in a forward pass.
+        pad_token_id: Padding token.
+        layout: Row layout of forward passes.
         hooks: Functions of the loop that a subclass may replace.
-        progress: What changes while the run trains.
-        fresh_adapter: Whether the adapter was made for this run, so that the model without it is the start of training.
+        progress: State that changes during training.
+        fresh_adapter: Whether the adapter was created for this run, so that the model without it has the initial
+            weights.
         router_coefficient: Weight of the load-balancing term of a mixture of experts; 0 disables it.
-        reference: The frozen start of training, or another frozen model, if the loss compares the policy with it.
+        reference: Frozen reference model, if the loss compares the policy with one.
         forward: Forward pass of training and evaluation. Training with NEFTune replaces it.
         loss_function: The user's ``compute_loss_func``.
-        online: Further components of a run that samples; other runs have none.
+        online: Further components of a run that samples. Other runs have none.
     """
 
     args: PostTrainingConfig
@@ -161,25 +163,25 @@ class Run:
         return self.progress.model
 
     def now(self) -> State:
-        """Return where the run stands, for the method."""
+        """Return the progress of the run, for the method."""
         state = self.progress.state
         return State(state.global_step, float(state.epoch or 0.0), self.ranks, self.progress.own)
 
     def watch(self, moment: str, *values: Any) -> None:
-        """Show values to the watchers of a moment, which change nothing. A watcher that returns False is not called again."""
+        """Call the watchers of a moment, which change nothing. A watcher that returns False is removed."""
         self.progress.watchers[moment] = [look for look in self.progress.watchers.get(moment, ()) if look(*values)]
 
     def log(self, metrics: Mapping[str, Metric], mode: str = "train") -> None:
-        """Add metrics to the window of the log."""
+        """Add metrics to the log window."""
         self.progress.buffers[mode].add(metrics)
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
-        """The metrics of the window since the last call, over all ranks."""
+        """Return the metrics since the last call, reduced over all ranks."""
         gather = partial(parallel.all_gather_objects, accelerator=self.accelerator)
         return self.hooks.postprocess_metrics(self.progress.buffers[mode].compute(gather))
 
     def collate(self, rows: list[Row]) -> list[Batch]:
-        """Rows as forward passes."""
+        """Convert rows to batches."""
         traits = self.method.traits
         return collate(
             rows,
@@ -190,7 +192,7 @@ class Run:
         )
 
     def spare_batch(self) -> Batch:
-        """One token after another: what a rank without rows runs where a forward pass is a collective."""
+        """Return a minimal batch for a rank without rows, because a forward pass may be a collective operation."""
         token = int(self.pad_token_id)
         return collate([Row([token], [[token]], [[1]])], pad_token_id=token, layout=self.layout)[0].to(self.args.device)
 
@@ -208,7 +210,7 @@ class Run:
 
 @contextmanager
 def with_attributes(holder: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Give an object these attribute values inside the block."""
+    """Set attributes of an object inside the block."""
     before = {name: getattr(holder, name) for name in attributes}
     for name, value in attributes.items():
         setattr(holder, name, value)

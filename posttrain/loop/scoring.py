@@ -1,4 +1,4 @@
-"""Rewards of a rollout batch over all ranks, their metrics, and rows of the completions table."""
+"""Rewards of a rollout batch over all ranks, their metrics, and rows of the table of completions."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from posttrain.report.record import RunRecordCallback
     from posttrain.types import Advantages, Tokenizer
 
-THUMBNAILED = 4  # Prompts of a generation whose images are kept for the report; about 2 kB an image.
+THUMBNAILED = 4  # Number of prompts per generation whose images are stored for the report, about 2 kB per image.
 
 
 def completion_lengths(batch: RolloutBatch) -> list[int]:
-    """Tokens that the model wrote, of each completion."""
+    """Return the number of tokens that the model generated for each completion."""
     return [sum(map(sum, batch.trained(i, False))) for i in range(len(batch.rollouts))]
 
 
 def completion_metrics(
     batch: RolloutBatch, masks_truncated: bool, without_token: Collection[int] = ()
 ) -> dict[str, Metric]:
-    """Lengths of what the model wrote, how many completions were cut or repeat another.
+    """Compute lengths of generated tokens, and the shares of truncated and of repeated completions.
 
     Args:
-        batch: Completions of this rank, groups consecutive.
-        masks_truncated: Whether truncated completions carry no loss.
+        batch: Completions of this rank, with consecutive groups.
+        masks_truncated: Whether truncated completions are not trained.
         without_token: Ids that the model can sample and the tokenizer has no token for.
     """
     lengths = torch.tensor(completion_lengths(batch), dtype=torch.float32)  # (n,)
@@ -70,13 +70,13 @@ def completion_metrics(
 
 
 def share_without_token(batch: RolloutBatch, without_token: Collection[int]) -> Metric:
-    """Return the share of the sampled ids that are among ``without_token``."""
+    """Return the share of sampled ids that are in ``without_token``."""
     ids = [token for rollout in batch.sequences() for token in rollout.token_ids]
     return mean(sum(token in without_token for token in ids) / max(len(ids), 1), weight=len(ids))
 
 
 def duplicates(batch: RolloutBatch) -> Metric:
-    """Share of the completions after the first of their group that repeat another one: 1 where all are equal."""
+    """Return the share of completions, after the first of each group, that repeat another one. 1 if all are equal."""
     repeated, others = 0, 0
     for group in batch.groups():
         different = {tuple(batch.rollouts[i].token_ids) for i in group}
@@ -86,14 +86,14 @@ def duplicates(batch: RolloutBatch) -> Metric:
 
 
 def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int]) -> dict[str, Metric]:
-    """Rewards of all ranks' completions, and what the method made of them.
+    """Compute metrics of all ranks' rewards and of the method's advantages.
 
-    Every rank holds the whole matrix: each emits the same numbers, and the mean over ranks leaves them unchanged.
+    Every rank has the whole matrix and returns the same values, so the mean over ranks does not change them.
 
     Args:
         table: ``values (n, K)``.
         made: Advantages, with the weighted rewards before any penalty.
-        lengths: Tokens of each completion; of another number than n they are not compared with the rewards.
+        lengths: Number of tokens of each completion. If their count is not n, they are not compared with the rewards.
     """
     totals, metrics = made.totals, {}
     if made.unbounded is not None:
@@ -119,7 +119,7 @@ def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int])
 
 
 def reward_spread(totals: Tensor) -> Metric:
-    """Standard deviation of the ``(n,)`` rewards that are known; 0 of fewer than two."""
+    """Compute the standard deviation of the ``(n,)`` known rewards. 0 for fewer than two."""
     scored = totals[~totals.isnan()]
     return mean(float(scored.std()) if scored.numel() > 1 else 0.0, weight=scored.numel())
 
@@ -127,14 +127,14 @@ def reward_spread(totals: Tensor) -> Metric:
 def completion_rows(
     batch: RolloutBatch, table: RewardTable, tokenizer: Tokenizer, step: int, *, images: bool = True
 ) -> list[dict[str, Any]]:
-    """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage.
+    """Return one row per completion of this rank: prompt, completion, each reward, extra columns, advantage.
 
     Args:
         batch: Completions of this rank.
-        table: Rewards of all ranks; this rank's begin at ``start``.
+        table: Rewards of all ranks. Those of this rank begin at ``start``.
         tokenizer: Decodes prompts, and the tokens of one group.
-        step: Optimiser steps that were made.
-        images: Whether the first groups have thumbnails of their images, for the report.
+        step: Number of finished optimizer steps.
+        images: Whether to add image thumbnails to the first groups, for the report.
     """
     rows = []
     for i, rollout in enumerate(batch.rollouts):
@@ -151,7 +151,7 @@ def completion_rows(
             row["image_digests"] = [picture.digest for picture in pictures]
             row["image_sizes"] = [list(picture.size) for picture in pictures]
         rows.append(row | {name: column[i] for name, column in batch.shown().items()})
-    # Single tokens of one group a rollout batch, so that the table stays small.
+    # Single tokens are only stored for one group per rollout batch, to keep the table small.
     first = batch.groups()[0] if table.start == 0 and len(rows) > 0 else []
     for i in first:
         rollout = batch.rollouts[i]
@@ -169,7 +169,7 @@ def completion_rows(
 
 
 def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
-    """How reward models are loaded and run: as the policy is."""
+    """Return the options for loading and running reward models, which are those of the policy."""
     return {
         "batch_size": args.per_device_train_batch_size,
         "trust_remote_code": args.trust_remote_code,
@@ -181,11 +181,11 @@ def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
 def reward_options(
     functions: Any, args: PostTrainingConfig | type[PostTrainingConfig], processing_classes: Any
 ) -> dict[str, Any]:
-    """Keywords of `RewardRunner`, as a config says; picklable where the functions are.
+    """Return the arguments of `RewardRunner` for a config. They can be pickled if the functions can.
 
     Args:
-        functions: As they were given.
-        args: Of the trainer; its class, which has the defaults, where none were given.
+        functions: Reward functions that were passed to the trainer.
+        args: The trainer's config, or its class for the defaults.
         processing_classes: Tokenizers of reward models.
     """
     return {
@@ -202,12 +202,13 @@ def reward_options(
 def reward_runner(
     runner_class: type[RewardRunner], options: dict[str, Any], pool: EnvironmentPool | None
 ) -> RewardRunner:
-    """The reward functions of a run.
+    """Create the runner of a run's reward functions.
 
     Args:
         runner_class: `RewardRunner` or a subclass.
         options: See `reward_options`.
-        pool: Environments; those with ``get_reward`` are reward functions too, on the tools' threads and within their time.
+        pool: Environments. Those with ``get_reward`` are also reward functions, which run in the tools' threads with
+            their timeout.
     """
     return runner_class(**options, of_environments=() if pool is None else pool.rewards())
 
@@ -215,13 +216,14 @@ def reward_runner(
 def score_rollouts(
     rewards: RewardRunner, batch: RolloutBatch, tokenizer: Tokenizer, state: TrainerState
 ) -> RewardTable:
-    """Rewards of this process's completions, neither transformed nor judged; without any, no function is called.
+    """Compute the rewards of this process's completions, without transforms and checks. Without completions no function
+    is called.
 
     Args:
         rewards: The reward functions.
         batch: Completions.
         tokenizer: Decodes the ends of prompts, for format rewards.
-        state: Of the trainer, for reward functions.
+        state: State of the trainer, for reward functions.
     """
     if not batch.examples:
         return RewardTable(torch.empty(0, len(rewards.names)), list(rewards.names), rewards.weights)
@@ -234,7 +236,7 @@ def score_rollouts(
         prompt_suffixes=prompt_suffixes(tokenizer, batch.rollouts),
         environments=batch.environments,
     )
-    # An episode that failed is not judged by what it said: left out it has no reward, else the one that was set.
+    # A failed episode is not scored by its text. It has no reward, or the reward that is configured.
     failed = torch.tensor([error is not None for error in batch.extra.get("harness_error", ())])  # (n,)
     if not failed.any():
         return table
@@ -243,7 +245,9 @@ def score_rollouts(
 
 
 def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Rows of completions by column, as TRL's trainers keep those of the last generation in ``_logs``; ``names`` of rewards."""
+    """Return rows of completions by column, as TRL's trainers store the last generation in ``_logs``. ``names`` are the
+    rewards.
+    """
     own = {"step", "prompt", "completion", "advantage", *names}
     columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
     return {
@@ -256,13 +260,13 @@ def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any
 
 
 def logged_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, mode: str) -> RewardTable:
-    """Return `all_rewards`, and log what the reward functions logged; a collective.
+    """Return `all_rewards`, and log what the reward functions logged. This is a collective operation.
 
     Args:
-        run: Of a method that samples.
+        run: Run of a method that samples.
         rewards: The reward functions.
-        batch: Completions of this rank, maybe none.
-        mode: ``train``, ``eval``, or another window of the log.
+        batch: Completions of this rank. May be empty.
+        mode: ``train``, ``eval``, or another log window.
     """
     table = all_rewards(run, rewards, batch, training=mode == "train")
     run.log(table.metrics, mode)
@@ -270,13 +274,14 @@ def logged_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, mode: s
 
 
 def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, training: bool) -> RewardTable:
-    """Run the reward functions on each rank's completions, and give every rank the rewards of all; a collective.
+    """Run the reward functions on each rank's completions, and return the rewards of all ranks. This is a collective
+    operation.
 
     Args:
-        run: Of a trainer that samples.
+        run: Run of a trainer that samples.
         rewards: The reward functions of the run.
-        batch: Completions of this rank, maybe none.
-        training: Whether the rewards are trained on.
+        batch: Completions of this rank. May be empty.
+        training: Whether the rewards are used for training.
     """
     with parallel.failing_together(run.accelerator):
         table = score_rollouts(rewards, batch, run.tokenizer, run.progress.state)
@@ -291,7 +296,7 @@ def all_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, *, trainin
 def add_to_record(
     record: RunRecordCallback, run: Run, rollouts: RolloutBatch, rewards: RewardTable, found: Advantages
 ) -> bool:
-    """Add the completions of all ranks to the table of completions; a watcher of every rollout batch."""
+    """Add the completions of all ranks to the table of completions. Called for every rollout batch."""
     images, step = run.vision.images and run.args.log_multimodal, run.progress.state.global_step
     run.progress.shown = completion_rows(rollouts.worth(found), rewards, run.tokenizer, step, images=images)
     shares = parallel.gather_objects(run.progress.shown, run.accelerator)

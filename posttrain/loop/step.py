@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one forward pass found, or several of them.
+    """Result of one or several forward passes.
 
     Attributes:
-        value: The scalar to call backward on; of several passes their detached sum.
-        metrics: What to log, one dict for each call of an objective.
+        value: Scalar to call backward on. For several passes, their detached sum.
+        metrics: Metrics to log, one dict per call of an objective.
         sums: Statistics of the method over the optimizer step, see `Method.step_sums`.
-        terms: Of one pass; None where a user's function computed the loss.
-        outputs: What the model returned in one pass.
+        terms: Terms of one pass. None if a user's function computed the loss.
+        outputs: Outputs of the model in one pass.
     """
 
     value: Tensor
@@ -45,12 +45,12 @@ class Loss:
 
 
 def add_sums(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Add `Loss.sums`, of which some may be missing."""
+    """Add two `Loss.sums`, which may be None."""
     return other if one is None else one if other is None else one + other
 
 
 def commit(run: Run, found: Loss, mode: str = "train") -> None:
-    """Log the metrics of passes that succeeded, and add up the sums of the optimizer step."""
+    """Log the metrics of successful passes, and add their sums to those of the optimizer step."""
     for metrics in found.metrics:
         run.log(metrics, mode)
     run.progress.sums = add_sums(run.progress.sums, found.sums)
@@ -60,12 +60,12 @@ def count(run: Run, batches: Sequence[Batch], overlong: float = 0.0) -> tuple[De
     """Count tokens and sequences of the whole optimizer step, over micro-batches and ranks.
 
     Args:
-        run: Of the trainer.
-        batches: Of all micro-batches of this rank.
+        run: Run of the trainer.
+        batches: Batches of all micro-batches of this rank.
         overlong: A flag that is summed over ranks together with the counts.
 
     Returns:
-        What terms are divided by, the tokens of all sequences (trained or not), and the sum of the flags.
+        The divisors of the terms, the number of tokens of all sequences (trained or not), and the sum of the flags.
     """
     named = run.method.counts(batches)
     local = [
@@ -82,12 +82,12 @@ def count(run: Run, batches: Sequence[Batch], overlong: float = 0.0) -> tuple[De
 
 
 def count_tokens(run: Run, batches: Sequence[Batch], counts: Denominators) -> None:
-    """Log what an optimizer step holds.
+    """Log token counts of an optimizer step.
 
     Args:
-        run: Of the trainer.
-        batches: Of all micro-batches of this rank.
-        counts: Of all ranks.
+        run: Run of the trainer.
+        batches: Batches of all micro-batches of this rank.
+        counts: Counts of all ranks.
     """
     real = sum(batch.num_tokens for batch in batches)
     computed = sum(batch.input_ids.numel() for batch in batches)
@@ -102,16 +102,16 @@ def count_tokens(run: Run, batches: Sequence[Batch], counts: Denominators) -> No
 
 
 def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:
-    """Compute the loss of one pass: forward, objective, reduce.
+    """Compute the loss of one pass: forward, objective and reduction.
 
-    A mixture of experts adds its load-balancing term, averaged over passes.
+    A mixture of experts adds its load-balancing loss, averaged over passes.
 
     Args:
-        run: Of the trainer.
-        model: As the run wraps it.
-        batch: One forward pass.
-        counts: Of the whole optimizer step, so that the losses of its passes add up.
-        state: Where the run stands; see `Run.now`.
+        run: Run of the trainer.
+        model: Model, wrapped as in the run.
+        batch: Batch of one forward pass.
+        counts: Counts of the whole optimizer step, so that the losses of its passes can be added.
+        state: Progress of the run, see `Run.now`.
     """
     hooks, method = run.hooks, run.method
     outputs = run.forward(
@@ -162,17 +162,17 @@ def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators
 
 
 def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], counts: Denominators, state: State) -> Loss:
-    """Compute the gradient of several passes; it is added to the parameters', and nothing else changes.
+    """Add the gradient of several passes to the parameters' gradients. Nothing else changes.
 
     Args:
-        run: Of the trainer.
-        model: As the run wraps it, in training mode.
-        batches: One forward pass each.
-        counts: Of the whole optimizer step. Several calls with the same counts add up to its gradient.
-        state: Where the run stands; see `Run.now`.
+        run: Run of the trainer.
+        model: Model in training mode, wrapped as in the run.
+        batches: Batches, one per forward pass.
+        counts: Counts of the whole optimizer step. Several calls with the same counts add up to its gradient.
+        state: Progress of the run, see `Run.now`.
 
     Returns:
-        The summed loss without a graph, what to log, and the method's statistics.
+        The summed loss without a graph, the metrics, and the method's statistics.
     """
     accelerator, device, split = run.accelerator, run.args.device, token_split.active()
     value, metrics, sums = torch.zeros((), device=device), [], None
@@ -180,7 +180,8 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
     passes = parallel.equal_passes(len(batches), accelerator)
     with memory.gradients_first(model, passes=passes * (1 if split is None else split.size)):
         for index in range(passes):
-            # A rank that has no batch left runs its last one without weight, where a pass is a collective.
+            # A rank without a remaining batch runs its last one with weight 0, because a pass may be a collective
+            # operation.
             batch, weight = batches[min(index, len(batches) - 1)], 1.0 if index < len(batches) else 0.0
             for helped, last in token_split.turns(index == passes - 1):
                 with offloading, parallel.no_sync(model, last=last):
@@ -201,16 +202,17 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
 def optim_step(
     run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, sums: Tensor | None = None
 ) -> dict[str, Metric]:
-    """Clip the gradient, take an optimizer step with it, remove it, and end the step of the method; for loops of your own.
+    """Clip the gradient, take an optimizer step, reset the gradient, and end the step of the method. For your own
+    training loops.
 
     Args:
-        run: Of a trainer, or of `posttrain.loop.build.build`.
-        model: With the gradient of `forward_backward`.
-        optimizer: Of its parameters.
+        run: Run of a trainer, or of `posttrain.loop.build.build`.
+        model: Model with the gradient of `forward_backward`.
+        optimizer: Optimizer of its parameters.
         sums: Sum of `Loss.sums` over the passes of the step.
 
     Returns:
-        ``grad_norm`` before clipping, and what the method logs of a step.
+        ``grad_norm`` before clipping, and the method's metrics of the step.
 
     Raises:
         PosttrainError: The third gradient in a row is not finite.
@@ -224,16 +226,16 @@ def optim_step(
     return {"grad_norm": mean(float(norm))} | metrics
 
 
-BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
+BAD_STEPS = 3  # Number of consecutive gradients that are not finite, after which the run ends.
 
 
 def is_finite(run: Run, model: nn.Module, norm: Any) -> bool:
-    """Return whether the gradient of a step is finite. A gradient that is not does not reach the weights.
+    """Return whether the gradient of a step is finite. A gradient that is not finite is not applied.
 
     Args:
-        run: Of the trainer.
-        model: With the gradients.
-        norm: Before clipping; None where it was not computed.
+        run: Run of the trainer.
+        model: Model with the gradients.
+        norm: Norm before clipping. None if it was not computed.
 
     Raises:
         PosttrainError: The third gradient in a row is not finite.
@@ -241,13 +243,14 @@ def is_finite(run: Run, model: nn.Module, norm: Any) -> bool:
     if norm is None or bool(torch.isfinite(torch.as_tensor(norm))):
         run.progress.bad_steps = 0
         return True
-    if run.accelerator.mixed_precision != "fp16":  # A scaler finds its scale by overflows, and skips such steps itself.
+    # A gradient scaler adjusts its scale when gradients overflow, and skips such steps itself.
+    if run.accelerator.mixed_precision != "fp16":
         skip(run, model, norm)
     return False
 
 
 def skip(run: Run, model: nn.Module, norm: Any) -> None:
-    """Remove the gradient of a step, and end the run after the third such step in a row."""
+    """Discard the gradient of a step, and end the run after three such steps in a row."""
     run.progress.bad_steps += 1
     logger.warning(
         "step %d: the gradient norm is %s, so this step is skipped (%d in a row).",

@@ -1,4 +1,4 @@
-"""Everything that touches a model: loading, masks, forward, log-probs, references, sharding."""
+"""Models: loading, masks, forward pass, log-probs, references, sharding."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import posttrain
 
 
 def __getattr__(name: str) -> Any:
-    """TRL keeps public helpers in its package of this name: they are the public names of ``posttrain``."""
+    """Return a public name of ``posttrain``, because TRL keeps public helpers in its package of this name."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(posttrain, name)

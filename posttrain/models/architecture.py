@@ -106,7 +106,7 @@ def label_count(model: object) -> int | None:
 
 
 def shape_of(text: Any) -> dict[str, Any]:
-    """What a server says of a model's shape, and a trainer compares with its own.
+    """Return the model dimensions that servers report, for comparison with the trainer's model.
 
     Args:
         text: Config of the language model.

@@ -1,4 +1,6 @@
-"""One forward pass over a token forest: hidden states at loss positions only, log-probs a chunk at a time."""
+"""One forward pass over a batch of prefix trees. Only hidden states at loss positions are used, and log-probs are
+computed in chunks.
+"""
 
 from __future__ import annotations
 
@@ -47,26 +49,28 @@ def forward(
     chunk_size: int | None = None,
     compare: Callable[..., dict[str, Any]] | None = None,
 ) -> ModelOutputs:
-    """Run the model on a forest and put what was asked for on its ``(B, T)`` grid.
+    """Run the model on a batch and return the requested outputs in the shape ``(B, T)``.
 
     Args:
-        model: A language model or classifier, wrapped or not, on which `install_token_head` was called.
-        batch: A token forest on the model's device.
-        needs: Any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``mean_logit``, ``collision``, ``logits``, ``aux``;
-            or ``scores`` (a classifier's score at each sequence's last token) alone.
-        temperature: Divides the logits, so that log-probs are those of the distribution that was sampled from.
-        truncation: What sampling left out of it: ``log_mass`` says how much it left.
-        chunk_size: Positions whose logits exist at once; None: as many as `token_logprobs` picks.
-        compare: See `TokenHead.compare`; what it returns is ``compared``.
+        model: A language model or classifier, wrapped or not, with `install_token_head`.
+        batch: Batch on the model's device.
+        needs: Requested outputs, any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``mean_logit``,
+            ``collision``, ``logits``, ``aux``; or only ``scores`` (a classifier's score at the last token of each
+            sequence).
+        temperature: Divides the logits, so that log-probs are those of the sampling distribution.
+        truncation: Truncation of the sampling distribution. ``log_mass`` is the log of the mass that it leaves.
+        chunk_size: Number of positions whose logits are in memory at once. None: chosen by `token_logprobs`.
+        compare: See `TokenHead.compare`. Its result is returned as ``compared``.
 
     Returns:
-        Log-probs, entropies and hits aligned with the tokens they speak of, zero outside ``loss_mask``; scores ``(S,)``;
-        ``values`` (asked for by that name) of the state before each completion token.
+        Log-probs, entropies and correctness of each token, zero outside ``loss_mask``; scores ``(S,)``; and with
+        ``values`` in ``needs`` the value of the state before each completion token.
     """
     install_token_head(model)
     asked = Pass(batch, needs, temperature, truncation, chunk_size, compare is not None)
     split = token_split.active()
-    # Backward calls checkpointed layers again, so a pass with gradients leaves its name of attention in the config.
+    # Backward calls checkpointed layers again, so after a pass with gradients the name of the attention stays in the
+    # config.
     named = nullcontext() if torch.is_grad_enabled() else attention_renamed(model, lambda name: name)
     with named:
         if split is None or (torch.is_grad_enabled() and not split.in_turn):
@@ -93,16 +97,18 @@ def forward(
 
 @contextmanager
 def on_whole_rows(model: nn.Module) -> Iterator[None]:
-    """Inside, this process computes its batches alone: a teacher's, while the others of the group wait to help with the student.
+    """Compute batches on this process alone inside the block, for a teacher. The other processes of the group wait to
+    help with the student.
 
     Raises:
-        ModelError: The model is sharded, and the others do not run it.
+        ModelError: The model is sharded, but the other processes do not run it.
     """
     split = token_split.active()
     if split is not None and gathers_in_forward(model.modules()):
         raise ModelError(
-            f"sp_size={split.size}: a sharded model reads whole rows in a pass that the other processes of its group do not run. "
-            "Fix: a teacher that is not sharded (no self-distillation under FSDP), or sp_size=1."
+            f"sp_size={split.size}: a sharded model would run on whole rows, but the other processes of its group do "
+            "not run this pass. Fix: use a teacher that is not sharded (no self-distillation with FSDP), or "
+            "sp_size=1."
         )
     with token_split.alone():
         yield
@@ -110,10 +116,10 @@ def on_whole_rows(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What processes that compute a batch together must know of it; see `forward`.
+    """Description of a forward pass for processes that compute a batch together; see `forward`.
 
     Attributes:
-        compares: Whether the process whose batch it is compares the last hidden states with another model.
+        compares: Whether the owner of the batch compares the last hidden states with another model.
     """
 
     batch: Batch
@@ -124,7 +130,7 @@ class Pass:
     compares: bool = False
 
     def bare(self) -> Pass:
-        """On the host, without what the objective alone reads."""
+        """Return a copy on the CPU, without the tensors that only the objective reads."""
         empty = dict.fromkeys(("advantages", "old_logp", "ref_logp", "rollout_logp", "expected_grad"))
         return replace(self, batch=replace(self.batch, **empty, columns={}).to("cpu"))
 
@@ -136,10 +142,10 @@ def _run(
     split: TokenSplit | None = None,
     owner: int = 0,
 ) -> dict[str, Any]:
-    """One forward pass; with a ``split``, of this process's columns of a batch of process ``owner``.
+    """Run one forward pass. With a ``split``, compute this process's columns of a batch of process ``owner``.
 
     Returns:
-        By name, in the order of the loss positions ``(N, ...)`` or of the sequences ``(S, ...)``; summed over the split.
+        Results by name, ordered by loss positions ``(N, ...)`` or sequences ``(S, ...)``, and summed over the split.
     """
     inner: Any = causal_lm(model)
     batch, needs, virtual = asked.batch, asked.needs, virtual_tokens(model)
@@ -164,14 +170,16 @@ def _run(
         **({"output_router_logits": True} if balance else {}),
         **batch.model_kwargs,
     )
-    # What was compared was brought together before.
+    # Compared values have already been gathered.
     return result if split is None or own is None or asked.compares else _at_owner(result, own, split, owner)
 
 
 def _piece(
     head: TokenHead | ScoreHead, columns: slice, split: TokenSplit, owner: int, *, compares: bool
 ) -> tuple[TokenHead | ScoreHead, tuple[Tensor, int]]:
-    """The head at the positions that are predicted from some columns; which of all these are, and how many all are."""
+    """Return the head for the positions predicted from some columns, the indices of these positions, and the number of
+    all positions.
+    """
     inside = (head.columns >= columns.start) & (head.columns < columns.stop)
     own = (inside.nonzero()[:, 0], len(head.columns))
     moved = {"rows": head.rows[inside], "columns": head.columns[inside] - columns.start}
@@ -189,14 +197,14 @@ def _piece(
 def _compared_at_owner(
     head: TokenHead, own: tuple[Tensor, int], split: TokenSplit, owner: int
 ) -> Callable[..., dict[str, Any]]:
-    """Bring the last hidden states to the process whose batch it is, which alone has what they are compared with."""
+    """Gather the last hidden states on the owner of the batch, which compares them with another model."""
 
     def compare(hidden: Tensor, layer: nn.Module, rule: Any, piece: TokenHead) -> dict[str, Any]:
         (whole,) = split.at_owner(owner, [_all_positions(hidden, *own)])
         if owner == split.rank:
             assert head.compare is not None
             return head.compare(whole, layer, rule, head)
-        # Whoever averages gradients waits for one of every weight.
+        # Gradient averaging waits for a gradient of every weight.
         weights = () if layer is None else [p for p in layer.parameters() if p.requires_grad]
         return {"hidden": whole, **{f"weight {i}": p.flatten()[:1] for i, p in enumerate(weights)}}
 
@@ -204,12 +212,12 @@ def _compared_at_owner(
 
 
 def _all_positions(values: Tensor, where: Tensor, count: int) -> Tensor:
-    """``(n, ...)`` values of this process among ``count`` positions, zero at those of others."""
+    """Expand values ``(n, ...)`` of this process to ``count`` positions. Positions of other processes are zero."""
     return values.new_zeros(count, *values.shape[1:]).index_put((where,), values)
 
 
 def _at_owner(result: dict[str, Any], own: tuple[Tensor, int], split: TokenSplit, owner: int) -> dict[str, Any]:
-    """What the positions of all processes gave, where the head did not compare; the router's term is whole already."""
+    """Gather the results of all processes that were not compared. The router term is already complete."""
     names = [name for name in ("logp", "log_mass", *PER_TOKEN, "logits", "scores") if name in result]
     if not names:
         return result
@@ -221,7 +229,7 @@ def _at_owner(result: dict[str, Any], own: tuple[Tensor, int], split: TokenSplit
 def _in_turns(
     model: nn.Module, asked: Pass, compare: Callable[..., dict[str, Any]] | None, split: TokenSplit
 ) -> dict[str, Any]:
-    """A pass without gradients of every process of the group, one after the other; this process's own is returned."""
+    """Run one pass without gradients for each process of the group in turn, and return this process's result."""
     result: dict[str, Any] = {}
     device = asked.batch.input_ids.device
     for owner, other in enumerate(split.exchanged(asked.bare())):
@@ -232,7 +240,7 @@ def _in_turns(
 
 
 def help_with(model: nn.Module, owner: int, device: torch.device | str) -> Tensor:
-    """Columns of a training pass of process ``owner`` that fall to this one; what to call backward on for its gradients."""
+    """Compute this process's columns of a training pass of process ``owner``. Return the tensor to call backward on."""
     split = token_split.active()
     assert split is not None
     install_token_head(model)
@@ -243,7 +251,7 @@ def help_with(model: nn.Module, owner: int, device: torch.device | str) -> Tenso
 
 
 def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:
-    """See `view`; a text model has nothing to see."""
+    """Return the image inputs, see `view`. A text model has none."""
     reads_images = image_token(model.config) is not None
     return view(model, batch, columns) if reads_images or batch.pictures else VisionView(batch.position_ids)
 
@@ -270,13 +278,13 @@ def _token_head(asked: Pass, virtual: int) -> TokenHead:
         chunk_size=asked.chunk_size,
         expected_grad=None if batch.expected_grad is None else batch.expected_grad[rows, columns],
         needs=asked.needs,
-        # Virtual tokens are routed too; the model's own term counts them.
+        # Virtual tokens are also routed, and the model's own term counts them.
         balance_over=nn.functional.pad(batch.real.long(), (virtual, 0), value=1) if "aux" in asked.needs else None,
     )
 
 
 def _score_head(batch: Batch, virtual: int) -> ScoreHead:
-    """Return the last tokens of sequences, found by position (a pad id may equal the eos id)."""
+    """Return the head for the last tokens of sequences, found by position (the pad id may equal the eos id)."""
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     last = torch.full((batch.num_sequences,), -1, dtype=torch.long, device=rows.device)
     flat = rows * batch.input_ids.shape[1] + columns
@@ -285,7 +293,9 @@ def _score_head(batch: Batch, virtual: int) -> ScoreHead:
 
 
 def _value_reader(inner: nn.Module, batch: Batch, virtual: int) -> Callable[[Tensor], Tensor]:
-    """Last hidden states of the policy to values of the states before each completion token, its own trunk's or another's."""
+    """Return a function from the policy's last hidden states to the values before each completion token, with its own
+    value head or a separate critic.
+    """
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     columns = batch.predictor[rows, columns]
     critic = critic_of(inner)
@@ -300,7 +310,7 @@ def _value_reader(inner: nn.Module, batch: Batch, virtual: int) -> Callable[[Ten
 
 
 def _place(values: Tensor | None, batch: Batch, mask: Tensor | None = None) -> Tensor | None:
-    """``(N,)`` values at loss positions (or where the mask says) onto the ``(B, T)`` grid."""
+    """Scatter ``(N,)`` values at loss positions (or where the mask is true) to ``(B, T)``."""
     if values is None:
         return None
     grid = torch.zeros(batch.input_ids.shape, dtype=values.dtype, device=values.device)
@@ -316,8 +326,8 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
 def alone_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
     """Compute log-probs of every completion, each sequence alone through the model's own forward and its full logits.
 
-    The plain way, kept as the truth that the fast way is compared with: the model as it was given, with its adapter and the
-    virtual tokens of that. Nothing below the wrapper is called.
+    This simple computation is the ground truth for the fast one. It only calls the model as it was passed, including
+    its adapter and virtual tokens.
     """
     bare: Any = unwrapped(model)
     device, virtual = next(bare.parameters()).device, virtual_tokens(bare)
@@ -350,15 +360,16 @@ def batch_logps(
     chunk_size: int,
     truncation: Truncation = WHOLE,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Per-token log-probs of every completion, by the forward that trains, in the order of the rows that were collated; and
-    the logs of the mass that truncation left, where there is one.
+    """Compute per-token log-probs of all completions with the training forward, in the order of the collated rows, and
+    the log of the mass that truncation leaves (empty without truncation).
 
     Args:
-        model: Wrapped as the run wraps it.
-        batches: Forward passes on the device of the model; of one whose flag is False (it keeps ranks in step) nothing is kept.
-        temperature: Logits are divided by it.
-        chunk_size: Tokens whose logits exist at a time.
-        truncation: Of the sampler.
+        model: Model, wrapped as in the run.
+        batches: Batches on the model's device. Results are dropped for batches with the flag False, which only keep
+            ranks synchronized.
+        temperature: Divides the logits.
+        chunk_size: Number of tokens whose logits are in memory at once.
+        truncation: Truncation of the sampler.
     """
     settings = {"temperature": temperature, "truncation": truncation, "chunk_size": chunk_size}
     logps: dict[int, list[float]] = {}
@@ -367,7 +378,7 @@ def batch_logps(
         out = forward(model, batch, **settings)
         if not counts:
             continue
-        # Two copies to the host, not one a completion.
+        # Two copies to the CPU instead of one per completion.
         host = replace(batch, sequence=batch.sequence.cpu())
         for by_origin, values in ((logps, out.logp), (masses, out.log_mass)):
             if values is not None:
@@ -377,12 +388,14 @@ def batch_logps(
 
 
 def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
-    """``(S, labels)`` scores at the last token of every completion, each sequence alone through the model's own forward."""
+    """Compute scores ``(S, labels)`` at the last token of each completion, one sequence at a time with the model's own
+    forward.
+    """
     bare: Any = unwrapped(model)
     config = causal_lm(bare).config.get_text_config()
     device, pad = next(bare.parameters()).device, config.pad_token_id
     scores = []
-    config.pad_token_id = None  # Else a last token that is the pad id would not be the one that is read.
+    config.pad_token_id = None  # Otherwise a last token with the pad id would not be scored.
     try:
         with tree_attention.uninstalled(bare):
             for row in rows:
@@ -396,10 +409,11 @@ def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
 
 
 def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
-    """The weight of the load-balancing term: what was asked for, else the architecture's own; 0 without a router.
+    """Return the weight of the load-balancing loss: the option if it is set, otherwise the architecture's own. 0
+    without a router.
 
     Raises:
-        ConfigError: A weight was asked for and the model has no router.
+        ConfigError: A weight is set, but the model has no router.
     """
     wanted = args.router_aux_loss_coef
     default = type(args).__dataclass_fields__["router_aux_loss_coef"].default
@@ -407,12 +421,12 @@ def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
     if not hasattr(text, "output_router_logits"):
         if wanted and wanted != default:
             raise ConfigError(
-                f"router_aux_loss_coef={wanted}, but {type(causal_lm(model)).__name__} has no router: only mixtures of experts "
-                "have a load-balancing term. Leave it out."
+                f"router_aux_loss_coef={wanted}, but {type(causal_lm(model)).__name__} has no router. Only mixtures "
+                "of experts have a load-balancing loss. Remove the option."
             )
         return 0.0
     coefficient = getattr(text, "router_aux_loss_coef", None) if wanted is None else wanted
-    # The term is ours to add: the model's own would be divided by tokens and counted once a micro-batch.
+    # The term is added here. The model's own would be divided by tokens and counted once per micro-batch.
     text.output_router_logits = False
     if wanted is not None:
         text.router_aux_loss_coef = wanted

@@ -20,8 +20,8 @@ class Noise:
     """NEFTune: uniform noise of at most ``alpha / sqrt(L d)`` on input embeddings, with L the length of the document.
 
     Attributes:
-        alpha: Its magnitude.
-        inverse_lengths: ``(B, T)`` 1/L of the running pass; None, or of another shape: L is the row's width.
+        alpha: Magnitude of the noise.
+        inverse_lengths: ``(B, T)`` 1/L for the current pass. If it is None or of another shape, L is the row width.
 
     Reference: NEFTune, arXiv:2310.05914.
     """
@@ -30,7 +30,7 @@ class Noise:
     inverse_lengths: Tensor | None = None
 
     def __call__(self, embeddings: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        """The embeddings with noise, in training; ``(B, T, d)`` in and out."""
+        """Add noise to the embeddings ``(B, T, d)`` in training."""
         if not embeddings.training:
             return output
         inverse = self.inverse_lengths
@@ -40,7 +40,7 @@ class Noise:
         return output + torch.empty_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)
 
     def forward(self, model: nn.Module, batch: Batch, *args: Any, **kwargs: Any) -> ModelOutputs:
-        """Run `posttrain.models.forward.forward` with noise that goes by the documents of the batch."""
+        """Run `posttrain.models.forward.forward` with noise scaled by the documents of the batch."""
         self.inverse_lengths = inverse_lengths(batch)
         try:
             return forward(model, batch, *args, **kwargs)
@@ -60,10 +60,11 @@ def noisy_embeddings(model: nn.Module, alpha: float) -> Iterator[Callable[..., M
 
 
 def inverse_lengths(batch: Batch) -> Tensor:
-    """``(B, T)``: 1/L at every token, L being the tokens of its document (a prompt with one completion); 0 on padding.
+    """Compute 1/L for each token, ``(B, T)``, with L the number of tokens of its document (a prompt with one
+    completion). 0 for padding.
 
-    A token that several documents share is one for all of them: the mean of their 1/L, so that the variance of noise is the mean
-    of what each document alone would have.
+    A token that several documents share gets the mean of their 1/L, so that its noise variance is the mean of their
+    variances.
     """
     total, count = torch.zeros(2, *batch.input_ids.shape)
     for index, leaf in enumerate(batch.leaves):
@@ -73,7 +74,7 @@ def inverse_lengths(batch: Batch) -> Tensor:
                 total[row, run.start : run.stop] += 1 / leaf.length
                 count[row, run.start : run.stop] += 1
     for segment in batch.segments:
-        # A prompt whose only answers are empty is a document itself.
+        # A prompt with only empty answers is itself a document.
         columns = slice(segment.start, segment.stop)
         lonely = count[segment.row, columns] == 0
         total[segment.row, columns] += lonely / (segment.position + segment.stop - segment.start)

@@ -1,17 +1,19 @@
-"""Attention over tries without a mask: a union of ordinary flash calls, merged by their log-sum-exps.
+"""Attention over prefix trees without a mask, computed by several flash attention calls whose results are merged by
+log-sum-exp.
 
-A row is a trie of segments in depth-first order (`posttrain.types.Segment`), so that what one segment is seen by is a range of
-columns, and so is what it sees:
+A row contains the segments of a prefix tree in depth-first order (`posttrain.types.Segment`). The tokens that attend to
+a segment are therefore a range of columns:
 
     for each segment n:   (out, lse) of q[own(n)]   on k[own(n)], causal
     for each segment n:   (out, lse) of q[below(n)] on k[own(n)], all of it
     merge:                lse = logaddexp over a token's parts;   out = sum of out_part * exp(lse_part - lse)
 
-The pairs that are computed are those that are visible, memory is O(T), and a token has as many parts as its trie is deep there.
-On a CPU a part is one call of torch's flash operator; on CUDA a level of all tries is one call of its variable-length attention.
+Only visible pairs are computed and memory is O(T). The number of parts of a token is the depth of its segment. On a CPU
+each part is one call of torch's flash operator. On CUDA each level of all trees is one call of its variable-length
+attention.
 
-Backward: a flash backward computes probabilities anew from ``lse`` and needs ``D = rowsum(grad_out * out)``. Called for a part
-with the *merged* ``out`` and ``lse``, it returns just that part's share of dq, dk and dv, and the shares add up.
+Backward: flash attention recomputes probabilities from ``lse`` and needs ``D = rowsum(grad_out * out)``. With the
+*merged* ``out`` and ``lse`` it returns the contribution of one part to dq, dk and dv. The contributions are summed.
 
 Reference: Hydragen, arXiv:2402.05099 (prefix and suffix merged by log-sum-exp); Ring Attention, arXiv:2310.01889 (the backward
 pass of parts).
@@ -45,9 +47,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PLAIN = "eager_attention_forward"  # The plain attention of a file of transformers.
-BACKENDS = tuple(OWN_NAMES.values())  # Backends of transformers that calls without segments still run.
-# What a backend may be given and does not change numbers, or is computed here too.
+PLAIN = "eager_attention_forward"  # Name of the plain attention function in files of transformers.
+BACKENDS = tuple(OWN_NAMES.values())  # Backends of transformers, which calls without segments still use.
+# Arguments of a backend that do not change the result, or are supported here.
 UNDERSTOOD = {
     "sliding_window",
     "s_aux",
@@ -62,14 +64,14 @@ UNDERSTOOD = {
 
 
 class Part(NamedTuple):
-    """One rectangle or triangle of attention: columns of queries, columns of keys, and what of it is visible.
+    """One rectangle or triangle of attention: columns of queries, columns of keys, and which pairs are visible.
 
     Attributes:
         row: Row of the batch.
-        queries, keys: Columns.
-        causal: Queries and keys are the same columns, and each sees those up to its own.
-        ahead: Where a window ends inside the part: how far the first query's position is ahead of the first key's; None: all
-            of the part is visible.
+        queries, keys: Ranges of columns.
+        causal: Whether queries and keys are the same columns, with causal attention.
+        ahead: Difference between the positions of the first query and the first key, if a window ends inside the part.
+            None: the whole part is visible.
     """
 
     row: int
@@ -80,12 +82,12 @@ class Part(NamedTuple):
 
 
 def parts_of(segments: Sequence[Segment], window: int | None = None, chunk: int | None = None) -> list[Part]:
-    """The parts of a forest's attention; those of a segment with itself first.
+    """Return the parts of a batch's attention. Parts of segments with themselves come first.
 
     Args:
-        segments: Tries in depth-first order.
-        window: A token sees so many positions, its own included; None: all before it.
-        chunk: Size of the chunks of positions that see only themselves (Llama 4).
+        segments: Segments in depth-first order.
+        window: Number of positions that a token attends to, including itself. None: no limit.
+        chunk: Size of chunks of positions that only attend to themselves (Llama 4).
     """
     if chunk is not None:
         inside = [part for segment in segments for part in _own_chunks(segment, chunk)]
@@ -99,7 +101,8 @@ def _own(one: Segment, window: int | None) -> Iterator[Part]:
     for start in range(one.start, one.stop, size):
         stop = min(start + size, one.stop)
         yield Part(one.row, slice(start, stop), slice(start, stop), True)
-        # The block before: its first query sees all but the first key, its last but one the last key.
+        # The preceding block. Its first query attends to all keys except the first, and its last but one query to the
+        # last key.
         seeing = min(stop, start + size - 1)
         if start > one.start and seeing > start:
             yield Part(one.row, slice(start, seeing), slice(start - size, start), False, size)
@@ -115,7 +118,7 @@ def _below(one: Segment, segments: Sequence[Segment], window: int | None) -> Ite
     for other in segments:
         if other.row != one.row or not one.stop <= other.start < one.end:
             continue
-        # Queries that still see the last key, and keys that the first query still sees.
+        # Queries that still attend to the last key, and keys to which the first query still attends.
         stop = min(other.stop, other.start + last + window - other.position)
         first = max(one.position, other.position - window + 1)
         if stop <= other.start or first > last:
@@ -134,7 +137,7 @@ def _own_chunks(one: Segment, chunk: int) -> Iterator[Part]:
 
 
 def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iterator[Part]:
-    after = one.position + one.stop - one.start  # Position behind the segment, whose chunk later segments may continue.
+    after = one.position + one.stop - one.start  # Position after the segment. Later segments may continue its chunk.
     first, end = after // chunk * chunk, -(-after // chunk) * chunk
     if one.end == one.stop or first == after:
         return
@@ -147,14 +150,14 @@ def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iter
 
 
 class Forest:
-    """What attention needs to know of a batch; travels with the forward call.
+    """Data about a batch that attention needs. It is passed through the forward call.
 
-    No dataclass: FSDP2 copies those that a layer is given, field by field, to cast tensors in them, and what one layer made for
-    the next ones would be made in each.
+    This is not a dataclass, because FSDP2 copies the dataclasses in a layer's arguments to cast their tensors. Each
+    layer would then compute the cached values again.
 
     Args:
-        batch: The tries.
-        split: Processes that hold a share of the columns each; None: every column is here.
+        batch: The batch.
+        split: Processes that each hold a part of the columns. None: all columns are on this process.
     """
 
     __slots__ = ("_kept", "_parts", "batch", "split")
@@ -171,26 +174,26 @@ class Forest:
         return self._parts[window, chunk]
 
     def mask(self, part: Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """See `_mask`; parts of the same size share one."""
+        """Return the mask of a part, see `_mask`. Parts of equal size share one."""
         if part.ahead is None:
             return None
         queries, keys = (side.stop - side.start for side in (part.queries, part.keys))
         return self.kept((queries, keys, part.ahead, window, dtype), lambda: _mask(part, window, dtype))
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What was made for another layer of this pass, or what ``make`` makes now."""
+        """Return the cached result of another layer in this pass, or call ``make``."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
     @property
     def longest(self) -> int:
-        """Positions of the longest path."""
+        """Number of positions of the longest path."""
         return max((segment.position + segment.stop - segment.start for segment in self.batch.segments), default=0)
 
 
 def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
-    """What of a part a window shows, to be added to its scores: of the part's size, never of the row's."""
+    """Return the additive mask of a part in a window. It has the size of the part, not of the row."""
     assert window is not None and part.ahead is not None
     queries = torch.arange(part.queries.stop - part.queries.start)
     keys = torch.arange(part.keys.stop - part.keys.start)
@@ -199,7 +202,7 @@ def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
 
 
 class Call(NamedTuple):
-    """Rule of one layer's attention; see the arguments of `tree_attention`."""
+    """Attention options of one layer; see the arguments of `tree_attention`."""
 
     forest: Forest
     window: int | None
@@ -209,7 +212,7 @@ class Call(NamedTuple):
 
 
 class _TreeAttention(torch.autograd.Function):
-    """``softmax(scale * q k^T) v`` over what each token sees; see the module."""
+    """``softmax(scale * q k^T) v`` over the visible tokens; see the module."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
@@ -238,7 +241,9 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output ``(B, heads, T, d)`` and log-sum-exp ``(B, heads, T)``: a call of the CPU's flash operator a part."""
+    """Return output ``(B, heads, T, d)`` and log-sum-exp ``(B, heads, T)``, with one call of the CPU's flash operator
+    per part.
+    """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide).transpose(1, 2)
@@ -264,7 +269,7 @@ def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a part to what its queries have, in place; half precision is added up in float32 and rounded once a part."""
+    """Add a part to its queries' results in place. Half precision is computed in float32 and rounded once per part."""
     total = torch.logaddexp(lse, part_lse)
     kept, added = torch.sub(lse, total).exp_()[..., None], torch.sub(part_lse, total).exp_()[..., None]
     if out.dtype == kept.dtype:
@@ -296,12 +301,12 @@ def _parts_backward(
 
 
 class Level(NamedTuple):
-    """Parts of attention that are one call: sequences of queries, each with its own sequence of keys.
+    """Parts of attention that are computed in one call: sequences of queries, each with its own sequence of keys.
 
     Attributes:
-        queries, keys: ``(N,)`` places among the ``B * T`` tokens of the batch.
-        query_ends, key_ends: ``(parts + 1,)`` int32, where each part begins and ends among them.
-        most_queries, most_keys: Of the longest part.
+        queries, keys: ``(N,)`` indices into the ``B * T`` tokens of the batch.
+        query_ends, key_ends: ``(parts + 1,)`` int32, cumulative lengths of the parts.
+        most_queries, most_keys: Lengths of the longest part.
         causal: See `Part`.
     """
 
@@ -315,12 +320,13 @@ class Level(NamedTuple):
 
 
 def levels_of(segments: Sequence[Segment], width: int, device: torch.device | str) -> list[Level]:
-    """All segments with themselves; then, depth by depth, all that have something below them with that.
+    """Return the levels: first all segments with themselves, then for each depth all segments with the tokens below
+    them.
 
     Args:
-        segments: Tries in depth-first order.
-        width: Columns of a row.
-        device: Of the tensors.
+        segments: Segments in depth-first order.
+        width: Number of columns of a row.
+        device: Device of the tensors.
     """
     depths: list[int] = []
     for segment in segments:
@@ -349,12 +355,12 @@ def _levels(forest: Forest, device: torch.device | str) -> list[Level]:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """``(B, heads, T, d)`` to ``(B * T, heads, d)``."""
+    """Reshape ``(B, heads, T, d)`` to ``(B * T, heads, d)``."""
     return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
 def _by_levels(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """As `_by_parts`: a call of variable-length attention a level."""
+    """Compute the same as `_by_parts`, with one call of variable-length attention per level."""
     rows, heads, width, size = q.shape
     flat = [_flat(x) for x in (q, k, v)]
     out = torch.zeros(rows * width, heads, size, dtype=torch.float32, device=q.device)
@@ -388,7 +394,7 @@ def _levels_backward(
 
 
 def varlen_forward(q: Tensor, k: Tensor, v: Tensor, level: Level, call: Call) -> tuple[Tensor, Tensor]:
-    """Torch's variable-length attention: output ``(N, heads, d)``, log-sum-exp ``(heads, N)``."""
+    """Run torch's variable-length attention. Return output ``(N, heads, d)`` and log-sum-exp ``(heads, N)``."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     return varlen_attn(
@@ -400,9 +406,9 @@ def varlen_forward(q: Tensor, k: Tensor, v: Tensor, level: Level, call: Call) ->
 def varlen_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, level: Level, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shares of dq, dk and dv of one level, from the merged ``out`` and ``lse``."""
+    """Return the contributions of one level to dq, dk and dv, from the merged ``out`` and ``lse``."""
     left, right = _sides(level, call.window)
-    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # The state of a dropout that is not.
+    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # Random state of dropout, which is not used.
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, level.query_ends, level.key_ends, level.most_queries, level.most_keys, 0.0, level.causal,
         nothing, nothing, scale=call.scale, window_size_left=left, window_size_right=right,
@@ -410,7 +416,7 @@ def varlen_backward(
 
 
 def _sides(level: Level, window: int | None) -> tuple[int, int]:
-    """How many keys before and behind its own a query sees; -1: all."""
+    """Return how many keys before and after its own a query attends to. -1: all."""
     if not level.causal:
         return -1, -1
     return (-1 if window is None else window - 1), 0
@@ -428,18 +434,18 @@ def tree_attention(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Attention of every token to what it sees in its trie.
+    """Compute attention of every token to the tokens that it sees in its prefix tree.
 
     Args:
         q: ``(B, heads, T, d)``.
-        k: ``(B, KV heads, T, d)``; heads are a multiple of KV heads.
-        v: Likewise; the size of its heads may be another.
+        k: ``(B, KV heads, T, d)``. The number of heads is a multiple of KV heads.
+        v: ``(B, KV heads, T, d_v)``. Its head size may differ.
         forest: The tries of the batch.
-        scale: Of the scores.
-        window: A token sees so many positions, its own included; None: all before it.
-        sinks: ``(heads,)`` one more logit a head, whose value is zero.
-        softcap: Bound of the scaled scores, ``softcap * tanh(scores / softcap)``; on a CPU alone.
-        chunk: Size of the chunks of positions that see only themselves; on a CPU alone.
+        scale: Factor of the scores.
+        window: Number of positions that a token attends to, including itself. None: no limit.
+        sinks: ``(heads,)`` additional logit per head, whose value is zero.
+        softcap: Bound of the scaled scores, ``softcap * tanh(scores / softcap)``. Only on a CPU.
+        chunk: Size of chunks of positions that only attend to themselves. Only on a CPU.
 
     Returns:
         ``(B, heads, T, d)``; zero on padding.
@@ -449,7 +455,7 @@ def tree_attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     elif not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
-    # Kernels need heads of one size. In latent attention (DeepSeek), keys are longer than values.
+    # Kernels need equal head sizes. In latent attention (DeepSeek), keys are longer than values.
     size = v.shape[-1]
     most = max(size, q.shape[-1])
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
@@ -457,14 +463,14 @@ def tree_attention(
         return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale, softcap, chunk))[..., :size]
 
 
-# Its calls depend on the tries, which are others in every pass: nothing to compile.
+# Its calls depend on the trees, which differ in every pass, so compiling does not help.
 _uncompiled: Any = torch.compiler.disable(tree_attention)
 
 
 def refusal(
     module: nn.Module, q: Tensor, dropout: float, forest: Forest, rest: dict[str, Any], chunk: int | None
 ) -> str:
-    """Why a layer's attention is not computed by parts; empty where it is."""
+    """Return why a layer's attention cannot be computed by parts. Empty if it can."""
     if q.device.type != "cpu" and (fault := no_varlen(q, forest, rest.get("sliding_window"))):
         return fault
     if q.device.type != "cpu" and rest.get("softcap"):
@@ -480,7 +486,7 @@ def refusal(
 
 
 def no_kernel(device: str, dtype: torch.dtype) -> str:
-    """Why there is no kernel for parts on a device; empty where there is one."""
+    """Return why there is no kernel for parts on a device. Empty if there is one."""
     if device == "cpu":
         return ""
     if device != "cuda" or importlib.util.find_spec("torch.nn.attention.varlen") is None:
@@ -492,7 +498,7 @@ def no_kernel(device: str, dtype: torch.dtype) -> str:
 
 
 def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
-    """Why variable-length attention cannot take these queries; empty where it can."""
+    """Return why variable-length attention does not support these queries. Empty if it does."""
     dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
     if reason := no_kernel(q.device.type, dtype):
         return reason
@@ -504,7 +510,9 @@ def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
 
 @cache
 def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """What transformers calls for a backend: attention by parts where the call has a forest, the backend ``own`` elsewhere."""
+    """Return the function that transformers calls for a backend: attention by parts if the call has a forest, otherwise
+    the backend ``own``.
+    """
 
     def attention(
         module: nn.Module,
@@ -533,7 +541,7 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
 
             ratio = query.shape[1] // key.shape[1] if masked else None
             return forest.split.attention(whole, query, key, value, sinks, ratio), None
-        # A mask that came with the forest is a layer's that takes no segments: see `attention_mask`.
+        # A mask with the forest belongs to a layer that does not support segments: see `attention_mask`.
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
         window, chunk = rest.get("sliding_window"), None
@@ -557,14 +565,14 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
 
 @torch.enable_grad()
 def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, size: int) -> str:
-    """How far parts are from a softmax that is written out, output and gradients, on this device; empty where they agree.
+    """Compare attention by parts with an explicit softmax on this device, output and gradients. Empty if they agree.
 
     Args:
-        device: Of the model.
-        dtype: Of its attention.
-        heads: Of queries.
-        kv: Of keys and values.
-        size: Numbers of a head.
+        device: Device of the model.
+        dtype: Dtype of its attention.
+        heads: Number of query heads.
+        kv: Number of key and value heads.
+        size: Head size.
     """
     ends = [(0, 9, 40, -1, 0), (9, 20, 20, 0, 9), (20, 31, 40, 0, 9), (31, 33, 33, 2, 20), (33, 40, 40, 2, 20)]
     segments = tuple(Segment(0, *segment) for segment in ends)
@@ -601,7 +609,9 @@ def _plain_attention(module: nn.Module, *tensors: Tensor | None, **rest: Any) ->
 
 @cache
 def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the plain attention of the file that defines a layer's forward. transformers registers it under no name."""
+    """Return the plain attention function of the file that defines a layer's forward. transformers does not register
+    it.
+    """
     files = (inspect.unwrap(vars(base)["forward"]).__globals__ for base in kind.__mro__ if "forward" in vars(base))
     if found := next((names[PLAIN] for names in files if PLAIN in names), None):
         return found
@@ -612,7 +622,7 @@ def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def install(model: nn.Module) -> None:
-    """Choose tree attention in the configs of a model's text layers, under its own names in transformers' registry.
+    """Set tree attention in the configs of a model's text layers, under its own names in transformers' registry.
 
     The names stay until `uninstall`, because a backward pass with checkpointing calls the layers again. Calls without a forest
     run the backend that the config named before.
@@ -629,7 +639,9 @@ def install(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Give the configs of a model's text layers transformers' names again: its continuous batching compares names."""
+    """Restore transformers' names in the configs of a model's text layers, because its continuous batching compares
+    names.
+    """
     rename_attention(model, _without_own)
 
 
@@ -638,24 +650,25 @@ def _without_own(name: str) -> str:
 
 
 def uninstalled(model: nn.Module) -> AbstractContextManager[None]:
-    """Run a model with the backends of transformers alone, then restore the names of before."""
+    """Return a context in which the model uses only the backends of transformers."""
     return attention_renamed(model, _without_own)
 
 
 def forest_mask(
     batch: Batch, window: int | None = None, chunk: int | None = None, span: Tensor | None = None
 ) -> Tensor:
-    """Which token may attend to which: earlier ones of its own segment and of those that it continues.
+    """Return which token may attend to which: earlier tokens of its own segment and of the segments that it continues.
 
     Args:
-        batch: A token forest.
-        window: Sliding-window size in positions, counted along a path (so a branch's window reaches into its prefix).
-        chunk: Size of the chunks of positions that see only themselves (Llama 4).
-        span: ``(B, T)`` number of the block of a tree whose tokens see each other both ways, beyond a window too; -1 outside.
+        batch: The batch.
+        window: Sliding-window size in positions along a path (so a branch's window reaches into its prefix).
+        chunk: Size of chunks of positions that only attend to themselves (Llama 4).
+        span: ``(B, T)`` index of the block whose tokens attend to each other in both directions, even beyond a window;
+            -1 outside.
 
     Returns:
-        ``(B, 1, T, T)`` bool, true where row-token attends to column-token. Padding attends to itself only, because a
-        softmax over nothing is not a number.
+        ``(B, 1, T, T)`` bool, true where row-token attends to column-token. Padding only attends to itself, because a
+        softmax over no tokens is NaN.
     """
     until, position = batch.seen_until, batch.position_ids
     index = torch.arange(until.shape[1], device=until.device)
@@ -671,7 +684,7 @@ def forest_mask(
 
 
 def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor | None) -> Any:
-    """The same rule as `forest_mask`, block-sparse for FlexAttention; its lists of blocks are made on the host."""
+    """Return `forest_mask` as a block-sparse mask for FlexAttention. Its lists of blocks are computed on the CPU."""
     from torch.nn.attention.flex_attention import BlockMask
 
     until, position, size = batch.seen_until, batch.position_ids, 128
@@ -687,23 +700,23 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
     count = -(-width // size)
     some, whole = (torch.zeros(rows, count, count, dtype=torch.bool) for _ in range(2))
     index = torch.arange(count)
-    some |= index[:, None] == index  # Padding sees itself.
+    some |= index[:, None] == index  # Padding attends to itself.
     for one in batch.segments:
         first, last = one.start // size, -(-one.stop // size)
         some[one.row, first : -(-one.end // size), first:last] |= (index[:, None] >= index)[
             first : -(-one.end // size), first:last
         ]
-        # Blocks of keys that lie in the segment alone, under queries that all stand behind them and see them.
+        # Blocks of keys inside the segment, whose later queries all attend to them.
         inside = slice(-(-one.start // size), one.stop // size)
         for column in range(inside.start, inside.stop):
             whole[one.row, column + 1 : one.end // size, column] = True
     if span is not None:
-        # Blocks of tokens that see each other both ways are short: their neighbours on the diagonal.
+        # Blocks with attention in both directions are short, so only their neighbors on the diagonal matter.
         some |= (index[:, None] - index).abs() <= -(-int(torch.unique(span, return_counts=True)[1].max()) // size)
     if window is not None or chunk is not None or span is not None:
         whole &= False
     some &= ~whole
-    # How many key blocks each query block has, and which, in one copy to the device.
+    # Number and indices of key blocks for each query block, in one copy to the device.
     both = torch.stack([some, whole]).int()
     listed = torch.cat([both.sum(-1, keepdim=True), both.argsort(dim=-1, descending=True, stable=True)], -1)
     numbers, order = listed.int()[:, :, None].to(until.device).split([1, count], -1)
@@ -715,11 +728,12 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
 def forest_bias(
     forest: Forest, window: int | None, dtype: torch.dtype, reason: str = "", chunk: int | None = None
 ) -> Tensor:
-    """`forest_mask` as numbers to be added to scores, for a layer that takes no segments; told once, with the reason."""
+    """Return `forest_mask` as an additive mask, for a layer that does not support segments. The reason is logged once."""
     if reason and reason not in _told:
         _told.add(reason)
         logger.warning(
-            "Attention takes a mask of %d x %d instead of segments: %s. Its time and memory grow with the square of a row.",
+            "Attention uses a mask of %d x %d instead of segments: %s. Time and memory grow with the square of "
+            "the row length.",
             forest.batch.input_ids.shape[1],
             forest.batch.input_ids.shape[1],
             reason,
@@ -728,7 +742,7 @@ def forest_bias(
 
 
 def added(allowed: Tensor, dtype: torch.dtype, never: float) -> Tensor:
-    """A bool mask as numbers that are added to scores."""
+    """Convert a bool mask to an additive mask."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, never)
 
 
@@ -738,7 +752,7 @@ _strict = False
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Inside, a layer that takes no segments is an error instead of a mask: what a probe must know."""
+    """Raise an error inside the block if a layer does not support segments, instead of using a mask. Used by the probe."""
     global _strict
     former, _strict = _strict, True
     try:

@@ -196,8 +196,9 @@ class PictureEncoder:
         sizes = [counts[picture] for picture in pictures]
         if any(len(level) != sum(sizes) for level in flat):
             raise ModelError(
-                f"PT-G004: the tower of {type(model).__name__} gives {len(flat[0])} features for pictures with {sum(sizes)} "
-                f"placeholders ({', '.join(p.where for p in pictures)}). Fix: the processor that belongs to this model."
+                f"PT-G004: the vision tower of {type(model).__name__} returned {len(flat[0])} features for images "
+                f"with {sum(sizes)} placeholders ({', '.join(p.where for p in pictures)}). Fix: use the processor "
+                "that belongs to this model."
             )
         return [list(parts) for parts in zip(*(level.split(sizes) for level in flat), strict=True)]
 
@@ -332,12 +333,12 @@ def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Plac
     """
     encoder = picture_encoder(model)
     if encoder is None:
-        raise ModelError(f"{type(causal_lm(model)).__name__} was not prepared for pictures (install_pictures).")
+        raise ModelError(f"{type(causal_lm(model)).__name__} was not prepared for images (install_pictures).")
     processor, at_pictures = encoder.processor, ids == encoder.processor.token_id
     wanted = [sum(image.count for image in row) for row in placed]
     if at_pictures.sum(1).tolist() != wanted:
         raise ModelError(
-            f"PT-G011: prompts have {at_pictures.sum(1).tolist()} image placeholders and their pictures have {wanted}."
+            f"PT-G011: prompts have {at_pictures.sum(1).tolist()} image placeholders, but their images need {wanted}."
         )
     if processor.family.cross or processor.family.whole:
         # The model encodes the images itself. In cross-attention families, all rows of a call have the same number of images.
@@ -529,14 +530,15 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
     if encoder is None:
         if placed:
             raise ModelError(
-                f"a batch has {len(placed)} pictures, and {type(model).__name__} was not prepared for pictures."
+                f"a batch has {len(placed)} images, but {type(model).__name__} was not prepared for images."
             )
         token = image_token(causal_lm(model).config)
         if token is not None and bool((batch.input_ids == token).any()):
             raise ModelError(
-                f"PT-G011: a pass has the image placeholder {token} and no pictures: {type(causal_lm(model)).__name__} reads "
-                "its own embedding in the place of an image. Fix: images in the columns 'image' or 'images' (inside messages, "
-                "the first rows of a stream tell whether it has any), or text without it."
+                f"PT-G011: a pass has the image placeholder {token} but no images, so "
+                f"{type(causal_lm(model)).__name__} would read the placeholder's own embedding. Fix: put images into "
+                "the columns 'image' or 'images' (or inside messages; whether a stream has images is read from its "
+                "first rows), or remove the placeholder from the text."
             )
         return VisionView(batch.position_ids)
     at_pictures = batch.input_ids == encoder.processor.token_id
@@ -544,8 +546,8 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
         at_pictures[b, c] for b, c, _ in batch.pictures
     ):
         raise ModelError(
-            f"PT-G011: a pass has {int(at_pictures.sum())} image placeholders and its {len(placed)} pictures have "
-            f"{sum(one.count for one in placed)}. Rows were changed after their pictures had been placed."
+            f"PT-G011: a pass has {int(at_pictures.sum())} image placeholders, but its {len(placed)} images need "
+            f"{sum(one.count for one in placed)}. Rows were changed after their images had been placed."
         )
     if not placed:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -561,8 +563,9 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
             one.row == b and one.start <= c < one.stop for b, c, _ in batch.pictures for one in branches
         ):
             raise ModelError(
-                f"{type(causal_lm(model)).__name__}: a pass holds several prompts, or an answer holds pictures: text before a "
-                "picture attends to all pictures of its row, those of others too. Fix: pictures in prompts alone."
+                f"{type(causal_lm(model)).__name__}: a pass has several prompts, or an answer has images. Text before "
+                "an image would attend to all images of its row, including those of other prompts. Fix: use images "
+                "only in prompts."
             )
         return VisionView(batch.position_ids, inputs=lambda inner: encoder.crossed(inner, batch, placed))
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids

@@ -1,1 +1,1 @@
-"""Pictures of rows: what stands for one, rows with them as token ids, and the processors that prepare them."""
+"""Images in dataset rows: how they are stored, rows with images as token ids, and processors."""

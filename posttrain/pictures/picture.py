@@ -1,4 +1,4 @@
-"""Pictures of dataset rows: what stands for one while it waits, how it is read, and where messages place it."""
+"""Images of dataset rows: how they are stored, how they are read, and where messages place them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from posttrain.integrations import require
 
 logger = logging.getLogger(__name__)
 
-# Keys of a block that may hold its picture.
+# Keys of a block that may hold its image.
 ALIASES = ("image", "image_url", "image_pil", "path", "url", "base64", "bytes")
-WIDE = ("F", "I")  # Modes of more than 8 bits: what a processor makes of them is black, white or noise.
+WIDE = ("F", "I")  # Modes with more than 8 bits. Processors convert them to black, white or noise.
 OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Modes that a PNG keeps.
-# Formats of files that are opened. For others PIL may start a program, such as Ghostscript for EPS.
+# File formats that are opened. For others PIL may start a program, such as Ghostscript for EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 ORIENTATION = 274  # The EXIF tag.
-TURNED = (5, 6, 7, 8)  # Orientations that exchange width and height.
-THUMBNAIL = 64  # Pixels of its longer side.
+TURNED = (5, 6, 7, 8)  # Orientations that swap width and height.
+THUMBNAIL = 64  # Maximum pixels per side.
 Background = Literal["white", "black"]
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture as it waits in rows and batches: encoded bytes, a path or the user's own object; never prepared pixels.
+    """An image in rows and batches: encoded bytes, a path or the user's PIL image, but never prepared pixels.
 
     Attributes:
-        digest: 32 hexadecimal digits, a hash of the encoded bytes, or of mode, size and pixels; equality and hash are its own,
-            and the background's.
-        size: Width and height in pixels that the model sees: the file's after EXIF rotation, or those of `resized`.
+        digest: Hash with 32 hexadecimal digits, of the encoded bytes or of mode, size and pixels. Images are equal if
+            digest and background are.
+        size: Width and height in pixels as the model sees it: after EXIF rotation, or the size given to `resized`.
         source: Encoded bytes, a path, or a PIL image.
-        background: What shows through transparent pixels.
+        background: Color behind transparent pixels.
         where: Row and column, for errors.
     """
 
@@ -53,7 +53,7 @@ class Picture:
     where: str = field(default="", compare=False, repr=False)
 
     def load(self) -> Any:
-        """The picture as an RGB object of PIL, upright, of ``size``, transparent pixels on ``background``.
+        """Load an upright RGB PIL image of size ``size``, with transparent pixels on ``background``.
 
         Raises:
             DataError: Its pixels cannot be read.
@@ -66,24 +66,24 @@ class Picture:
             return image if image.size == self.size else image.resize(self.size)
         except Exception as error:  # Image libraries raise whatever their format's decoder raises.
             raise DataError(
-                f"{self.where}: the picture cannot be read (PT-G003): {type(error).__name__}: {error}. Fix: write the file "
-                "again, or leave this row out."
+                f"{self.where}: the image cannot be read (PT-G003): {type(error).__name__}: {error}. Fix: write the "
+                "file again, or remove this row."
             ) from error
 
     def opened(self) -> Any:
-        """The picture as an object of PIL in its own mode, upright; its pixels are decoded when they are first touched."""
+        """Return an upright PIL image in its own mode. Its pixels are decoded on first access."""
         source = self.source
         if isinstance(source, str):
-            # No file stays open for pixels that nobody asks for.
+            # Read the file, so that it does not stay open.
             with open(source, "rb") as file:
                 source = file.read()
         image = open_source(source)
         turned = image.getexif().get(ORIENTATION, 1) != 1
-        # An image that is turned is copied, and others are not.
+        # Only a rotated image is copied.
         return require("PIL.ImageOps", "reading images").exif_transpose(image) if turned else image
 
     def encoded(self) -> Picture:
-        """The same with a path or encoded bytes as its source: a PIL image becomes an upright PNG."""
+        """Return a copy whose source is a path or encoded bytes. A PIL image is encoded as upright PNG."""
         if isinstance(self.source, bytes | str):
             return self
         image, buffer = self.opened(), io.BytesIO()
@@ -93,7 +93,7 @@ class Picture:
         return replace(self, source=buffer.getvalue())
 
     def file_bytes(self) -> bytes:
-        """The file's own bytes, not encoded again; of a PIL image those of a PNG."""
+        """Return the bytes of the file without encoding it again. A PIL image is encoded as PNG."""
         source = self.encoded().source
         if isinstance(source, bytes):
             return source
@@ -101,39 +101,39 @@ class Picture:
             return file.read()
 
     def resized(self, size: tuple[int, int]) -> Picture:
-        """The same picture shown at another width and height; resized when it is loaded. Its digest is another one."""
+        """Return a copy with another width and height, which is resized when it is loaded. Its digest differs."""
         if size == self.size:
             return self
         digest = hashlib.blake2b(f"{self.digest} {size}".encode(), digest_size=16).hexdigest()
         return replace(self, size=size, digest=digest)
 
     def address(self) -> str:
-        """A ``data:`` address of a PNG of what the model sees, without loss."""
+        """Return the image as the model sees it as a ``data:`` URL with a lossless PNG."""
         buffer = io.BytesIO()
         self.load().save(buffer, format="PNG", compress_level=1)
         return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
     def thumbnail(self) -> str:
-        """A ``data:`` address of a JPEG of at most 64 pixels a side, what the model sees made small; about 2 kB."""
+        """Return a ``data:`` URL with a JPEG of at most 64 pixels per side, about 2 kB."""
         image, buffer = self.load(), io.BytesIO()
         image.thumbnail((THUMBNAIL, THUMBNAIL))
         image.save(buffer, format="JPEG", quality=80)
         return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
     def label(self, number: int, tokens: int) -> str:
-        """What stands for it in reports, e.g. ``[image 1: 640×480, 391 tokens, 12ab]``."""
+        """Return its placeholder in reports, e.g. ``[image 1: 640×480, 391 tokens, 12ab]``."""
         return f"[image {number}: {self.size[0]}×{self.size[1]}, {tokens} tokens, {self.digest[:4]}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A picture in a prompt or a completion.
+    """An image with its position in a prompt or a completion.
 
     Attributes:
-        picture: Which.
-        start: Index of its first placeholder in the ids of its segment.
-        count: Its placeholders, markers between them aside.
-        grid: Patches by time, height and width after merging, for positions of three rows; None elsewhere.
+        picture: The image.
+        start: Index of its first placeholder in its segment.
+        count: Number of its placeholders, without markers between them.
+        grid: Patches by time, height and width after merging, for three-dimensional positions. None for other models.
     """
 
     picture: Picture
@@ -142,7 +142,7 @@ class Placed:
     grid: tuple[int, int, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: a path, or encoded bytes in base64."""
+        """Return a dict for JSON with a path, or with encoded bytes in base64."""
         picture = self.picture.encoded()
         data = base64.b64encode(picture.source).decode() if isinstance(picture.source, bytes) else None
         kept = {"path": None if data else picture.source, "background": picture.background, "where": picture.where}
@@ -153,7 +153,7 @@ class Placed:
     def of(
         cls, *, start: int, count: int, grid: Any, size: Any, data: str | None, path: str | None, **about: Any
     ) -> Placed:
-        """Undo `to_dict`."""
+        """Create an object from the result of `to_dict`."""
         picture = read_picture(path if data is None else base64.b64decode(data), **about)
         return cls(picture.resized(tuple(size)), start, count, None if grid is None else tuple(grid))
 
@@ -161,17 +161,19 @@ class Placed:
 def read_picture(
     value: object, where: str = "", background: Background = "white", most_pixels: int | None = None
 ) -> Picture:
-    """A `Picture` of any accepted form, by its header; about 0.3 ms.
+    """Create a `Picture` from any accepted form. Only the header is read, which takes about 0.3 ms.
 
     Args:
-        value: A PIL image, encoded bytes, a dict of ``bytes`` and ``path``, a path, a ``data:`` or ``file:`` address, or uint8
-            pixels ``(H, W)``, ``(H, W, 3)``, ``(H, W, 4)`` (torch: ``(C, H, W)`` too); a `Picture` stays as it is.
+        value: A PIL image, encoded bytes, a dict with ``bytes`` and ``path``, a path, a ``data:`` or ``file:`` URL, or
+            uint8 pixels ``(H, W)``, ``(H, W, 3)`` or ``(H, W, 4)`` (for torch also ``(C, H, W)``). A `Picture` is
+            returned unchanged.
         where: Row and column, for errors.
-        background: What shows through transparent pixels.
-        most_pixels: More are refused before any is decoded; None: any number.
+        background: Color behind transparent pixels.
+        most_pixels: Maximum number of pixels. Larger images raise an error before they are decoded. None: no limit.
 
     Raises:
-        DataError: A remote address, a broken file, more than 8 bits a channel, or no picture at all.
+        DataError: The value is a remote URL, a broken file, an image with more than 8 bits per channel, or not an
+            image.
     """
     if isinstance(value, Picture):
         return value
@@ -186,26 +188,26 @@ def read_picture(
         digest = _digest(source)
     except Exception as error:  # As above.
         raise DataError(
-            f"{where}: this is no readable picture (PT-G003, {type(error).__name__}: {error}). Fix: leave this row out, or "
-            f"write the file again as one of {', '.join(FORMATS)}."
+            f"{where}: this is not a readable image (PT-G003, {type(error).__name__}: {error}). Fix: remove this row, "
+            f"or write the file again as one of {', '.join(FORMATS)}."
         ) from error
     if mode in WIDE or mode.startswith("I;16"):
         raise DataError(
-            f"{where}: the picture has mode {mode!r}, more than 8 bits a channel, which image processors turn into black or "
-            "white. Fix: scale its values to 0..255 and convert it to 'L' or 'RGB'."
+            f"{where}: the image has mode {mode!r} with more than 8 bits per channel, which image processors convert "
+            "to black or white. Fix: scale its values to 0..255 and convert it to 'L' or 'RGB'."
         )
     if mode == "LAB":
         raise DataError(
-            f"{where}: the picture has mode {mode!r}, which is shown by a colour profile alone. Fix: convert it to 'RGB' with "
+            f"{where}: the image has mode {mode!r}, which needs a color profile. Fix: convert it to 'RGB' with "
             "PIL.ImageCms."
         )
     if frames > 1:
-        logger.warning("%s: the picture is animated; its first frame is used.", where)
+        logger.warning("%s: the image is animated. Only its first frame is used.", where)
     return Picture(digest, (size[1], size[0]) if turned else size, source, background, where)
 
 
 def open_source(source: Any) -> Any:
-    """A PIL image of one of `FORMATS` that has read no more than its header; a PIL image stays as it is."""
+    """Open a PIL image of one of `FORMATS` and read only its header. A PIL image is returned unchanged."""
     if not isinstance(source, bytes | str):
         return source
     pil = require("PIL.Image", "reading images")
@@ -229,7 +231,7 @@ def _digest(source: Any) -> str:
 
 
 def _rgb(image: Any, background: Background) -> Any:
-    """RGB; transparent pixels show the background, not the colour that is hidden under them."""
+    """Convert to RGB. Transparent pixels get the background color, not their hidden color."""
     if image.has_transparency_data:
         image = image.convert("LA") if image.mode == "La" else image
         image = image.convert("RGBA")
@@ -240,12 +242,12 @@ def _rgb(image: Any, background: Background) -> Any:
 
 
 def is_image(value: object) -> bool:
-    """Whether a value is an image of PIL, which need not be installed."""
+    """Return whether a value is a PIL image. PIL need not be installed."""
     return hasattr(value, "getexif")
 
 
 def _source(value: object, where: str) -> Any:
-    """Encoded bytes, a path, or a PIL image; a memory of pixels becomes one."""
+    """Convert a value to encoded bytes, a path, or a PIL image. Pixel arrays become PIL images."""
     if isinstance(value, Mapping):  # As `datasets` keeps an image that it has not decoded.
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes | bytearray):
@@ -259,7 +261,7 @@ def _source(value: object, where: str) -> Any:
     if hasattr(value, "shape"):
         return _from_pixels(value, where)
     raise DataError(
-        f"{where}: {type(value).__name__} is no picture. Fix: give a PIL image, bytes, a path or uint8 pixels."
+        f"{where}: {type(value).__name__} is not an image. Fix: use a PIL image, bytes, a path or uint8 pixels."
     )
 
 
@@ -267,8 +269,8 @@ def _from_address(value: str, where: str) -> Any:
     parts = urlparse(value)
     if parts.scheme in ("http", "https"):
         raise DataError(
-            f"{where}: {value[:120]!r} is remote, and nothing is downloaded during training. Fix: download the pictures "
-            "first, then dataset.cast_column('images', List(Image()))."
+            f"{where}: {value[:120]!r} is remote, but nothing is downloaded during training. Fix: download the images "
+            "first, then call dataset.cast_column('images', List(Image()))."
         )
     if parts.scheme == "data":
         try:
@@ -298,20 +300,21 @@ def _from_pixels(value: object, where: str) -> Any:
 def conversation_pictures(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None = None
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages with empty image blocks, and the pictures that belong in them, in reading order.
+    """Separate messages and images: return messages with empty image blocks, and the images in reading order.
 
-    A block is empty where its picture is missing or None, as Arrow fills in keys that other blocks have. Where no block is
-    empty, one for each of ``images`` goes before the text of the first user message.
+    A block is empty if its image is missing or None (Arrow adds None for keys that other blocks have). If no block is
+    empty, one block per image in ``images`` is added before the text of the first user message.
 
     Args:
-        messages: With content as text or blocks.
-        images: What belongs in the empty blocks; None stands for no picture.
+        messages: Messages with text or blocks as content.
+        images: Images for the empty blocks. None: no images.
 
     Returns:
-        Messages whose blocks are ``{"type": "image"}`` or ``{"type": "text", "text": ...}``, and one picture a block.
+        Messages whose blocks are ``{"type": "image"}`` or ``{"type": "text", "text": ...}``, and one image per image
+        block.
 
     Raises:
-        DataError: A block of another type, or as many empty blocks as there are not images.
+        DataError: A block has another type, or the number of empty blocks differs from the number of images.
 
     >>> conversation_pictures([{"role": "user", "content": "What is it?"}], ["cat"])
     ([{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]}], ['cat'])
@@ -344,11 +347,11 @@ def conversation_pictures(
     return converted, [next(filling) if picture is None else picture for picture in pictures]
 
 
-NOTHING: Any = object()  # What a block of text holds.
+NOTHING: Any = object()  # Marks a text block.
 
 
 def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
-    """A block without its picture, and the picture: None where it is empty, `NOTHING` in a block of text."""
+    """Return a block without its image, and the image: None if it is empty, `NOTHING` for a text block."""
     if isinstance(block, str):
         return {"type": "text", "text": block}, NOTHING
     block = {key: value for key, value in block.items() if value is not None}
@@ -364,7 +367,7 @@ def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
 
 
 def picture_in(block: Mapping[str, Any]) -> Any:
-    """What a block of an image holds, as `read_picture` takes it; None where it is empty."""
+    """Return the image of an image block in a form that `read_picture` accepts. None if it is empty."""
     name = next((key for key in ALIASES if block.get(key) is not None), None)
     content = None if name is None else block[name]
     if isinstance(content, Mapping) and "url" in content:
@@ -373,41 +376,41 @@ def picture_in(block: Mapping[str, Any]) -> Any:
 
 
 def filled(messages: Sequence[Mapping[str, Any]], images: Iterable[Any]) -> list[dict[str, Any]]:
-    """Undo `conversation_pictures`: messages whose image blocks hold these images, in reading order."""
+    """Put images into the image blocks of messages, in reading order. Inverse of `conversation_pictures`."""
     rest = iter(images)
     return _with_blocks(messages, lambda b: {**b, "image": next(rest)} if b["type"] == "image" else b)
 
 
 def observed_blocks(content: Any, where: str, background: Background) -> list[dict[str, Any]]:
-    """What a tool or an environment returned as blocks of text and of pictures.
+    """Convert the output of a tool or an environment to blocks of text and images.
 
-    Pictures are encoded as they are now: who returned an image may draw on it later.
+    Images are encoded immediately, because the tool may change them later.
 
     Raises:
-        DataError: No list of blocks, a block of another type, one without its picture, or a picture that cannot be read.
+        DataError: The output is not a list of blocks, a block has another type or no image, or an image cannot be read.
     """
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
-        raise DataError(f"{where}: {type(content).__name__} is no list of blocks of text and images.")
+        raise DataError(f"{where}: {type(content).__name__} is not a list of text and image blocks.")
     messages, pictures = conversation_pictures([{"role": "tool", "content": content}])
     return filled(messages, [read_picture(value, where, background).encoded() for value in pictures])[0]["content"]
 
 
 def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with ``{"type": "image"}`` where pictures were: what may be written into a table."""
+    """Return messages with ``{"type": "image"}`` instead of images, for tables."""
     return _with_blocks(messages, lambda b: {"type": "image"} if b.get("type") in PICTURE_BLOCKS else b)
 
 
 def _with_blocks(messages: Sequence[Mapping[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Messages with another block in place of each of theirs; content that is text stays."""
+    """Return messages with each block replaced. Text content is unchanged."""
     return [
         {**m, "content": list(map(change, m["content"]))} if isinstance(m.get("content"), list) else dict(m)
         for m in messages
     ]
 
 
-@functools.lru_cache(maxsize=8)  # Probes of several models and processors ask for the same few.
+@functools.lru_cache(maxsize=8)  # Probes of several models and processors request the same few images.
 def shaded(size: tuple[int, int], *, turned: bool = False) -> Picture:
-    """A picture from black to white, downwards or sideways."""
+    """Create an image with a gradient from black to white, vertical or horizontal."""
     shade = require("PIL.Image", "reading images").linear_gradient("L")
     image = (shade.rotate(90) if turned else shade).resize(size).convert("RGB")
     return read_picture(image, f"a shaded picture of {size}")

@@ -1,4 +1,4 @@
-"""Processors of vision-language models: text with pictures to ids and places, one picture to its tensors."""
+"""Processors of vision-language models: convert text with images to ids and positions, and images to tensors."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is particular about the models of a processor.
+    """Properties of the models that use a processor.
 
     Attributes:
-        models: Model types of their configs; empty: not known, and proven with pictures before it trains.
-        tiled: Whether a picture's tensors are ``(1, tiles, ...)``, joined along tiles; else along pictures.
-        positions: ``grid`` for rotary positions of three rows (time, height, width); else one.
-        types: What the forward calls the kinds of tokens: 1 for a placeholder (PaliGemma: behind the prompt); None: nothing.
-        block: What attends both ways: the placeholders of one ``image``, the whole ``prompt``, or nothing.
-        cross: Whether text attends to features beside it instead of reading them in the place of placeholders. Text before the
-            first picture then attends to all pictures of its row, so every tree is a pass of its own.
-        whole: Whether the model gets its processor's own tensors of all pictures of a pass instead of features; each sequence is
-            a padded row, and its pictures are encoded with it.
+        models: Model types of their configs. Empty: unknown, so the model is tested with images before training.
+        tiled: Whether an image's tensors are ``(1, tiles, ...)`` and are concatenated along tiles. Otherwise they are
+            concatenated along images.
+        positions: ``grid`` for three-dimensional rotary positions (time, height, width), otherwise ``plain``.
+        types: Name of the forward's argument for token types: 1 for a placeholder (PaliGemma: after the prompt). None:
+            no such argument.
+        block: Tokens with attention in both directions: the placeholders of one ``image``, the whole ``prompt``, or
+            none.
+        cross: Whether text attends to image features by cross-attention instead of placeholders. Text before the first
+            image then attends to all images of its row, so each tree needs a separate pass.
+        whole: Whether the model gets its processor's own tensors of all images of a pass instead of features. Each
+            sequence is then a padded row, and its images are encoded with it.
     """
 
     models: tuple[str, ...]
@@ -49,12 +52,12 @@ class Family:
 
     @property
     def several_turns(self) -> bool:
-        """Whether what was read in earlier turns stays as it was when a later one brings pictures."""
+        """Whether earlier turns are unchanged when a later turn adds images."""
         return self.block != "prompt" and not self.cross
 
 
 KINDS = "mm_token_type_ids"
-# Each proven with tiny models: log-probs and gradients of a tree equal those of its sequences alone.
+# Each was tested with tiny models: log-probs and gradients of a tree equal those of its separate sequences.
 FAMILIES = {
     "Qwen2VLProcessor": Family(("qwen2_vl",), positions="grid", types=KINDS),
     "Qwen2_5_VLProcessor": Family(("qwen2_5_vl",), positions="grid", types=KINDS),
@@ -68,19 +71,20 @@ FAMILIES = {
     "InternVLProcessor": Family(("internvl",)),
     "MllamaProcessor": Family(("mllama",), tiled=True, cross=True),
 }
-# Strings that stand for pictures or around them; a user who types one would change what the model sees.
+# Tokens for images and their markers. A user who types one would change what the model sees.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
 GRID, PARTS, PARTS_ASKED = "image_grid_thw", "text_replacement_offsets", "return_text_replacement_offsets"
-# Of a processor's output what its text needs, or a loss.
+# Keys of a processor's output that belong to text or to a loss.
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", PARTS, "cross_attention_mask"}
 TEXT_KEYS |= {"num_crops", "num_patches", "num_tiles", "rows", "cols"}
-LARGE = (1568, 1120)  # A picture that is cut into tiles where any is; of whole patches where nothing is resized.
-REMEMBERED = 4096  # Sizes whose expansion is kept.
+# Size that is split into tiles if the processor uses tiles. Consists of whole patches if nothing is resized.
+LARGE = (1568, 1120)
+REMEMBERED = 4096  # Number of sizes whose expansion is cached.
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What a processor writes for a picture of one size: its text, and the fields of `Placed`."""
+    """Placeholder text of a processor for an image of one size, and the fields of `Placed`."""
 
     text: str = field(repr=False)
     count: int
@@ -88,33 +92,35 @@ class Expansion:
 
 
 def _marker() -> Any:
-    """Transformers' function that marks what a user typed of control tokens; None in older versions, where it is refused."""
+    """Return transformers' function that marks control tokens in user text. None in older versions, where such text is
+    an error.
+    """
     from transformers.utils import chat_template_utils
 
     return getattr(chat_template_utils, "mark_control_tokens", None)
 
 
 class PictureProcessor:
-    """A processor of `transformers` as training needs it: segments of ids one at a time, pictures one at a time.
+    """Wraps a processor of `transformers` for training: converts one segment of text and one image at a time.
 
-    A picture is never prepared with others, so that what a pass joins does not depend on which rows came together.
+    Images are always prepared separately, so that the result does not depend on the other rows of a pass.
 
     Args:
-        processor: With a tokenizer and an image processor.
-        most: Placeholders a picture may have; None: any number.
-        pixels: Pixels it may have; None: any number.
-        resize: Whether `fitted` makes pictures smaller that have more.
-        per_row: Pictures a prompt, or an episode, may have; None: any number.
-        background: What shows through transparent pixels.
+        processor: Processor with a tokenizer and an image processor.
+        most: Maximum number of placeholders per image. None: no limit.
+        pixels: Maximum number of pixels per image. None: no limit.
+        resize: Whether `fitted` resizes images that exceed a limit.
+        per_row: Maximum number of images per prompt or episode. None: no limit.
+        background: Color behind transparent pixels.
 
     Raises:
-        ModelError: It belongs to no family that is known, and does not tell by its output what it does with pictures.
+        ModelError: The processor is of an unknown family, and its output does not show how it handles images.
 
     Attributes:
         family: See `Family`.
-        token_id: Of the placeholder that a feature replaces.
-        resized: Pictures of prompts that were made smaller so far.
-        sanitized: Strings of users, in prompts so far, that name a placeholder and stayed text.
+        token_id: Id of the placeholder that a feature replaces.
+        resized: Number of prompt images that were resized so far.
+        sanitized: Number of strings in user text that name a placeholder and remained text.
     """
 
     def __init__(
@@ -137,7 +143,7 @@ class PictureProcessor:
         self.family, self.token_id = self._guessed() if known is None else (known, int(processor.image_token_ids[0]))
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was remembered is no part of a dataset's fingerprint.
+        # Caches are not part of a dataset's fingerprint.
         return {
             **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_mark")},
             "_expansions": {},
@@ -148,20 +154,20 @@ class PictureProcessor:
 
     @functools.cached_property
     def controls(self) -> dict[str, int]:
-        """Placeholders and markers with their ids: never sampled, never trained, never written by a user."""
+        """Placeholders and markers with their ids. They are never sampled, trained, or accepted from users."""
         added = self.tokenizer.added_tokens_decoder
         named = {token.content: index for index, token in added.items() if CONTROL.search(token.content)}
         return {**named, self.placeholder: int(self.tokenizer.convert_tokens_to_ids(self.placeholder))}
 
     def never(self, vocabulary: int) -> list[int]:
-        """Ids below ``vocabulary`` that no engine may draw: placeholders and markers of images."""
+        """Return the ids below ``vocabulary`` that must not be sampled: image placeholders and markers."""
         return sorted(token for token in {*self.controls.values(), self.token_id} if token < vocabulary)
 
     # Text to ids -------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def escapes(self) -> bool:
-        """Whether a placeholder or a marker that a user typed can stay text; tried on one conversation with all of them."""
+        """Whether placeholders and markers in user text can remain text. Tested on one conversation with all of them."""
         if _marker() is None:
             return False
         picture, typed = self.shaded((56, 56)), " ".join(self.controls)
@@ -176,7 +182,7 @@ class PictureProcessor:
         return same and typed in self.tokenizer.decode(hostile)
 
     def _template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Text of messages, in which what a user typed of `controls` is marked."""
+        """Apply the chat template to messages, with `controls` in user text marked."""
         if (mark := _marker()) is not None:
             words = re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))))
             messages = [{**message, "content": mark(message.get("content"), words)} for message in messages]
@@ -184,25 +190,27 @@ class PictureProcessor:
 
     @functools.cached_property
     def _mark(self) -> str:
-        """What `transformers` puts before a string of a user's that is to stay text; what no text holds where it puts nothing."""
+        """Marker that `transformers` puts before a user string that must remain text, or a string that never occurs if
+        it has none.
+        """
         mark = _marker()
         return "\0" if mark is None else mark("x", re.compile("x"))[0]
 
     def escaped(self, text: str) -> int:
-        """How many strings of a rendered text stay text although they spell a placeholder or a marker."""
+        """Count the strings of a rendered text that spell a placeholder or a marker but remain text."""
         return text.count(self._mark)
 
     def places(self, text: str) -> int:
-        """Placeholders of a text, those that a user typed aside."""
+        """Count the placeholders of a text, without those that a user typed."""
         return text.count(self.placeholder) - text.count(self._mark + self.placeholder)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Text of messages whose image blocks are empty, by the processor's chat template.
+        """Apply the processor's chat template to messages with empty image blocks.
 
-        Placeholders and markers that a user typed stay text (`escaped` counts them), where this family's can.
+        Placeholders and markers in user text remain text if the family supports it (`escaped` counts them).
 
         Raises:
-            DataError: They cannot; or the template leaves out image blocks.
+            DataError: They cannot remain text, or the template omits image blocks.
         """
         self.refuse_controls(messages)
         text = self._template(messages, **options)
@@ -217,7 +225,7 @@ class PictureProcessor:
         return text
 
     def refuse_controls(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse text that spells a placeholder or a marker, unless it can stay text (`escapes`).
+        """Raise an error for text that spells a placeholder or a marker, unless it can remain text (`escapes`).
 
         Raises:
             DataError: PT-G008, with the role and the string.
@@ -243,16 +251,16 @@ class PictureProcessor:
         prompt: bool = False,
         ids_of: Callable[[str], list[int]] | None = None,
     ) -> tuple[list[int], list[Placed]]:
-        """Ids of a text in which every placeholder is expanded, and where its pictures are.
+        """Convert text to ids with every placeholder expanded. Return the ids and the positions of images.
 
         Args:
-            text: With one placeholder a picture.
-            pictures: In reading order.
-            prompt: Whether it is the whole prompt, which PaliGemma ends in its own way.
-            ids_of: Text to ids; None: `ids`.
+            text: Text with one placeholder per image.
+            pictures: Images in reading order.
+            prompt: Whether it is the whole prompt, which PaliGemma ends differently.
+            ids_of: Function from text to ids. None: `ids`.
 
         Raises:
-            DataError: As many placeholders as there are not pictures, or two pictures without a token between them.
+            DataError: The numbers of placeholders and images differ, or two images have no token between them.
         """
         if self.places(text) != len(pictures):
             raise DataError(
@@ -260,7 +268,7 @@ class PictureProcessor:
                 f"{len(pictures)} images. Fix: one placeholder an image."
             )
         if prompt and self.family.block == "prompt":
-            # Of the last image; one that a user typed is none.
+            # End of the last image. A placeholder that a user typed does not count.
             shown = [match.end() for match in re.finditer(f"(?<!{self._mark}){re.escape(self.placeholder)}", text)]
             end = shown[-1] if pictures else 0
             text = f"{text[:end]}{self.tokenizer.bos_token}{text[end:]}\n"
@@ -270,7 +278,7 @@ class PictureProcessor:
         return ids, self.place(ids, pictures)
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a rendered text, without special tokens of the tokenizer's own; what was marked stays text."""
+        """Tokenize a rendered text without adding special tokens. Marked strings remain text."""
         if self._mark in text:
             from transformers.utils.chat_template_utils import encode_marked_chat
 
@@ -278,7 +286,7 @@ class PictureProcessor:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def collapsed(self, ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
-        """Undo the expansion of `encode`: one placeholder a picture, for an engine that expands and prepares by itself."""
+        """Undo the expansion of `encode`: one placeholder per image, for an engine that expands placeholders itself."""
         collapsed_ids: list[int] = []
         at, single = 0, int(self.tokenizer.convert_tokens_to_ids(self.placeholder))
         for image in placed:
@@ -289,10 +297,10 @@ class PictureProcessor:
         return [*collapsed_ids, *ids[at:]]
 
     def place(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[Placed]:
-        """Where pictures are in ids that hold all of their placeholders.
+        """Find the positions of images in ids that contain all of their placeholders.
 
         Raises:
-            DataError: There are more or fewer placeholders than the pictures have.
+            DataError: The number of placeholders does not match the images.
         """
         at = [i for i, token in enumerate(ids) if token == self.token_id]
         expansions = [self.expansion(picture) for picture in pictures]
@@ -302,7 +310,7 @@ class PictureProcessor:
                 f"{[expansion.count for expansion in expansions]}. Fix: a longer max_length, or smaller images."
             )
         placed, first = [], 0
-        # Where a run of placeholders is taken for one image: by rotary positions, or by attention.
+        # Families for which consecutive placeholders count as one image, by rotary positions or by attention.
         runs = self.family.positions == "grid" or (self.family.block == "image" and self.family.models)
         for picture, expansion in zip(pictures, expansions, strict=True):
             if runs and first and at[first] == at[first - 1] + 1:
@@ -314,11 +322,11 @@ class PictureProcessor:
         return placed
 
     def place_all(self, segments: Sequence[Sequence[int]], pictures: list[Picture]) -> list[list[Placed]]:
-        """Pictures of a prompt and its completions, in reading order, each in the segment that holds its placeholders.
+        """Assign images of a prompt and its completions, in reading order, to the segments with their placeholders.
 
         Args:
-            segments: Ids of the prompt, and of each completion.
-            pictures: Theirs are taken from the front; those of later rows stay.
+            segments: Ids of the prompt and of each completion.
+            pictures: Images, which are removed from the front. Those of later rows remain.
 
         Raises:
             DataError: As in `place`.
@@ -332,13 +340,13 @@ class PictureProcessor:
         return placed
 
     def begun(self, text: str) -> str:
-        """A text with the bos token before it, where the tokenizer adds one; some models have theirs behind the images."""
+        """Add the bos token before a text if the tokenizer adds one. Some models have theirs after the images."""
         bos, first = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
         adds = first == [self.tokenizer.bos_token_id] and self.family.block != "prompt"
         return bos + text if adds and not text.startswith(bos) else text
 
     def expansion(self, picture: Picture) -> Expansion:
-        """What stands in the text for a picture; it depends on the size alone."""
+        """Return the placeholder text of an image. It only depends on the size."""
         if picture.size not in self._expansions:
             if len(self._expansions) >= REMEMBERED:
                 self._expansions.clear()
@@ -346,23 +354,23 @@ class PictureProcessor:
         return self._expansions[picture.size]
 
     def fitted(self, picture: Picture, most: int | None = None) -> Picture:
-        """The picture, at the largest scale found at which it has at most ``most`` placeholders and ``pixels`` pixels.
+        """Return the image at the largest scale found with at most ``most`` placeholders and ``pixels`` pixels.
 
         Args:
-            picture: As it is in the dataset.
-            most: Placeholders it may have; None: as the run says.
+            picture: Image of the dataset.
+            most: Maximum number of placeholders. None: the limit of the run.
 
         Raises:
-            DataError: PT-G001: it has more, and ``resize`` is not set; or no smaller size has fewer (some processors write as
-                many placeholders for every picture).
+            DataError: PT-G001: The image exceeds a limit and ``resize`` is not set, or no smaller size has fewer
+                placeholders (some processors write the same number for every image).
         """
         most = self.most if most is None else min(most, self.most or most)
         if self._fits(picture, most):
             return picture
         count, area = self.expansion(picture).count, math.prod(picture.size)
         about = (
-            f"PT-G001: {picture.where}: a picture of {picture.size[0]}×{picture.size[1]} has {count} placeholders and {area} "
-            f"pixels, and image_max_tokens={most}, image_max_pixels={self.pixels}. Fix: "
+            f"PT-G001: {picture.where}: an image of {picture.size[0]}×{picture.size[1]} has {count} placeholders and "
+            f"{area} pixels, but image_max_tokens={most}, image_max_pixels={self.pixels}. Fix: "
         )
         if not self.resize:
             raise DataError(f"{about}image_fit='resize', a larger limit, or leave this row out.")
@@ -400,28 +408,28 @@ class PictureProcessor:
     # Pixels ------------------------------------------------------------------------------------------------------
 
     def prepare(self, picture: Picture) -> dict[str, Tensor]:
-        """What the tower needs of one picture: decoded, resized, cut, normalised.
+        """Return the vision tower's inputs for one image, decoded, resized, split into patches and normalized.
 
         Raises:
-            DataError: It cannot be read, or the image processor refuses it.
+            DataError: The image cannot be read, or the image processor raises an error.
         """
         return _pixels(self._read([[picture.load()]], picture.where, alone=self._alone))
 
     @functools.cached_property
     def _alone(self) -> bool:
-        """Whether the image processor by itself, at a third of the cost, prepares a large picture as the processor does."""
+        """Whether the image processor alone gives the same result for a large image, at a third of the cost."""
         if self.family.cross or not self.family.models:
             return self.family.cross
         rows = [[shaded(LARGE).load()]]
         return _equal(_pixels(self._read(rows)), _pixels(self._read(rows, alone=True)))
 
     def _read(self, rows: Sequence[Sequence[Any]], where: str = "", *, alone: bool = False) -> dict[str, Any]:
-        """All that the processor makes of the images of PIL of each row, with a placeholder for each and nothing else.
+        """Run the processor on the PIL images of each row, with only their placeholders as text.
 
         Args:
-            rows: Images of each.
-            where: The place of one in the dataset.
-            alone: Ask its image processor, without text.
+            rows: Images of each row.
+            where: Position of an image in the dataset, for errors.
+            alone: Whether to run only the image processor, without text.
         """
         texts = [" ".join([self.placeholder] * len(row)) for row in rows]
         options = {PARTS_ASKED: True, "add_special_tokens": False, "padding": len(rows) > 1, "return_tensors": "pt"}
@@ -432,27 +440,30 @@ class PictureProcessor:
         except (RuntimeError, ValueError, ZeroDivisionError) as error:
             shapes = ", ".join(f"{image.size[0]}×{image.size[1]}" for row in rows for image in row)
             raise DataError(
-                f"{where}: the processor refuses a picture of {shapes}: {error}. Fix: another shape, or leave this row out."
+                f"{where}: the processor rejects an image of {shapes}: {error}. Fix: use another size, or remove "
+                "this row."
             ) from error
 
     def shaded(self, size: tuple[int, int], *, turned: bool = False) -> Picture:
-        """A picture to try the processor with; where it resizes nothing, larger by a factor that makes whole patches of it."""
+        """Create a test image for the processor. If it resizes nothing, the size is multiplied so that it has whole
+        patches.
+        """
         factor = 1 if getattr(getattr(self.processor, "image_processor", None), "do_resize", True) else 8
         return shaded((factor * size[0], factor * size[1]), turned=turned)
 
     def join(self, prepared: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Tensors of several pictures as the tower takes them at once, in the given order."""
+        """Concatenate the tensors of several images for the vision tower, in the given order."""
         return _joined(prepared, tiled=self.family.tiled)
 
     def plain_inputs(
         self, ids: Tensor, rows: Sequence[Sequence[Picture]], prompt: int | Tensor = 0
     ) -> dict[str, Tensor]:
-        """The processor's own tensors of all pictures of a pass: what the model's forward takes without us.
+        """Return the processor's own tensors of all images of a pass, as the model's forward receives them elsewhere.
 
         Args:
             ids: ``(B, T)``.
-            rows: Pictures of each row, in reading order.
-            prompt: How many of the ids are the prompt, of all rows or of each ``(B, 1)``.
+            rows: Images of each row, in reading order.
+            prompt: Number of prompt tokens, for all rows or for each ``(B, 1)``.
         """
         inputs = _pixels(self._read([[picture.load() for picture in row] for row in rows])) if any(rows) else {}
         if inputs and self.family.cross:
@@ -461,20 +472,21 @@ class PictureProcessor:
         return inputs | self.token_types(ids, prompt)
 
     def _guessed(self) -> tuple[Family, int]:
-        """Of a processor that `FAMILIES` does not name, by its own output; `install_pictures` proves it with the model.
+        """Infer the family of an unknown processor from its output. `install_pictures` tests it with the model.
 
         Raises:
-            ModelError: It does not tell what it writes for a picture, or prepares pictures together otherwise than apart.
+            ModelError: The output does not show the placeholders of an image, or images prepared together differ from
+                images prepared separately.
         """
         images = [shaded(size).load() for size in (LARGE, (112, 56), (56, 112))]
         try:
             first, *_ = apart = [self._read([[image]]) for image in images]
-            # In one row, and in a row each: some say how many a row has.
+            # In one row and in separate rows, because some processors return the number of images per row.
             together = [self._read([images]), self._read([[image] for image in images])]
             if [len(row) for row in together[0][PARTS]] != [len(images)]:
                 raise ValueError("it does not write one string a picture")
             ids, token = first["input_ids"][0].tolist(), int(self.processor.image_token_ids[0])
-            # It may read one string and write others, with rows and ends of a picture between them.
+            # It may replace one string by others, with rows and ends of an image between them.
             token = token if token in ids else Counter(ids).most_common(1)[0][0]
             types = next((name for name in (KINDS, "token_type_ids") if name in first and first[name].any()), None)
             grid = GRID in first and hasattr(self.processor.image_processor, "merge_size")
@@ -491,18 +503,19 @@ class PictureProcessor:
         )
 
     def token_types(self, ids: Tensor, prompt: int | Tensor) -> dict[str, Tensor]:
-        """What the family's forward is told of each of ids ``(B, T)``, the first ``prompt`` of which are the prompt."""
+        """Return the family's token types for ids ``(B, T)``, the first ``prompt`` of which are the prompt."""
         kinds = (ids == self.token_id).long()
         if self.family.block == "prompt":
             kinds = (torch.arange(ids.shape[1], device=ids.device) >= prompt).long().expand_as(ids)
         return {self.family.types: kinds} if self.family.types else {}
 
     def cross_mask(self, ids: Tensor, tiles: Tensor) -> Tensor:
-        """``(1, T, N, tiles)`` which tiles of which picture a token attends to: of the last before it, or of several in a row.
+        """Return which tiles of which image each token attends to, ``(1, T, N, tiles)``: those of the last image before
+        it, or of several consecutive ones.
 
         Args:
             ids: ``(1, T)`` with N placeholders.
-            tiles: ``(N, tiles)`` 1 where a picture has one.
+            tiles: ``(N, tiles)``, 1 where an image has a tile.
         """
         from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
 
@@ -513,7 +526,7 @@ class PictureProcessor:
 
 
 def _pixels(output: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What the tower takes of a processor's output."""
+    """Return the vision tower's inputs from a processor's output."""
     return {name: value for name, value in output.items() if name not in TEXT_KEYS}
 
 
@@ -522,7 +535,7 @@ def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _joined(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[str, Tensor]:
-    """Tensors of pictures by name, joined along tiles or pictures; what is shorter in an axis behind that gets zeros."""
+    """Concatenate tensors of images by name, along tiles or images. Other dimensions are padded with zeros."""
     joined, along = {}, int(tiled)
     for name, first in prepared[0].items():
         parts = [one[name] for one in prepared]
@@ -536,12 +549,12 @@ def _joined(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[st
 
 
 def family_of(processor: ProcessorMixin) -> Family | None:
-    """What is known of the models of a processor; None: nothing, or it is a tokenizer."""
+    """Return the family of a processor. None if it is unknown, or a tokenizer."""
     return next((FAMILIES[kind.__name__] for kind in type(processor).__mro__ if kind.__name__ in FAMILIES), None)
 
 
 def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Content as blocks everywhere: templates of processors read no strings."""
+    """Convert text content to blocks, because templates of processors do not accept strings."""
     return [
         {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else dict(m)
         for m in messages
@@ -550,7 +563,7 @@ def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @functools.cache
 def image_only(kind: type) -> type:
-    """A processor class that asks for no video processor, which `transformers` cannot build without torchvision."""
+    """Return a processor class without a video processor, which `transformers` cannot create without torchvision."""
     base: Any = kind
     names = inspect.signature(base.__init__).parameters
     kept = [parameter for name, parameter in names.items() if name != "video_processor"]
@@ -560,11 +573,11 @@ def image_only(kind: type) -> type:
         self.video_processor = SimpleNamespace(num_frames=1, fps=1, size=None, merge_size=1)
 
     def accepted(processor_config: dict[str, Any], valid_kwargs: Any) -> tuple[dict, dict]:
-        # `transformers` reads the names of arguments off the constructor's code, which here names none.
+        # `transformers` reads argument names from the constructor's code, which has none here.
         return base.validate_init_kwargs(processor_config, [parameter.name for parameter in kept[1:]])
 
     vars(build)["__signature__"] = inspect.Signature(kept)
-    # A worker process finds the class by the one that it was made of.
+    # A worker process finds the class through the original one.
     methods = {"__init__": build, "validate_init_kwargs": staticmethod(accepted)}
     methods["__reduce__"] = lambda self: (_image_only_again, (kind,), vars(self))
     return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__doc__": kind.__doc__})
@@ -575,14 +588,14 @@ def _image_only_again(kind: type) -> Any:
 
 
 def load_processor(model_id: str, **options: Any) -> Any:
-    """The processor that belongs to a model, without its video part where torchvision is missing.
+    """Load the processor of a model, without its video part if torchvision is missing.
 
     Args:
         model_id: A hub id or folder.
         options: For ``from_pretrained``.
 
     Raises:
-        ModelError: Neither way works, with the reason of both.
+        ModelError: Both ways fail. The message contains both reasons.
     """
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES

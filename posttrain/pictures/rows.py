@@ -1,4 +1,4 @@
-"""Rows with pictures: as segments of text, as ids, as prompts that are completed, and with their pictures placed."""
+"""Rows with images: as text segments, as ids, as prompts, and with image positions."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ from posttrain.values import strip_none
 if TYPE_CHECKING:
     from posttrain.pictures.processors import PictureProcessor
 
-PACKED = 256  # Rows that are packed together; their encoded images are in memory at once.
+PACKED = 256  # Number of rows that are packed together. Their encoded images are in memory at once.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
 LONG = "longer than max_length with their images"
 LARGE = "with an image of more than image_max_tokens or image_max_pixels"
 MANY = "with more than max_images_per_row images"
 UNREADABLE = "with an unreadable image"
-LOST = (LONG, UNREADABLE, MANY)  # Of which a set may hold few.
+LOST = (LONG, UNREADABLE, MANY)  # Reasons that only a small share of a dataset may have.
 EMPTY = "with an empty answer"
 EQUAL = "with equal answers"
 COUNTERS = ("_truncated", "_tokens", "_resized", "_escaped")
 
-Segments = list[tuple[str, list[Picture]]]  # Text, and the pictures of its placeholders.
-Answer = tuple[list[int], list[int]]  # Ids, and 1 where one is trained.
+Segments = list[tuple[str, list[Picture]]]  # Text, and the images of its placeholders.
+Answer = tuple[list[int], list[int]]  # Ids, and 1 for trained ids.
 
 
 @dataclass(frozen=True)
 class PictureOptions:
-    """How rows with pictures become ids; hashable by value, so that the dataset's fingerprint is stable from run to run.
+    """Options for converting rows with images to ids. Hashed by value, so that dataset fingerprints are stable.
 
     Attributes:
-        branches: Columns of answers; empty: documents with labels (SFT).
-        max_length: Tokens of prompt and answer, images included; None: no limit.
-        fit: ``error`` refuses a set in which more than 0.5 % of the rows do not fit or cannot be read, ``drop`` leaves them out;
-            ``resize`` is ``error``, but images above their limits (`PictureProcessor.fitted`), and those of a row that would
-            not fit ``max_length``, are made smaller.
-        train_prompt: SFT: whether the prompt is trained too.
-        spoken: SFT: whether what the assistant says is trained alone.
-        text_field: SFT: column of plain text.
-        begins: Whether conversations begin with the bos token where the tokenizer adds one, as prompts that are sampled from do.
+        branches: Answer columns. Empty: documents with labels (SFT).
+        max_length: Maximum tokens of prompt and answer, including images. None: no limit.
+        fit: ``error``: raise an error if more than 0.5 % of the rows do not fit or cannot be read. ``drop``: leave them
+            out. ``resize``: like ``error``, but resize images that exceed their limits (`PictureProcessor.fitted`) or
+            ``max_length``.
+        train_prompt: SFT: whether the prompt is also trained.
+        spoken: SFT: whether only assistant messages are trained.
+        text_field: SFT: column with plain text.
+        begins: Whether conversations begin with the bos token if the tokenizer adds one, as sampled prompts do.
     """
 
     branches: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class PictureOptions:
 def row_batch(
     batch: dict[str, list], indices: list[int], reader: PictureProcessor, options: PictureOptions
 ) -> dict[str, list]:
-    """A batch of rows as columns of ids; see `Vision.prepare_rows`."""
+    """Convert a batch of rows to columns of ids; see `Vision.prepare_rows`."""
     encoded_rows: list[dict[str, Any]] = []
     for index, row in given_rows(batch, indices):
         with naming(f"row {index}"):
@@ -89,7 +89,7 @@ def row_batch(
 
 
 def row_features(features: object, branches: Sequence[str], drop: Sequence[str]) -> Any:
-    """Types of all columns: a thousand rows of text, from which they would be taken, say nothing of pictures."""
+    """Return the types of all columns. They cannot be inferred from the first thousand rows, which may have no images."""
     ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
     kept = {name: kind for name, kind in features.items() if name not in drop}
     kept |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
@@ -99,7 +99,7 @@ def row_features(features: object, branches: Sequence[str], drop: Sequence[str])
 
 
 def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:
-    """One row as columns of ids, with the reason why it is left out."""
+    """Convert one row to columns of ids, with the reason if it is dropped."""
     row = dict(maybe_extract_prompt(maybe_convert_to_chatml(row)))
     if options.spoken:
         segments, plain = spoken_segments(row, reader, prompt_too=options.train_prompt), False
@@ -112,7 +112,7 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
         reason = LARGE
         fitted = [(text, [reader.fitted(picture) for picture in pictures]) for text, pictures in read]
         if options.fit == "drop":
-            # A file that was cut has a fine header; read now, it stops no run later.
+            # A truncated file has a valid header. Reading it now avoids an error during the run.
             reason = UNREADABLE
             for picture in _held(read):
                 picture.load()
@@ -120,11 +120,11 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
     except DataError:
         if options.fit != "drop":
             raise
-        # The row is left out, so any text will do.
+        # The row is dropped, so any text will do.
         read = fitted = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
     if not _held(fitted) and not reason and reader.family.block == "prompt":
         raise DataError(
-            "the row has no image, and this model's processor takes no prompt without one. Fix: leave it out."
+            "the row has no image, but this model's processor needs one in every prompt. Fix: remove the row."
         )
     if reader.per_row is not None and len(_held(fitted)) > reader.per_row:
         reason = reason or MANY
@@ -140,14 +140,14 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
 
 
 def _held(segments: Segments) -> list[Picture]:
-    """Pictures of a row, in reading order."""
+    """Return the images of a row in reading order."""
     return [picture for _, pictures in segments for picture in pictures]
 
 
 def _encoded(
     segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool
 ) -> tuple[list[int], list[Answer]]:
-    """Ids of the prompt (none of a document), and ids of each answer with which of them are trained."""
+    """Return the ids of the prompt (empty for a document), and of each answer with a mask of trained ids."""
     several = len(segments) > 1
     parts = [
         reader.encode(text, pictures, prompt=several and not at)[0] for at, (text, pictures) in enumerate(segments)
@@ -155,7 +155,7 @@ def _encoded(
     prompt, *answers = parts if several else ([], *parts)
     silent = {*reader.controls.values(), reader.token_id}
     if options.spoken:
-        # Behind the prompt, every other piece is the assistant's.
+        # After the prompt, every second piece is the assistant's.
         turns = [(token, int(not at % 2 and token not in silent)) for at, ids in enumerate(answers) for token in ids]
         return prompt, [([token for token, _ in turns], [said for _, said in turns])]
     answers = [one_eos(ids, reader.tokenizer) if plain else ids for ids in answers]
@@ -167,21 +167,21 @@ def _length(prompt: list[int], answers: list[Answer]) -> int:
 
 
 def _least(prompt: list[int], answers: list[Answer], reader: PictureProcessor) -> int:
-    """Tokens of a row that was cut behind its last image; at least one of each answer."""
+    """Return the number of tokens up to the last image, with at least one token per answer."""
     return len(prompt) + max(
         max((at + 1 for at, token in enumerate(ids) if token == reader.token_id), default=1) for ids, _ in answers
     )
 
 
 def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool) -> Segments:
-    """The row's pictures at a size at which it fits ``max_length``; as they are where no size does."""
+    """Resize the row's images so that it fits ``max_length``. If no size fits, they are unchanged."""
     limit, most, shown = options.max_length, 0, segments
     while limit is not None and _held(segments):
         prompt, answers = _encoded(shown, reader, options, plain)
         if _least(prompt, answers, reader) <= limit:
             return shown
         counts = [reader.expansion(picture).count for picture in _held(shown)]
-        # What the text leaves to each. What stands around images grows with them, so that a few tries may be needed.
+        # Space per image that the text leaves. Text around images grows with them, so a few attempts may be needed.
         room = (limit - _length(prompt, answers) + sum(counts)) // len(counts)
         most = max(min(room, max(counts) - 1), 1) if not most else int(0.9 * most)
         try:
@@ -229,7 +229,7 @@ def _columns(
 
 
 def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
-    """Whole rows with their pictures, packed into rows of at most ``size`` tokens by best fit, none of them cut."""
+    """Pack whole rows with their images into rows of at most ``size`` tokens by best fit. No row is truncated."""
     lengths = np.array([len(ids) for ids in batch["input_ids"]])
     order, counts = best_fit_decreasing(lengths, size)
     packs = np.split(order, np.cumsum(counts)[:-1])
@@ -240,16 +240,17 @@ def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
 def row_segments(
     row: Mapping[str, Any], reader: PictureProcessor, branches: Sequence[str], text_field: str
 ) -> tuple[list[tuple[str, list[Any]]], bool]:
-    """Text and pictures of the prompt and of each answer, or of a whole document; and whether they are plain text.
+    """Return text and images of the prompt and each answer, or of a whole document; and whether they are plain text.
 
     Args:
-        row: Conversational or of text.
-        reader: Renders conversations.
-        branches: Columns of answers; empty: ``completion`` behind a prompt, or documents.
+        row: Conversational or text row.
+        reader: Processor that renders conversations.
+        branches: Answer columns. Empty: ``completion`` after a prompt, or documents.
         text_field: Column of plain documents.
 
     Raises:
-        DataError: Columns of another kind, or a template that shows the prompt's pictures differently before an answer.
+        DataError: A column has the wrong type, or the template renders the prompt's images differently before an
+            answer.
     """
     images, documents = pictures_of(row), not branches and "prompt" not in row
     branches = branches or ("completion",)
@@ -257,7 +258,10 @@ def row_segments(
         whole = row.get("messages", row.get(text_field))
         if is_messages(whole):
             if reader.family.block == "prompt":
-                raise DataError("this model reads a prompt both ways. Fix: give 'prompt' and 'completion' apart.")
+                raise DataError(
+                    "this model has bidirectional attention in the prompt. Fix: use separate columns 'prompt' and "
+                    "'completion'."
+                )
             blocks, pictures = conversation_pictures(whole, images)
             return [(reader.render(blocks, **template_arguments(row)), pictures)], False
         return [(_text(whole, text_field), images)], True
@@ -275,7 +279,7 @@ def row_segments(
         more, pictures = conversation_pictures(answer)
         wholes.append(reader.render([*blocks, *more], **template_arguments(row)))
         inside.append(pictures)
-    # Where a template writes the prompt differently before an answer, the boundary is where the texts part.
+    # If a template renders the prompt differently before an answer, the boundary is where the texts first differ.
     begin = begin[: min(common_prefix(begin, whole) for whole in wholes)]
     if reader.places(begin) != len(shown):
         raise DataError("the chat template writes the prompt's images differently before an answer.")
@@ -285,19 +289,22 @@ def row_segments(
 def spoken_segments(
     row: Mapping[str, Any], reader: PictureProcessor, *, prompt_too: bool
 ) -> list[tuple[str, list[Any]]]:
-    """Text and pictures before the assistant speaks, while it speaks, and so on in turn (``assistant_only_loss``).
+    """Split a conversation into alternating segments before and during assistant messages (``assistant_only_loss``),
+    with their images.
 
     Args:
-        row: With ``messages``, or a conversational ``prompt`` with ``completion``.
-        reader: Renders conversations.
-        prompt_too: Whether what the assistant says in the prompt counts.
+        row: Row with ``messages``, or a conversational ``prompt`` with ``completion``.
+        reader: Processor that renders conversations.
+        prompt_too: Whether assistant messages in the prompt count.
 
     Raises:
-        DataError: The row is no conversation, or the model reads a prompt both ways: what is said first would see what follows.
+        DataError: The row is not conversational, or the model has bidirectional attention in the prompt, so earlier
+            answers would see later ones.
     """
     if reader.family.block == "prompt":
         raise DataError(
-            "this model reads a prompt both ways. Fix: assistant_only_loss=False, and 'prompt' with 'completion'."
+            "this model has bidirectional attention in the prompt. Fix: set assistant_only_loss=False, and use "
+            "'prompt' with 'completion'."
         )
     prompt, rest = row.get("prompt", []), row.get("completion", row.get("messages"))
     if not is_messages(rest) or not (prompt == [] or is_messages(prompt)):
@@ -308,7 +315,7 @@ def spoken_segments(
     end = turn_end(reader.tokenizer, reader.render)
     text, spans = assistant_spans(reader.render, blocks, end, **template_arguments(row))
     skipped = 0 if prompt_too else sum(message.get("role") == "assistant" for message in prompt)
-    # A conversation in which nothing is said has an empty turn.
+    # A conversation without assistant messages has an empty turn.
     said = spans[skipped:] or [(len(text), len(text))]
     cuts, pictures = [0, *(at for span in said for at in span), len(text)], iter(in_order)
     pieces = [text[a:b] for a, b in pairwise(cuts)]
@@ -366,7 +373,7 @@ def _placed(row: Row, pictures: list[Picture], reader: PictureProcessor) -> Row:
 
 
 def stored(picture: Picture) -> dict[str, Any]:
-    """A picture as a row of Arrow holds it: encoded bytes or a path, and the size that the model sees."""
+    """Return an image as a row of Arrow stores it: encoded bytes or a path, and the size that the model sees."""
     source = picture.encoded().source
     data, path = (source, None) if isinstance(source, bytes) else (None, source)
     return {"bytes": data, "path": path, "size": list(picture.size)}
@@ -378,7 +385,7 @@ def picture_prompts(
     kwargs: Mapping[str, Any],
     ids_of: Callable[[str], list[int]] | None = None,
 ) -> list[Prompt]:
-    """Prompts as the model reads them, with their pictures placed; equal neighbours are read once.
+    """Return prompts as the model reads them, with their images. Consecutive equal prompts are read once.
 
     Args:
         reader: Of the run.
@@ -393,7 +400,7 @@ def picture_prompts(
 
 
 def _once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callable[[Any], Any]) -> list[Any]:
-    """What ``make`` gives for each row; neighbours that agree in these columns share it."""
+    """Apply ``make`` to each row. Consecutive rows with equal columns share the result."""
     results: list[Any] = []
     for _, alike in groupby(rows, key=lambda row: [row.get(name) for name in names]):
         first, *others = alike
@@ -402,7 +409,9 @@ def _once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callabl
 
 
 def opened(examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Examples with images of PIL in columns and messages, decoded when they are touched; equal neighbours share theirs."""
+    """Return examples with PIL images in columns and messages, decoded on access. Consecutive equal examples share
+    images.
+    """
     shown = _once(examples, PROMPT_COLUMNS, _opened)
     return [
         {**example, **{name: value for name, value in images.items() if name in example}}
@@ -411,7 +420,7 @@ def opened(examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Prompt and columns of images of one example, with images of PIL."""
+    """Return the prompt and image columns of one example, with PIL images."""
 
     def read(value: object) -> Any:
         return read_picture(value, "column 'images' of a prompt").opened()
@@ -437,7 +446,7 @@ def picture_prompt(
     ids_of: Callable[[str], list[int]] | None = None,
     pictures: Sequence[Picture] | None = None,
 ) -> Prompt:
-    """One of `picture_prompts`.
+    """Return one prompt of `picture_prompts`.
 
     Args:
         reader: Of the run.
@@ -465,7 +474,7 @@ def picture_prompt(
 
 
 def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages of a prompt with empty image blocks, and what belongs in them.
+    """Return the messages of a prompt with empty image blocks, and their images.
 
     Raises:
         DataError: The prompt is no conversation, or has other places than images.
@@ -477,7 +486,8 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[
 
 
 def exchanged(examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Examples of which each prompt shows the images of another that has as many; of text stay as they are.
+    """Exchange images between examples: each prompt gets the images of another with the same number. Text examples are
+    unchanged.
 
     Args:
         examples: Groups of ``size`` consecutive.

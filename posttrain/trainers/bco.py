@@ -49,6 +49,29 @@ class BCOTrainer(PreferenceTrainer):
 
     The optional ``embedding_func`` weights bad answers by the density of their prompts.
 
+    Args:
+        model: Model to train: path, Hub id, model object or peft model.
+        ref_model: Reference model. None: the initial weights, as a frozen copy or as the model with its new adapter
+            disabled.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        embedding_func: Function that embeds tokenized prompts, ``f(input_ids, attention_mask)``. Bad answers are
+            weighted by the density of these embeddings.
+        embedding_tokenizer: Tokenizer for ``embedding_func``. Both must be set together.
+        data_collator: Function that builds batches from prepared rows. None: the library's own batches.
+        train_dataset: Dataset with ``prompt``, ``completion`` and ``label`` (True for a good answer), or with pairs.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
 

@@ -110,16 +110,35 @@ class DistillationTrainer(OnlineTrainer):
     """Distill a teacher into a student. The config selects the completions, the divergence and the teacher.
 
     Args:
-        model: The student: hub id, folder, model or peft model.
-        teacher_model: Hub id, folder or model; several: a dict of them by name, where the column ``teacher_id`` names the
-            teacher of each row, or ``teacher_weights`` of ``args`` mixes them. None where ``args`` names the teacher.
-        args: `DistillationConfig` or one of the presets.
-        train_dataset: ``prompt`` (and ``completion``), or ``messages``.
-        eval_dataset: Likewise.
-        processing_class: The student's tokenizer; None loads the model's.
-        teacher_processing_class: The teacher's; None loads that of the teacher's id, or of the folder
-            or id that a model object was loaded from; of one built in memory the student's is taken for it.
-        teacher_server: Client of a server that scores, see `ServerTeacher`; several: a dict of them by name.
+        model: Student to train: path, Hub id, model object or peft model.
+        teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
+            selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the teacher is set in
+            ``args``.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        tools: Not supported, must be None. Use `GRPOTrainer`.
+        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
+            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
+        formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
+        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
+        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
 
     Reference: GKD, arXiv:2306.13649.
 

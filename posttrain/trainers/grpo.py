@@ -51,11 +51,33 @@ class GRPOTrainer(OnlineTrainer):
     There is no value model.
 
     Args:
-        model: Hub id, folder, model or peft model.
-        reward_funcs: A callable ``f(prompts, completions, **columns) -> list[float | None]``, a reward model, or several.
-        args: `GRPOConfig`.
-        rollout_engine: An engine object; None makes the one that ``args.rollout_engine`` names.
-        tools, rollout_func, environment_factory: See `EpisodeSetup` and the pages on tools and environments.
+        model: Model to train: path, Hub id, model object or peft model.
+        reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
+            or Hub id of a reward model, or a list of these.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. None: the prompts
+            come from ``environment_factory``.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
+            models.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        tools: Python functions that the model may call. Each needs type hints and a docstring.
+        rollout_func: Function that samples completions instead of the trainer. It maps prompts to a dict of lists.
+        environment_factory: Function that creates an environment for each completion, or several by name. The column
+            ``environment`` then selects one per row.
+        harness: Your own agent code, run against an OpenAI-compatible endpoint of the model. See `Harness`.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
 

@@ -51,17 +51,35 @@ class OnlineDPOTrainer(OnlineTrainer):
     The completion with the higher reward, or the one that the judge prefers, is the chosen one. Ties train nothing.
 
     Args:
-        model: Hub id, folder, model or peft model.
-        ref_model: The reference; None: the given weights as they are now, or the model with its new adapter off.
-        reward_funcs: A reward model or its id, a callable, or several. Callables see the first completions of all prompts,
-            then the second ones, columns repeated.
-        args: The config; required.
-        data_collator: Must be None: there is nothing to collate before completions exist.
-        train_dataset: Prompts; required.
-        eval_dataset: Prompts to evaluate on, or several sets by name.
-        processing_class: The tokenizer; required where the model is an object.
-        reward_processing_classes: Tokenizers of reward models.
-        judge: Instead of ``reward_funcs``: a `BasePairwiseJudge`, `BaseRankJudge` or `BaseBinaryJudge`.
+        model: Model to train: path, Hub id, model object or peft model.
+        ref_model: Reference model. None: the initial weights, as a frozen copy or as the model with its new adapter
+            disabled.
+        reward_funcs: Reward model, its path or Hub id, a reward function, or a list of these. Functions receive the
+            first completions of all prompts, then the second ones. Exactly one of ``reward_funcs`` and ``judge`` must
+            be set.
+        args: Training arguments. Required.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        train_dataset: Dataset with the column ``prompt``. Required.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer. Required if ``model`` is an object.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
+            models.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        judge: Judge that compares two completions, instead of ``reward_funcs``: a `BasePairwiseJudge`, `BaseRankJudge`
+            or `BaseBinaryJudge`.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        tools: Not supported, must be None. Use `GRPOTrainer`.
+        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
+        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
 
     Reference: Direct language model alignment from online AI feedback, arXiv:2402.04792.
 

@@ -43,6 +43,24 @@ class RewardTrainer(PostTrainer):
     The score is read at the last token of each answer. This token is found by position, so the pad token may equal the
     eos token.
 
+    Args:
+        model: Model to train: path, Hub id, model object or peft model.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        data_collator: Function that builds batches from prepared rows. None: the library's own batches.
+        train_dataset: Dataset with ``chosen`` and ``rejected``, and optionally ``prompt``.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+
     >>> trainer = RewardTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=pairs)  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
 

@@ -34,14 +34,30 @@ class RLOOTrainer(OnlineTrainer):
     The KL penalty is part of the reward.
 
     Args:
-        model: Hub id, folder, model or peft model.
-        reward_funcs: A callable ``f(prompts, completions, **columns) -> list[float | None]``, a reward model, or several.
-        args: `RLOOConfig`.
-        train_dataset: Prompts, with the columns that rewards read.
-        eval_dataset: Prompts to evaluate on, or several sets by name.
-        processing_class: The tokenizer; None loads the model's.
-        reward_processing_classes: Tokenizers of reward models.
-        callbacks: `transformers.TrainerCallback` objects.
+        model: Model to train: path, Hub id, model object or peft model.
+        reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
+            or Hub id of a reward model, or a list of these.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
+            models.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        tools: Not supported, must be None. Use `GRPOTrainer`.
+        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
+        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
 
     Reference: Back to basics, arXiv:2402.14740.
 

@@ -34,6 +34,26 @@ if TYPE_CHECKING:
 class SFTTrainer(PostTrainer):
     """Supervised fine-tuning on text, conversations, prompt-completion pairs or tokenized rows.
 
+    Args:
+        model: Model to train: path, Hub id, model object or peft model.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        data_collator: Function that builds batches from prepared rows. None: the library's own batches.
+        train_dataset: Dataset with ``messages``, ``text``, ``prompt`` and ``completion``, or token ids.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        compute_loss_func: Function that replaces the loss. It receives the model's outputs, the labels and the number
+            of label tokens.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        formatting_func: Function that converts a row to text, instead of the columns that the method reads.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+
     >>> trainer = SFTTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=dataset)  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
     """

@@ -188,7 +188,7 @@ def test_availability_of_vllm_warns_outside_the_range_and_is_false_below_the_min
     monkeypatch.setattr(available, "installed_version", lambda package: "0.33.0")
     with caplog.at_level(logging.WARNING):
         assert available.is_vllm_available()
-    assert "vllm 0.33.0 is installed; vllm<=0.32.0,>=0.27.0 was tested" in caplog.text
+    assert "vllm 0.33.0 is installed, but only vllm<=0.32.0,>=0.27.0 was tested" in caplog.text
     assert available.is_vllm_available("0.33") and not available.is_vllm_available("0.34")
     assert not available.is_deepspeed_available()
 

@@ -261,7 +261,7 @@ EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")
                 "--save_strategy",
                 "best",
             ),
-            "metric_for_best_model='eval_accuracy': the evaluation has no such metric. The most similar are ['eval_",
+            "metric_for_best_model='eval_accuracy': the evaluation has no such metric. The most similar ones are ['eval_",
         ),
         ("grpo", ("--per_device_train_batch_size", "64"), "train_dataset has 8 prompts, but one generation takes 16"),
     ],

@@ -288,7 +288,7 @@ def test_the_collator_trains_what_follows_the_response_template(tmp_path, tiny_t
     ]
     turns = DataCollatorForCompletionOnlyLM([7, 8], [9], tokenizer=tiny_tokenizer)
     assert turns([row])["labels"].tolist() == [[-100, -100, -100, 5, -100, -100, -100, 6, 2]]
-    with pytest.warns(UserWarning, match="is not in a row of 2 tokens, so the row has no loss"):
+    with pytest.warns(UserWarning, match="does not occur in a row of 2 tokens, so the row has no loss"):
         assert collator([{"input_ids": [1, 2]}])["labels"].tolist() == [[-100, -100]]
 
 

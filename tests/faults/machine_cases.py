@@ -188,7 +188,7 @@ CASES = (
         "machine",
         "killed while a checkpoint is written",
         killed_in_a_checkpoint,
-        r"left half-written",
+        r"only partly written",
         "data",
         slow=True,
     ),

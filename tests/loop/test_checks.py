@@ -95,13 +95,13 @@ def test_trap_9_steps_in_a_row_without_a_trained_token_are_an_error(tmp_path):
     assert [checks.empty_steps(None, [], counts) for counts in (empty, empty, Denominators(5, 4, 1), empty, empty)] == [
         True
     ] * 5
-    with raises(PreflightError, "PT-T001", "3 steps in a row"):
+    with raises(PreflightError, "PT-T001", "3 consecutive steps"):
         checks.empty_steps(None, [], empty)
     assert Checks(args, command="grpo", zero_gradient_is_normal=True).empty_steps(None, [], empty)
 
 
 def test_t51_a_batch_of_padding_is_told_above_forty_percent():
-    assert "41 % of the tokens" in check_padding(real=59, computed=100).what
+    assert "41 % of the computed tokens" in check_padding(real=59, computed=100).what
     assert check_padding(real=60, computed=100) is None
     assert check_padding(real=0, computed=0) is None
 

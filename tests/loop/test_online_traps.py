@@ -39,13 +39,13 @@ def test_r1_the_start_says_how_stale_the_last_slice_gets(tiny_tokenizer, tmp_pat
 def test_r2_the_start_says_what_passes_do_to_the_length_of_an_epoch(tmp_path):
     """16 prompts in generations of 2 are 8 generations; of 4 passes over 1 slice each: 32 optimiser steps."""
     text = describe_schedule(grpo_args(tmp_path, num_iterations=4, max_steps=64), 16)
-    assert "An epoch of 16 prompts is 8 generations and 32 optimiser steps. max_steps=64 is 2 epochs." in text
-    assert "8 generations and 8 optimiser steps" in describe_schedule(grpo_args(tmp_path), 16)
+    assert "An epoch of 16 prompts is 8 generations and 32 optimizer steps. max_steps=64 is 2 epochs." in text
+    assert "8 generations and 8 optimizer steps" in describe_schedule(grpo_args(tmp_path), 16)
 
 
 def test_r3_a_loss_of_zero_is_explained_and_a_gradient_of_zero_is_told(tmp_path):
     text = describe_schedule(grpo_args(tmp_path), 16)
-    assert "a loss near 0 and a clip ratio of 0 are normal, and grad_norm shows" in text
+    assert "A loss near 0 and a clip ratio of 0 are normal, and grad_norm shows" in text
     assert "normal" not in describe_schedule(grpo_args(tmp_path, num_iterations=2), 16)
     assert "PT-R012" in codes(20, grad_norm=0.0)
     assert codes(20, grad_norm=1e-3) == []
@@ -182,7 +182,7 @@ def test_r36_a_correction_that_leaves_most_tokens_out_is_told_and_missing_log_pr
 
 def test_r40_a_cap_below_the_clip_and_a_ratio_that_runs_away_are_told(tmp_path, caplog):
     grpo_args(tmp_path, delta=1.1, num_iterations=2)
-    assert "delta=1.1 is below 1 + epsilon_high = 1.2 and cancels the clip" in caplog.text
+    assert "delta=1.1 is below 1 + epsilon_high = 1.2, so the upper clip has no effect" in caplog.text
     assert "PT-R005" in codes(1, ratio__max=11.0)
     assert codes(1, ratio__max=9.0) == []
 

@@ -190,8 +190,8 @@ def test_a_silenced_finding_stops_nothing_and_is_kept_with_its_reason(tiny_token
         ({"learning_rate": "1e-5"}, "learning_rate='1e-5' must be a number of at least 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan must be a number"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1 must be a number of at least 0"),
-        ({"max_steps": 0}, "max_steps=0: a run takes at least 1 step"),
-        ({"load_best_model_at_end": True, "save_strategy": "no"}, "no evaluation says which model is the best"),
+        ({"max_steps": 0}, "max_steps=0: a run needs at least 1 step"),
+        ({"load_best_model_at_end": True, "save_strategy": "no"}, "needs evaluations to find the best model"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tiny_tokenizer, tmp_path, settings, message):

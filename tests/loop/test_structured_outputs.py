@@ -46,7 +46,7 @@ def test_the_regex_of_its_own_field_wins_and_says_so(tmp_path, caplog):
         generation_kwargs={"structured_outputs": {"regex": "b+"}},
     )  # fmt: skip
     assert args.generation_kwargs is None
-    assert "vllm_structured_outputs_regex wins over" in caplog.text
+    assert "vllm_structured_outputs_regex overrides" in caplog.text
 
 
 def test_a_structure_that_is_none_is_refused_with_the_config(tmp_path):

@@ -80,7 +80,7 @@ def test_heads_that_processes_cannot_share_are_refused_with_sizes_that_fit(tmp_p
 def test_padded_rows_other_methods_images_beside_the_text_and_deepspeed_are_refused(tmp_path, monkeypatch):
     with raises(ConfigError, "padded rows"):
         begin(config(tmp_path), layout=Layout("padded"))
-    with raises(ConfigError, "was not shown"):
+    with raises(ConfigError, "was not tested"):
         begin(config(tmp_path), supported=False)
     beside = SimpleNamespace(processor=SimpleNamespace(family=Family((), cross=True)))
     monkeypatch.setattr("posttrain.loop.token_split.picture_encoder", lambda model: beside)
@@ -123,7 +123,7 @@ def test_the_command_that_checks_knows_which_methods_and_options_are_divided(tin
     data, settings = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
     data.write_text(json.dumps({"prompt": "2 + 2 =", "completion": " 4", "label": True}), encoding="utf-8")
     for command, more, said in (
-        ("bco", "", "sp_size=2 was not shown with BCOTrainer"),
+        ("bco", "", "sp_size=2 was not tested with BCOTrainer"),
         ("sft", "neftune_noise_alpha: 5\n", "sp_size=2 with neftune_noise_alpha=5"),
     ):
         text = f"output_dir: {tmp_path}/out\nuse_cpu: true\nparallelism_config: {{sp_size: 2}}\n{more}"
@@ -163,7 +163,10 @@ def test_losses_norms_and_weights_are_those_of_one_process(way, of_one, tmp_path
 @pytest.mark.distributed
 def test_a_model_whose_layers_do_not_hand_the_forest_on_is_refused(tmp_path):
     said = run_ranks("tests.loop.test_token_split", tmp_path, processes=2, folder=tmp_path)
-    assert "StableLmForCausalLM does not run divided" in said["error"] and "Fix: sp_size=1" in said["error"]
+    assert (
+        "StableLmForCausalLM does not run with sequence parallelism" in said["error"]
+        and "Fix: set sp_size=1" in said["error"]
+    )
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def test_r50_the_ratio_of_another_engine_weighs_whole_completions():
     [("delta", 3.0), ("entropy_coef", 0.1), ("off_policy_mask_threshold", 1.0)],
 )
 def test_what_gmpo_would_ignore_is_refused(field, value):
-    with pytest.raises(ConfigError, match=f"{field}=.* has no meaning in GMPO"):
+    with pytest.raises(ConfigError, match=f"{field}=.* is not supported by loss_type='gmpo'"):
         config(**{field: value})
 
 

@@ -389,7 +389,7 @@ def test_a_teachers_ids_are_compared_however_it_is_given(other_teacher, tmp_path
     served(tmp_path / "d", tiny_tokenizer, server=server, teacher_processing_class=tiny_tokenizer, **url)
     make(tmp_path / "e", tiny_tokenizer, teacher=loaded, tokenizer_check="off")
     score_dataset(loaded, answers(), tiny_tokenizer, tmp_path / "scores.arrow", tokenizer_check="off")
-    assert "tokenizer is not known" not in caplog.text
+    assert "tokenizer is unknown" not in caplog.text
     make(tmp_path / "f", tiny_tokenizer)
     assert "the teacher's tokenizer was not found" in caplog.text
 

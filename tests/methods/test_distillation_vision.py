@@ -235,7 +235,7 @@ def test_teachers_that_do_not_see_what_the_student_sees_are_refused(tmp_path):
     uld = {"kind": "GOLD", "settings": {"use_uld_loss": True, "lmbda": 0.0}}
     with pytest.raises(ConfigError, match="images"):
         make(tmp_path, "llava", teacher=text, teacher_processing_class=build("qwen2_vl")[1], **uld)
-    with pytest.raises(DataError, match="reads text alone"):
+    with pytest.raises(DataError, match="reads only text"):
         make(tmp_path, "llava", teacher=build("qwen2_vl")[0], teacher_processing_class=processor.tokenizer, **uld)
     with pytest.raises(ConfigError, match="support text only"):
         make(tmp_path, "llava", settings={"teacher_model_server_url": "http://localhost:1", "beta": 0.0})

@@ -327,7 +327,7 @@ def test_columns_of_images_are_refused_and_not_left_aside(method, tiny_tokenizer
     tiny_tokenizer.pad_token = "<|endoftext|>"
     # DPO and GRPO read images, with a processor.
     text = (
-        "rows have images, and processing_class is .*AutoProcessor"
+        "rows have images, but processing_class is .*AutoProcessor"
         if method in ("dpo", "grpo")
         else r"have images \(columns \['images'\]\).*remove_columns"
     )

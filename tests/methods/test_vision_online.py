@@ -274,8 +274,8 @@ def test_a_typed_placeholder_that_cannot_stay_text_is_refused_by_row(tmp_path, m
     ("held", "said"),
     [
         ({"bytes": None, "path": "https://example.com/cat.png"}, "remote"),
-        ({"bytes": b"no image at all", "path": None}, "no readable picture"),
-        ({"bytes": None, "path": "missing.png"}, "no readable picture"),
+        ({"bytes": b"no image at all", "path": None}, "not a readable image"),
+        ({"bytes": None, "path": "missing.png"}, "not a readable image"),
     ],
 )
 def test_a_picture_that_cannot_be_read_is_refused_by_row_before_the_model_is_loaded(held, said, tmp_path):
@@ -389,7 +389,7 @@ def test_a_reward_model_that_reads_text_alone_is_refused(tmp_path):
     )
     config.num_labels, config.pad_token_id = 1, 256
     model, processor = build("llava")
-    with pytest.raises(ConfigError, match="reads text alone"):
+    with pytest.raises(ConfigError, match="reads only text"):
         GRPOTrainer(
             model, AutoModelForSequenceClassification.from_config(config), GRPOConfig(str(tmp_path), **QUICK, check_rewards=False),
             train_dataset=prompts(), processing_class=processor, reward_processing_classes=processor.tokenizer,

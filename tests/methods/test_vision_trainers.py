@@ -377,7 +377,7 @@ def uneven():
 
 def test_a_length_inside_an_image_is_refused_with_the_length_that_fits(tmp_path):
     longest = max(len(row["input_ids"]) for row in sft(tmp_path, uneven()).train_dataset)
-    with pytest.raises(DataError, match=rf"PT-G001: 1 of 4 .* row 3 .* max_length of at least {longest}"):
+    with pytest.raises(DataError, match=rf"PT-G001: 1 of 4 .* Row 3 .* max_length to at least {longest}"):
         sft(tmp_path, uneven(), max_length=longest - 100)
 
 
@@ -395,7 +395,7 @@ def test_an_image_above_the_limit_is_refused_by_row_dropped_or_made_smaller(tmp_
     assert list(dropped.reports["train"].dropped.values()) == [3]
     with caplog.at_level("WARNING"):
         smaller = sft(tmp_path, rows("completion"), name="qwen2_vl", image_max_tokens=4, image_fit="resize")
-    assert "3 images are made smaller" in caplog.text
+    assert "3 images are resized to a smaller size" in caplog.text
     assert [row["input_ids"].count(smaller.vision.reader.token_id) for row in smaller.train_dataset] == [4, 0, 7, 4]
     (batch,) = smaller.data_collator([smaller.train_dataset[0]])
     ((*_, placed),) = batch.pictures
@@ -491,7 +491,7 @@ def test_what_the_assistant_says_alone_is_trained_between_images(name, columns, 
 
 def test_a_model_that_reads_prompts_both_ways_trains_no_turns_of_one(tmp_path):
     held = [{"messages": talk(1), "images": [png(noise(8, 8))] * 2}]
-    with pytest.raises(DataError, match="row 0: this model reads a prompt both ways"):
+    with pytest.raises(DataError, match="row 0: this model has bidirectional attention in the prompt"):
         sft(tmp_path, datasets.Dataset.from_list(held), name="paligemma", assistant_only_loss=True)
 
 
@@ -644,14 +644,14 @@ def test_a_placeholder_that_a_user_types_stays_text_in_given_answers(branches, t
     ids = row["input_ids"] if len(branches) == 1 else row["prompt_ids"]
     assert "is <image> or <image> an image?" in processor.tokenizer.decode(ids)
     assert trainer.vision.reader.token_id not in ids
-    assert "2 strings that stand for an image stay text" in caplog.text
+    assert "2 strings that look like image placeholders remain text" in caplog.text
 
 
 def test_a_broken_picture_is_dropped_and_counted_where_that_is_asked_for(tmp_path):
     found = [dict(row) for row in rows("completion").cast_column("images", datasets.List(datasets.Image(decode=False)))]
     found[2]["images"] = [{"bytes": b"no image at all", "path": None}] * 2
     dataset = datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
-    with pytest.raises(DataError, match="row 2: column 'images': this is no readable picture"):
+    with pytest.raises(DataError, match="row 2: column 'images': this is not a readable image"):
         sft(tmp_path, dataset)
     trainer = sft(tmp_path, dataset, image_fit="drop")
     assert len(trainer.train_dataset) == 3 and trainer.reports["train"].dropped == {"with an unreadable image": 1}
@@ -672,7 +672,7 @@ def test_a_file_that_was_cut_is_dropped_where_that_is_asked_for_else_named_by_it
     assert len(trainer.train_dataset) == 3 and trainer.reports["train"].dropped == {"with an unreadable image": 1}
     trainer.train()
     unchecked = sft(tmp_path, dataset, preflight="off")
-    with pytest.raises(DataError, match=r"row 3: the picture cannot be read \(PT-G003\)"):
+    with pytest.raises(DataError, match=r"row 3: the image cannot be read \(PT-G003\)"):
         unchecked.train()
 
 

@@ -313,7 +313,7 @@ def test_flipped_bytes_are_refused_where_they_are_named_and_passed_over_where_th
     with raises(CheckpointError, "model.safetensors", "checkpoint-2", "checkpoint-1"):
         checkpoints.resolve_resume(str(flipped), tmp_path)
     assert checkpoints.resolve_resume(True, tmp_path) == str(good)
-    assert "checkpoint-2 is passed over: the bytes of model.safetensors" in caplog.text
+    assert "checkpoint-2 is skipped: the bytes of model.safetensors" in caplog.text
     shutil.rmtree(good)
     with pytest.raises(CheckpointError, match=r"checkpoint-2 is damaged: the bytes of model\.safetensors") as alone:
         checkpoints.resolve_resume(True, tmp_path)
@@ -328,7 +328,7 @@ def test_a_run_goes_on_with_its_own_rows_alone_says_from_where_and_trains_no_ste
     again = sft(tmp_path, tiny_tokenizer, max_steps=1, **settings)
     with caplog.at_level("INFO", "posttrain"):
         again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 2 and "nothing is left to train" in caplog.text
+    assert again.state.global_step == 2 and "nothing left to train" in caplog.text
     assert f"Resuming from {tmp_path / 'checkpoint-2'}" in caplog.text
     assert not (tmp_path / "checkpoint-3").exists()
     rows = chats(12).select(range(11, -1, -1))
@@ -337,7 +337,7 @@ def test_a_run_goes_on_with_its_own_rows_alone_says_from_where_and_trains_no_ste
         other.train(resume_from_checkpoint=True)
     meant = sft(tmp_path, tiny_tokenizer, data=rows, max_steps=3, ignore_data_skip=True, **settings)
     meant.train(resume_from_checkpoint=True)
-    assert meant.state.global_step == 3 and "they begin at their start" in caplog.text
+    assert meant.state.global_step == 3 and "they start from the first row" in caplog.text
 
 
 def test_a_checkpoint_of_the_same_step_replaces_its_own_and_moves_anothers_aside(tmp_path):
@@ -543,12 +543,12 @@ def test_a_configs_checkpoint_that_train_was_not_given_is_told(tmp_path, tiny_to
     sft(tmp_path, tiny_tokenizer, **settings).train()
     path = str(tmp_path / "checkpoint-1")
     sft(tmp_path / "again", tiny_tokenizer, resume_from_checkpoint=path, **settings).train()
-    assert "was not given to train(), as in transformers: the run begins anew" in caplog.text
+    assert "was not passed to train(), as in transformers, so the run starts from the beginning" in caplog.text
     caplog.clear()
     again = sft(tmp_path, tiny_tokenizer, **settings)
     again.train(resume_from_checkpoint=path)
     again.train()  # Once more from where it stands; the first call's checkpoint is no setting.
-    assert "was not given" not in caplog.text
+    assert "was not passed" not in caplog.text
     with pytest.raises(CheckpointError, match="resume_from_checkpoint='3' is not a folder"):
         again.train(resume_from_checkpoint=3)
 
@@ -562,8 +562,8 @@ def lora(**settings):
 @pytest.mark.parametrize(
     ("wrote", "now", "said"),
     [
-        (lora(), None, ["holds an adapter, and this run trains the whole model", "use_peft"]),
-        (None, lora(), ["holds a whole model, and this run trains an adapter", "without resume_from_checkpoint"]),
+        (lora(), None, ["contains an adapter, but this run trains the whole model", "use_peft"]),
+        (None, lora(), ["contains a whole model, but this run trains an adapter", "without resume_from_checkpoint"]),
         (lora(), lora(r=8), ["r=8 (the checkpoint's: 4)"]),
         (lora(), lora(lora_alpha=16), ["lora_alpha=16 (the checkpoint's: 8)"]),  # peft would scale it otherwise, in silence.
         (lora(), lora(target_modules=["v_proj"]), ["target_modules=['v_proj'] (the checkpoint's: ['q_proj'])"]),

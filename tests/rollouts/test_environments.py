@@ -314,7 +314,7 @@ def test_factories_are_checked_at_construction():
         (3, "must be callable without arguments"),
         ({}, "an empty dict"),
         (NoReset, "returned a NoReset, which has no method reset"),
-        (Undescribed, "tool 'go' cannot be described"),
+        (Undescribed, "tool 'go' has no valid schema"),
     ]:
         with pytest.raises(ConfigError, match=message):
             EnvironmentPool(factory)

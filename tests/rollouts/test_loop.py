@@ -444,7 +444,9 @@ def test_the_context_ends_an_episode_as_the_budget_does(tokenizer):
     assert [m["role"] for m in episode.messages] == ["assistant"]
     (episode,), _ = play(tokenizer, MUL, "It is 42.", context=context + 1)
     assert len(episode.token_ids) == context + 1 - len(whole.prompt_ids)
-    with pytest.raises(RolloutError, match=f"no room for an answer in the model's context of {len(whole.prompt_ids)}"):
+    with pytest.raises(
+        RolloutError, match=f"no space for a completion in the model's context of {len(whole.prompt_ids)}"
+    ):
         play(tokenizer, MUL, context=len(whole.prompt_ids))
 
 
@@ -635,7 +637,7 @@ def test_a_tool_that_nobody_could_describe_is_refused_with_its_name():
         return a
 
     for tool in (untyped, undocumented):
-        with pytest.raises(ConfigError, match=f"tool '{tool.__name__}' cannot be described"):
+        with pytest.raises(ConfigError, match=f"tool '{tool.__name__}' has no valid schema"):
             ToolBox.of([tool])
     with raises(ConfigError):
         ToolBox.of([3])

@@ -1,4 +1,4 @@
-"""OpenEnv clients as environments, for ``environment_factory``."""
+"""OpenEnv clients as environments of trainers."""
 
 from __future__ import annotations
 

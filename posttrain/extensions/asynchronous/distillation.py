@@ -68,15 +68,34 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
     as it arrives; a teacher model in the trainer's process scores it during training.
 
     Args:
-        model: The student: hub id, folder, model or peft model.
-        args: `AsyncDistillationConfig`.
-        train_dataset: ``prompt``; with several teachers ``teacher_id`` too, unless ``teacher_weights`` mixes them.
-        processing_class: The student's tokenizer; None loads the model's.
-        rollout_worker: Writes rollouts instead of our own processes, see `RolloutWorkerProtocol`.
-        weight_transfer: Takes weights to it; see `WeightTransferProtocol`.
-        teacher_model: As of `DistillationTrainer`, where ``args`` names no server.
-        teacher_server: Client of a server instead of its URL; several: a dict of them by name.
-        engine_factory: As of `AsyncGRPOTrainer`.
+        model: Student to train: path, Hub id, model object or peft model.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with ``prompt``, and ``teacher_id`` if several teachers are not mixed by
+            ``teacher_weights``.
+        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        rollout_worker: Worker that samples rollouts instead of the trainer's own worker processes, see
+            `RolloutWorkerProtocol`.
+        weight_transfer: Object that sends weights to ``rollout_worker``, see `WeightTransferProtocol`.
+        teacher_model: Teacher as in `DistillationTrainer`, if ``args`` names no server.
+        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
+            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        eval_dataset: Evaluation dataset, or several by name.
+        engine_factory: Picklable function that creates the engine of a worker. None: created from
+            ``args.worker_engine``.
+        rollout_engine: Engine object for evaluation in the trainer's process. None: created from
+            ``args.rollout_engine``.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
 
     Reference: GKD, arXiv:2306.13649; several teachers by row: MOPD, arXiv:2606.30406.
 

@@ -37,16 +37,39 @@ class AsyncGRPOTrainer(AsyncTrainer):
     queue, drops those that are too old, and corrects for older weights.
 
     Args:
-        model: Hub id, folder or model.
-        reward_funcs: As for `GRPOTrainer`; they run in the workers, so they must be defined at the top level of a module.
-        args: `AsyncGRPOConfig`.
-        train_dataset: Prompts; None where an environment says what is to be done.
-        processing_class: The tokenizer; None loads the model's.
-        rollout_worker: Writes rollouts instead of our own processes, see `RolloutWorkerProtocol`; or a `HarnessRolloutWorker`,
-            which makes sessions of an agent of them.
-        weight_transfer: Takes weights to it; see `WeightTransferProtocol`.
-        engine_factory: ``() -> RolloutEngine``, picklable, instead of the engine that ``args.worker_engine`` names.
-        tools, environment_factory: See `EpisodeSetup` and the pages on tools and environments.
+        model: Model to train: path, Hub id, model object or peft model.
+        reward_funcs: Reward functions as in `GRPOTrainer`. They run in the workers, so they must be defined at the top
+            level of a module.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. None: the prompts
+            come from ``environment_factory``.
+        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        tools: Python functions that the model may call. Each needs type hints and a docstring.
+        environment_factory: Function that creates an environment for each completion, or several by name. The column
+            ``environment`` then selects one per row.
+        rollout_worker: Worker that samples rollouts instead of the trainer's own worker processes, see
+            `RolloutWorkerProtocol`; or a `HarnessRolloutWorker`, which runs an agent.
+        weight_transfer: Object that sends weights to ``rollout_worker``, see `WeightTransferProtocol`.
+        eval_dataset: Evaluation dataset, or several by name.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
+            models.
+        engine_factory: Picklable function that creates the engine of a worker. None: created from
+            ``args.worker_engine``.
+        rollout_func: Not supported, must be None. Pass ``rollout_worker`` instead.
+        harness: Your own agent code, run against an OpenAI-compatible endpoint of the model. See `Harness`.
+        rollout_engine: Engine object for evaluation in the trainer's process. None: created from
+            ``args.rollout_engine``.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
 
     Reference: AReaL, arXiv:2505.24298; DeepSeekMath, arXiv:2402.03300, equation 3.
 

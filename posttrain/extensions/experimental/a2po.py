@@ -141,11 +141,31 @@ class A2POTrainer(OnlineTrainer):
     samples one completion per prompt.
 
     Args:
-        model: Hub id, folder, model or peft model.
-        reward_funcs: As in `GRPOTrainer`.
-        args: `A2POConfig`.
-        train_dataset: Rows with ``prompt``; not a stream, since every prompt needs its value first.
-        eval_dataset: One set, or several by name.
+        model: Model to train: path, Hub id, model object or peft model.
+        reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
+            or Hub id of a reward model, or a list of these.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with the column ``prompt``. A stream is not supported, because each prompt's value is
+            computed first.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
+            models.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        tools: Not supported, must be None. Use `GRPOTrainer`.
+        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
+        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
 
     Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
     """

@@ -57,6 +57,37 @@ class IWOPDTrainer(DistillationTrainer):
     """On-policy distillation in which early tokens have larger weights, with an importance ratio to the sampling
     weights.
 
+    Args:
+        model: Student to train: path, Hub id, model object or peft model.
+        teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
+            selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the teacher is set in
+            ``args``.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
+            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
+        reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
+        formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        tools: Not supported, must be None. Use `GRPOTrainer`.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
+        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
+
     Reference: IW-OPD, arXiv:2606.22600.
     """
 
@@ -125,6 +156,39 @@ class IWOPDTrainer(DistillationTrainer):
 class MiniLLMTrainer(DistillationTrainer):
     """Distillation with the reverse KL to the teacher as a per-token reward, optionally with rewards of whole
     completions.
+
+    Args:
+        model: Student to train: path, Hub id, model object or peft model.
+        teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
+            selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the teacher is set in
+            ``args``.
+        reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
+            or Hub id of a reward model, or a list of these.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
+            models.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
+        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
+            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        tools: Not supported, must be None. Use `GRPOTrainer`.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
 
     Reference: MiniLLM, arXiv:2306.08543.
     """
@@ -205,6 +269,36 @@ class MiniLLMTrainer(DistillationTrainer):
 
 class SDFTTrainer(DistillationTrainer):
     """Self-distillation: the teacher is the student with the row's ``privileged_context`` in its prompt.
+
+    Args:
+        model: Student to train: path, Hub id, model object or peft model.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with ``prompt`` and ``privileged_context``, which only the teacher reads.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        teacher_model: Separate teacher. None: the student is its own teacher, with the weights that
+            ``args.teacher_model_kind`` selects.
+        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
+            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
+        reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
+        formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        tools: Not supported, must be None. Use `GRPOTrainer`.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
+        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
 
     Reference: Self-Distillation Fine-Tuning, arXiv:2601.19897.
     """
@@ -300,6 +394,38 @@ class SDFTTrainer(DistillationTrainer):
 
 class SDPOTrainer(DistillationTrainer):
     """Self-distillation: the teacher is the student with a successful completion of the same prompt in its prompt.
+
+    Args:
+        model: Student to train: path, Hub id, model object or peft model.
+        reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
+            or Hub id of a reward model, or a list of these.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
+            models.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        teacher_model: Separate teacher. None: the student is its own teacher, with the weights that
+            ``args.teacher_model_kind`` selects.
+        teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
+            a model that was built in memory, the student's tokenizer is assumed.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        tools: Not supported, must be None. Use `GRPOTrainer`.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
+        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
 
     Reference: Self-Distillation Policy Optimization, arXiv:2601.20802.
     """
@@ -425,6 +551,34 @@ class SDPOTrainer(DistillationTrainer):
 
 class SSDTrainer(DistillationTrainer):
     """Simple self-distillation: supervised fine-tuning on the model's own samples at another temperature.
+
+    Args:
+        model: Student to train: path, Hub id, model object or peft model.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        train_dataset: Dataset with the column ``prompt``.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        teacher_model: Not supported, must be None. There is no teacher.
+        teacher_processing_class: Not used. There is no teacher.
+        teacher_server: Not supported, must be None. There is no teacher.
+        reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
+        reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
+        formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        tools: Not supported, must be None. Use `GRPOTrainer`.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
+        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
 
     Reference: arXiv:2604.01193.
     """

@@ -155,17 +155,33 @@ class PPOTrainer(OnlineTrainer):
     """Proximal policy optimization with a learned value function. The KL to a reference is part of the reward.
 
     Args:
-        args: `PPOConfig`.
-        processing_class: The policy's tokenizer; None loads it. Its pad token must not be its eos token.
-        model: Hub id, folder, model, or peft model.
-        ref_model: What the divergence is measured from; None is a copy of ``model``, or ``model`` without its adapter.
-        reward_model: A sequence classifier with one label (or its id), which reads the policy's token ids; or a function as
-            `GRPOTrainer` takes them, ``f(prompts, completions, **columns) -> list[float]``; or a list of these.
-        train_dataset: Rows with ``input_ids`` (prompts; padding is taken off) or with ``prompt``, text or messages.
-        value_model: A sequence classifier with one label (or its id) that is trained beside the policy; None puts a value
-            head on the policy's own trunk: one forward pass gives log-probs and values, and no second model is in memory.
-        data_collator: Turns rows with ``input_ids`` into a padded batch first; None needs none.
-        rollout_engine: An engine object; None makes the one that ``args.rollout_engine`` names.
+        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        processing_class: Tokenizer of the policy. Its pad token must differ from its eos token. None: loaded from the
+            model's path or id.
+        model: Model to train: path, Hub id, model object or peft model.
+        ref_model: Reference model. None: the initial weights, as a frozen copy or as the model with its new adapter
+            disabled.
+        reward_model: Sequence classifier with one label that reads the policy's token ids, its Hub id, a reward
+            function as in `GRPOTrainer`, or a list of these.
+        train_dataset: Dataset with ``input_ids`` (prompts; padding is removed), or with ``prompt`` as text or messages.
+        value_model: Sequence classifier with one label (or its Hub id) that is trained with the policy. None: a value
+            head on the policy, so that one forward pass computes log-probs and values.
+        data_collator: Function that builds a padded batch from rows with ``input_ids``. None: rows are used directly.
+        eval_dataset: Evaluation dataset, or several by name.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
+        tools: Not supported, must be None. Use `GRPOTrainer`.
+        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
+        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
 
     Reference: PPO, arXiv:1707.06347; Learning to summarize from human feedback, arXiv:2009.01325, section 3.4.
 

@@ -28,13 +28,27 @@ class ServerDistillationTrainer(DistillationTrainer):
     """On-policy distillation from one or several teachers on servers.
 
     Args:
-        model: The student: hub id, folder, model or peft model.
-        args: `ServerDistillationConfig`, whose ``teacher_model_server_url`` says where the teachers are.
-        train_dataset: ``prompt``; with several teachers ``teacher_id`` too, unless ``teacher_weights`` mixes them.
-        eval_dataset: Likewise.
-        processing_class: The student's tokenizer; None loads the model's.
-        teacher_processing_class: The teachers'; None loads that of the model that a server says it has, where it can.
-        teacher_server: Client of a server instead of its URL, see `ServerTeacher`; several: a dict of them by name.
+        model: Student to train: path, Hub id, model object or peft model.
+        args: Training arguments. ``teacher_model_server_url`` contains the addresses of the teachers.
+        train_dataset: Dataset with ``prompt``, and ``teacher_id`` if several teachers are not mixed by
+            ``teacher_weights``.
+        eval_dataset: Evaluation dataset, or several by name.
+        processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
+        callbacks: Additional `transformers.TrainerCallback` objects.
+        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        peft_config: Config of a new adapter to train. None: no new adapter.
+        teacher_processing_class: Tokenizer of the teachers. None: loaded from the model id that the server reports, if
+            possible.
+        teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
+        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        model_init: Function that returns a new model for each trial of a hyperparameter search.
+        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
+            them.
 
     Reference: GKD, arXiv:2306.13649; several teachers by row: MOPD, arXiv:2606.30406.
 

@@ -106,7 +106,7 @@ def test_fields_of_other_losses_and_two_names_for_one_thing_are_refused(tmp_path
     for settings, value in (
         ({"delta": 3.0}, "delta=3.0"), ({"loss_top_k": 4}, "teacher_top_k"),
         ({"lmbda": 0.5}, "lmbda=0.5"), ({"use_vllm": True}, "use_vllm"), ({"beta": 1.5}, "beta=1.5"),
-        ({"teacher_server_urls": "http://a", "teacher_model_server_url": "http://b"}, "two names"),
+        ({"teacher_server_urls": "http://a", "teacher_model_server_url": "http://b"}, "names of the same option"),
     ):  # fmt: skip
         with raises(ConfigError, value):
             pt.AsyncDistillationConfig(str(tmp_path), **ASYNC, **settings)

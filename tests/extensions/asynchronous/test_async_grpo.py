@@ -469,7 +469,7 @@ def test_a_conversation_is_as_old_as_its_oldest_token():
 BAD = [
     ({"max_staleness": -1}, "max_staleness=-1"),
     ({"max_staleness": 3, "max_staleness_hard": 2}, "max_staleness_hard=2 is below max_staleness=3"),
-    ({"queue_maxsize": 4, "num_generations": 8}, "queue_maxsize=4 must hold a group"),
+    ({"queue_maxsize": 4, "num_generations": 8}, "queue_maxsize=4 must be at least num_generations"),
     ({"max_inflight_tasks": 0}, "max_inflight_tasks=0"),
     ({"weight_sync_steps": 0}, "weight_sync_steps=0"),
     ({"staleness_policy": "pase"}, "did you mean 'pace'"),
@@ -478,13 +478,13 @@ BAD = [
     ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}, "both are None"),
     ({"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 3.0}, "must be below"),
     ({"is_correction": "token_mask"}, "set vllm_importance_sampling_mode"),
-    ({"beta": 0.1}, "beta=0.1 has no meaning"),
-    ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False has no meaning"),
-    ({"num_iterations": 2}, "num_iterations=2 has no meaning"),
-    ({"vllm_server_port": 8001}, "vllm_server_port=8001 has no meaning.* servers by vllm_server_base_url"),
-    ({"weight_sync_timeout": 5, "vllm_sync_timeout": 6}, "names of one setting"),
-    ({"reward_transform": "running"}, "several workers here"),
-    ({"reward_transform": ["zscore"]}, "reward_transform='zscore'.* none knows the scale of all"),
+    ({"beta": 0.1}, "beta=0.1 is not supported"),
+    ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False is not supported"),
+    ({"num_iterations": 2}, "num_iterations=2 is not supported"),
+    ({"vllm_server_port": 8001}, "vllm_server_port=8001 is not supported.* vllm_server_base_url the servers"),
+    ({"weight_sync_timeout": 5, "vllm_sync_timeout": 6}, "names of the same option"),
+    ({"reward_transform": "running"}, "workers score each group separately"),
+    ({"reward_transform": ["zscore"]}, "reward_transform='zscore'.* do not have statistics of all rewards"),
     ({"per_device_train_batch_size": "auto"}, "set samples_per_step"),
     ({"rollout_failure_budget": 2.0}, "rollout_failure_budget=2.0"),
     ({"reward_timeout_s": 0}, "reward_timeout_s=0"),
@@ -562,7 +562,7 @@ def test_trap_s54_what_workers_cannot_be_sent_is_told_before_the_model_loads(tmp
 
 def test_trap_s42_big_reward_models_in_workers_are_told_of(caplog):
     warn_of_reward_models([count_a, "some/reward-model", torch.nn.Linear(10_000, 6_000)])
-    assert "some/reward-model runs in the rollout workers, on the CPU" in caplog.text
+    assert "some/reward-model runs in the rollout workers on the CPU" in caplog.text
     assert "of 60M parameters" in caplog.text
 
 

@@ -272,7 +272,7 @@ def test_each_rollout_has_an_environment_of_its_own_and_one_that_breaks_harms_no
     assert time.monotonic() - began < 20
     long = GroupTask(9, {"prompt": [{"role": "user", "content": "word " * 80}], "level": 1}, 2, seed=0)
     (group,) = runner.groups([long], version=4)
-    assert "leaves no room for an answer in the model's context of 64 tokens" in group.errors[0]
+    assert "leaves no space for a completion in the model's context of 64 tokens" in group.errors[0]
 
 
 class Heard:

@@ -36,4 +36,4 @@ def test_a_worker_is_not_blamed_for_an_hour_in_which_the_trainer_stood_still(jum
     for _ in range(60):
         jump(1.0)
         said = worker.problem(60.0, 60.0)
-    assert said == "gave no sign of work for 63 s"
+    assert said == "made no progress for 63 s"

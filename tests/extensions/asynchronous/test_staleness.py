@@ -175,7 +175,13 @@ def test_trap_s49_drops_are_told_with_three_remedies_and_then_halve_what_is_unde
         assert watch.add(40, 60, limit=512) == 512
         assert watch.add(40, 60, limit=512) == 256
     said = caplog.records[0].getMessage()
-    for part in ("60 %", "older than 4", "max_inflight_tasks (now 512)", "max_staleness", "weight_sync_steps"):
+    for part in (
+        "60 %",
+        "more than 4 weight versions old",
+        "max_inflight_tasks (now 512)",
+        "max_staleness",
+        "weight_sync_steps",
+    ):
         assert part in said
     assert watch.add(70, 30, limit=256) == 256
     assert watch.add(10, 90, limit=256) == 256  # The count began again.

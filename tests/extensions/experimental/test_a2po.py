@@ -70,7 +70,7 @@ def test_the_cache_survives_an_interrupted_line_and_ignores_other_runs(tmp_path,
     again = ValueCache(tmp_path / "values", "run-a")
     assert again.rewards["p"] == [1.0, 0.0]
     assert math.isnan(again.rewards["q"][0])
-    assert "was cut off" in caplog.text
+    assert "has an incomplete line" in caplog.text
 
 
 def test_a_row_is_known_by_its_prompt_and_its_columns():
@@ -366,13 +366,13 @@ def test_an_adapter_needs_no_copy_and_values_come_from_its_base(tiny_tokenizer, 
         ({"beta1": 0.0}, "beta1=0.0"),
         ({"beta2": -1.0}, "beta2=-1.0"),
         ({"num_value_samples": 0}, "num_value_samples=0"),
-        ({"beta": 0.1}, "the pull of the reference is beta2"),
+        ({"beta": 0.1}, "use beta2 for the regularization"),
         ({"sync_ref_model": True}, "sync_ref_model=True must be False"),
         ({"num_iterations": 2}, "no importance ratio"),
         ({"dynamic_sampling": 1}, "dynamic_sampling=1 must be 0"),
-        ({"reward_transform": ["rank"]}, "depends on other rewards"),
-        ({"reward_transform": ["none", "zscore"]}, "depends on other rewards"),
-        ({"reward_transform": "running"}, "depends on other rewards"),
+        ({"reward_transform": ["rank"]}, "depend on other rewards"),
+        ({"reward_transform": ["none", "zscore"]}, "depend on other rewards"),
+        ({"reward_transform": "running"}, "depend on other rewards"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, settings, match):

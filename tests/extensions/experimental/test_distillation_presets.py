@@ -108,7 +108,7 @@ def test_a_step_whose_completions_are_all_left_out_trains_nothing_and_ends_no_ru
     trainer = preset(name, tmp_path, tiny_tokenizer, rollout_engine=engine, mask_truncated_completions=cut, **settings)
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
-    assert losses(trainer) == [0.0] and "step 1 were left out" in caplog.text
+    assert losses(trainer) == [0.0] and "step 1 are excluded" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 

@@ -104,7 +104,7 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(server):
     [
         ({"prompt": []}, "prompt"),
         ({}, "prompt"),
-        ({"prompt": [[1], [5000]]}, "request 1 holds token id 5000"),
+        ({"prompt": [[1], [5000]]}, "request 1 contains the token id 5000"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [[1], [2] * 64], "max_tokens": 1}, "request 1: a prompt of 64 tokens and max_new_tokens=1 do not fit"),
         ({"prompt": [1], "temperature": -1}, "temperature"),
@@ -203,7 +203,7 @@ def test_a_whole_update_is_confirmed_by_its_version_and_every_reply_says_it(fres
         (lambda s: send(s, b"not a file of tensors"), ""),
         (lambda s: send(s, {"model.norm.weight": torch.ones(3)}), r"(3,)"),
         (lambda s: complete(s), "old values"),
-        (lambda s: send(s, tensors() | {"c": torch.ones(1)}), "does not know"),
+        (lambda s: send(s, tensors() | {"c": torch.ones(1)}), "has no such weight"),
         (lambda s: send(s, tensors(), path="/etc/passwd"), "Only such files"),
         (lambda s: send(s, tensors(), path="/dev/shm/../etc/posttrain-x/a.safetensors"), "Only such files"),
         (lambda s: send(s, tensors(), path="/dev/shm/other/a.safetensors"), "Only such files"),
@@ -213,7 +213,7 @@ def test_trap_s6_a_failed_update_is_never_sampled_from_until_a_whole_one_came(fr
     fresh.post("/start_weight_update")
     assert words in error(break_it(fresh), 409)
     assert fresh.get("/weight_info").json() == {"weight_version": "incomplete", "base_version": "incomplete"}
-    assert "not whole" in error(fresh.complete([1]), 409)
+    assert "incomplete" in error(fresh.complete([1]), 409)
     assert fresh.post("/finish_weight_update", {"weight_version": "1"}).status_code == 409
     assert fresh.get("/health").status_code == 200
     push(fresh, "1")
@@ -344,7 +344,7 @@ def test_requests_that_wait_end_where_an_update_fails(fresh):
         time.sleep(0.1)
         fresh.post("/start_weight_update")
         fresh.post("/finish_weight_update", {})
-        assert "not whole" in error(late.result(), 409)
+        assert "incomplete" in error(late.result(), 409)
 
 
 def test_one_request_that_fails_does_not_end_those_that_wait_with_it(fresh):
@@ -557,9 +557,9 @@ def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_or_would_be_left
     (digest,) = body["pictures"]
     (placed,) = body["placed"]
     for wrong, words in (
-        ({"pictures": {digest: "bm8gcGljdHVyZQ=="}}, "no readable picture"),
-        ({"pictures": {}}, "no readable picture"),
-        ({"placed": [placed | {"size": [8000, 8001]}]}, "at most"),
+        ({"pictures": {digest: "bm8gcGljdHVyZQ=="}}, "not a readable image"),
+        ({"pictures": {}}, "not a readable image"),
+        ({"placed": [placed | {"size": [8000, 8001]}]}, "but the maximum is"),
         ({"placed": [placed | {"size": [560, 560]}]}, "PT-G011"),
         ({"placed": [placed | {"start": 1}]}, "PT-G016"),
         ({"placed": []}, "PT-G011"),
@@ -571,4 +571,4 @@ def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_or_would_be_left
 
 def test_a_host_without_a_processor_takes_no_pictures(server, pictured):
     (request,) = asked_about(pictured[3], (0,))
-    assert "model with images" in error(server.complete([1, 2], **pictures_body(request)), 400)
+    assert "model with image inputs" in error(server.complete([1, 2], **pictures_body(request)), 400)

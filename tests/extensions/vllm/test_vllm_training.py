@@ -46,7 +46,7 @@ def test_sleep_is_refused_where_the_build_cannot(tmp_path):
 
     if sleep_available():
         pytest.skip("this build sleeps")
-    with pytest.raises(ConfigError, match=r"vllm_enable_sleep_mode=True: vLLM .* does not sleep"):
+    with pytest.raises(ConfigError, match=r"vllm_enable_sleep_mode=True: vLLM .* does not support sleep mode"):
         example("grpo_add").make_trainer(
             str(real.SMOL), str(tmp_path), 1, use_vllm=True, vllm_enable_sleep_mode=True, report_to="none"
         )
