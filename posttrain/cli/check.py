@@ -157,7 +157,7 @@ class Checkup:
 
     @property
     def failed(self) -> list[str]:
-        """Checks that raised, each with its error: nobody knows what they would have found."""
+        """Return the checks that raised an error. It is unknown what they would have found."""
         results = {} if self.preflight is None else self.preflight.results
         return [f"{code}: {result.failed}" for code, result in sorted(results.items()) if result.failed]
 

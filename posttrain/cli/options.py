@@ -39,7 +39,7 @@ EVALUATION = {
     "load_best_model_at_end": "true  # The checkpoint with the lowest eval_loss, or the best metric_for_best_model.",
 }
 
-# The most used options, in the order in which a run is set up. Each command shows those that it has.
+# Frequently used options, in the order in which a run is set up. Each command shows the options of its config.
 MOST_USED = (
     "model_name_or_path", "teacher_model_name_or_path", "dataset_name", "reward_funcs", "output_dir",
     "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
@@ -49,7 +49,7 @@ MOST_USED = (
     "resume_from_checkpoint", "max_hours", "preflight", "warmup_steps", "lr_scheduler_type", "bf16", "gradient_checkpointing",
     "seed",
 )  # fmt: skip
-# Sentences for the most used options of transformers.TrainingArguments, shorter than its own.
+# Sentences for frequently used options of transformers.TrainingArguments, shorter than its own.
 COMMON = {
     "output_dir": "Folder of the run: checkpoints, metrics, the model.",
     "max_steps": "Number of optimizer steps. Overrides num_train_epochs.",
@@ -164,7 +164,7 @@ def _lineage(name: str) -> list[ast.ClassDef]:
 
 
 def groups(command: str) -> dict[str, dict[str, Option]]:
-    """Return the options of a training command by heading, the most used first. Each option is listed once."""
+    """Return the options of a training command by heading, frequently used options first. Each option is listed once."""
     chosen = TRAINING[command]
     lineage = _lineage(f"{chosen.method}Config")
     shared = [node for node in lineage if node.name == "PostTrainingConfig"]

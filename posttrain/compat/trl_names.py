@@ -76,7 +76,7 @@ def imports() -> dict[str, TRLName]:
 
 @functools.cache
 def values() -> dict[str, list[TRLName]]:
-    """Rows of old values by the name of their option."""
+    """Return the rows of old values by the name of their option."""
     found: dict[str, list[TRLName]] = {}
     for row in rows():
         if row.kind == "value":

@@ -206,7 +206,7 @@ def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
     """Return the batch with ``ref_logp`` and its sums, from the reference in eval mode and under the training precision.
 
     Args:
-        run: Of a method that compares the policy with a reference.
+        run: Run of a method that compares the policy with a reference.
         batch: One forward pass. Sums that its rows bring are kept.
         own: Whether the policy before its first update is the reference, if the run has no other.
     """
@@ -226,8 +226,8 @@ def with_references(
     """Return batches with the reference's sums if all rows of a batch were kept, else with its log-probs; a collective.
 
     Args:
-        run: Of a method that compares the policy with a reference.
-        batches: Of this rank, maybe none.
+        run: Run of a method that compares the policy with a reference.
+        batches: Batches of this rank, maybe none.
         mode: ``train`` or ``eval``, for the log.
         kept: Sums of the same reference. None computes all log-probs.
         refer: `with_reference`, or a subclass's replacement.
@@ -260,7 +260,7 @@ def prepare_references(
     """Return micro-batches with what the loss reads of the reference, see `Hooks.prepare`.
 
     Args:
-        run: Of a method that compares the policy with a reference.
+        run: Run of a method that compares the policy with a reference.
         inputs: Items of the loader; not used.
         micro_batches: Their batches.
         mode: ``train`` or ``eval``.

@@ -162,7 +162,7 @@ def with_delta(
     """Return micro-batches with the reference's log-probs. In training, move delta by the rewards of the whole step.
 
     Args:
-        run: Of `BCO`.
+        run: Run of `BCO`.
         inputs: Items of the loader.
         micro_batches: Their batches.
         mode: ``train`` or ``eval``.

@@ -192,7 +192,7 @@ def with_baseline(
     """Return judged micro-batches with the reference's log-probs, after the baseline was put into `Progress.own` and logged.
 
     Args:
-        run: Of `KTO`.
+        run: Run of `KTO`.
         inputs: Judged and mismatched batches of each micro-batch.
         micro_batches: The judged batches.
         mode: ``train`` or ``eval``.

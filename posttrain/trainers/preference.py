@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 # Overridden, they may read the reference's log-prob of each token, or give another.
 SEE_REFERENCE = (*PADDED_STEPS, "objective", "comparison", "with_reference")
-SUMS = {"sums", "reference_logp"}  # Of a method, the same.
+SUMS = {"sums", "reference_logp"}  # The same for methods.
 
 
 def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_config: Any = None) -> None:
@@ -277,7 +277,7 @@ class PreferenceTrainer(PostTrainer):
         return not own
 
     def state_to_save(self) -> dict[str, Any]:
-        """Also the reference's sums of rows that come again."""
+        """Return the state of the trainer, with the sums of the reference's log-probs of rows that come again."""
         sums = self.reference_sums["train"]
         return super().state_to_save() | ({"reference": sums.state()} if sums.sums else {})
 
