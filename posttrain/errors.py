@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.redaction import hide_secrets
+from posttrain.redaction import hide_secrets, visible
 
 if TYPE_CHECKING:
     from posttrain.types import Finding, Rollout
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class PosttrainError(Exception):
-    """Base class of all exceptions of this package. Messages contain no secrets.
+    """Base class of all exceptions of this package. Messages contain neither secrets nor control characters.
 
     Attributes:
         exit_code: Exit code of the ``posttrain`` command for this error.
@@ -52,7 +52,8 @@ class PosttrainError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*map(hide_secrets, args), **kwargs)
+        shown = (visible(arg) if isinstance(arg, str) else arg for arg in map(hide_secrets, args))
+        super().__init__(*shown, **kwargs)
 
 
 class ConfigError(PosttrainError, ValueError):

@@ -1,4 +1,4 @@
-"""Removal of secrets from logs, errors and manifests: `hide_secrets`."""
+"""Text without secrets for logs, errors and manifests (`hide_secrets`), and without control characters for terminals (`visible`)."""
 
 from __future__ import annotations
 
@@ -105,3 +105,22 @@ def _hidden_pair(found: re.Match[str]) -> str:
         return found[0]
     quote = value[0] if value[0] in "\"'" else ""
     return f"{found['before']}{quote}{HIDDEN}{quote}"
+
+
+JOINER = "\u200d"  # Holds the parts of an emoji together; written as its code it would split them.
+
+
+def visible(text: str) -> str:
+    r"""Return a text in which characters that are invisible, or that act on a terminal, are written as their codes.
+
+    >>> visible("a\x1b[31m\u200bb")
+    'a\\x1b[31m\\u200bb'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" or c == JOINER else _code(c) for c in text)
+
+
+def _code(character: str) -> str:
+    number = ord(character)
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"

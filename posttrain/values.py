@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from posttrain.errors import ROUNDING, RolloutError
+from posttrain.redaction import visible as visible
 
 # Columns with lists and dicts (messages, tools, template arguments), whose missing keys Arrow fills with None.
 NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
@@ -158,25 +159,6 @@ def gib(count: float) -> str:
     """
     unit, name = next(((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if count >= unit), (1024, "KiB"))
     return f"{count / unit:.{1 if name == 'GiB' else 0}f} {name}"
-
-
-JOINER = "\u200d"  # Holds the parts of an emoji together; written as its code it would split them.
-
-
-def visible(text: str) -> str:
-    r"""Return a text in which characters that are invisible, or that act on a terminal, are written as their codes.
-
-    >>> visible("a\x1b[31m\u200bb")
-    'a\\x1b[31m\\u200bb'
-    """
-    return "".join(c if c.isprintable() or c in "\n\t" or c == JOINER else _code(c) for c in text)
-
-
-def _code(character: str) -> str:
-    number = ord(character)
-    if number < 0x100:
-        return f"\\x{number:02x}"
-    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
 def accept_any_character() -> None:

@@ -385,7 +385,7 @@ def print_prompt_completions_sample(
         order = sorted(random.Random(step).sample(order, num_samples))  # Does not use the run's random state.
     table = Table(title=f"Step {step}", show_lines=True, expand=True)
     for name in ("prompt", "completion", *rewards, "advantage"):
-        table.add_column(name, justify="left" if name in ("prompt", "completion") else "right")
+        table.add_column(Text(visible(name)), justify="left" if name in ("prompt", "completion") else "right")
     for i in order:
         numbers = [column[i] for column in rewards.values()]
         texts = [Text(_cell_text(prompts[i])), Text(_cell_text(completions[i]))]

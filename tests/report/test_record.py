@@ -308,6 +308,12 @@ def test_errors_findings_and_failed_checks_hold_no_secret_whoever_catches_them(m
     assert SECRET not in text + caplog.text and "no answer from http://<hidden>@host" in text
 
 
+def test_errors_hold_no_control_characters_whoever_prints_them():
+    """A reward's or a template's own words may hold data, and a traceback goes to the terminal as it is."""
+    error = ConfigError("bad \x1b]0;title\x07 row\n\tof \u202edata", 3)
+    assert str(error.args[0]) == "bad \\x1b]0;title\\x07 row\n\tof \\u202edata" and error.args[1] == 3
+
+
 def test_trackers_get_the_settings_of_a_run_without_secrets(tmp_path):
     settings = {"hub_token": SECRET, "vllm_server_api_key": SECRET, "model_init_kwargs": {"token": SECRET}}
     config = GRPOConfig(str(tmp_path), vllm_server_base_url=f"http://me:{SECRET}@host:8000", **settings)
