@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +134,7 @@ class Checkup:
             "settings",
             "from TRL",
             "rows",
+            "output",
             "start",
         ):
             started = time.perf_counter()
@@ -275,14 +277,37 @@ class Checkup:
         self._report([*prepared.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])
         return _described(prepared.rows)
 
+    def _output(self) -> str:
+        """Check that the run's folder can be written, that the checkpoint to resume from is there, and that the Hub answers."""
+        from huggingface_hub import HfApi
+
+        from posttrain.loop.checkpoint import resolve_resume
+
+        config = self.subject.config
+        folder = Path(config.output_dir).absolute()
+        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            why = "is not writable" if nearest.is_dir() else "is not a folder"
+            raise ConfigError(
+                f"output_dir={config.output_dir!r} cannot be written: {str(nearest)!r} {why}. Fix: choose another folder."
+            )
+        resolve_resume(train.resume_from(config), config.output_dir)
+        if config.push_to_hub:
+            try:
+                HfApi(token=config.hub_token).whoami()
+            except (OSError, ValueError, RuntimeError) as error:
+                reason = str(error).splitlines()[0]
+                raise ConfigError(
+                    f"push_to_hub=True, and the Hub does not accept this run: {reason} Fix: hf auth login, or leave it out."
+                ) from error
+        return ""
+
     def _start(self) -> str:
         """Make the trainer as the command does, and try a step and an evaluation batch in a temporary folder."""
         if not self.tries_step or self.refused:
             return ""
-        from posttrain.loop.checkpoint import resolve_resume
         from posttrain.methods.config import parallel_sizes
 
-        resolve_resume(train.resume_from(self.subject.config), self.subject.config.output_dir)
         launch, size = self.subject.launch, parallel_sizes(self.subject.config)["sp_size"]
         world = train.launched(launch)[0] if launch else int(os.environ.get("WORLD_SIZE", "1"))
         if world % size:

@@ -314,6 +314,11 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
         raise DataError("chosen and rejected are equal, so this row expresses no preference.")
     cut = _shared_messages(**bare) if isinstance(chosen, list) else _shared_text(chosen, rejected)
     if isinstance(chosen, list) and cut <= 0:
+        if example.get("prompt") is not None:
+            raise DataError(
+                f"column 'prompt' is text ({str(example['prompt'])[:60]!r}), and chosen and rejected are messages that do not "
+                'begin with it. Fix: give the prompt as messages, too: [{"role": "user", "content": ...}].'
+            )
         raise DataError(
             "column 'prompt' is missing, and chosen and rejected differ in their first message, so they share no prompt. The row "
             f"has columns {sorted(example)}. Fix: rename the prompt's column to 'prompt', or add one."

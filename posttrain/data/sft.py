@@ -461,8 +461,8 @@ def _check_options(dataset: AnyDataset, first: dict, name: str, options: Supervi
         chat = describe_dataset(dataset)["format"] == "conversational"
     if options.assistant_only_loss and not chat:
         raise DataError(
-            f"assistant_only_loss=True needs conversational rows, but the {name} rows have columns {sorted(first)} without "
-            "messages."
+            f"assistant_only_loss=True needs conversational rows, but the {name} rows have columns {sorted({*first} - {ROW})} "
+            "without messages."
         )
 
 

@@ -464,11 +464,13 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     """
     import peft
 
+    targets: Any = vars(peft_config).get("target_modules")
+    names = [f".{name}" for name, _ in model.named_modules()]
     try:
         with warnings.catch_warnings():
             # peft reads a property of transformers that is deprecated.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            return peft.get_peft_model(model, peft_config)
+            adapted = peft.get_peft_model(model, peft_config)
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
         if "not found in the base model" not in str(error):
             raise ConfigError(
@@ -477,11 +479,14 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
                 "target_parameters or init_lora_weights."
             ) from error
         linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
-        targets: Any = vars(peft_config).get("target_modules")
         raise ConfigError(
             f"target_modules={targets!r} of peft_config match no module of {type(model).__name__}, whose linear layers are "
             f"named {sorted(linear)}. Fix: name some of them, or set target_modules='all-linear'."
         ) from error
+    listed = targets if isinstance(targets, list | set | tuple) else ()
+    if unmatched := sorted(target for target in listed if not any(name.endswith(f".{target}") for name in names)):
+        logger.warning("target_modules: %s match no module of %s and get no adapter.", unmatched, type(model).__name__)
+    return adapted
 
 
 def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activation_checkpointing: bool) -> Any:

@@ -96,6 +96,21 @@ def test_one_stage_that_fails_does_not_hide_the_others(folder, capsys):
     assert code == 78 and "'PT-X' is neither the code nor the name" in found["stages"][0]["error"]
 
 
+def test_a_folder_that_cannot_be_written_a_missing_checkpoint_and_a_hub_that_does_not_answer_are_refused(
+    folder, capsys, monkeypatch
+):
+    Path("file").write_text("x")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for flags, said in (
+        (("--output_dir", "file/run"), "cannot be written: "),
+        (("--resume_from_checkpoint", "true"), "there is no complete checkpoint in 'out'"),
+        (("--push_to_hub", "true"), "push_to_hub=True, and the Hub does not accept this run: "),
+    ):
+        code, found = checked(capsys, "sft", "--config", "sft.yaml", *flags)
+        (error,) = [stage["error"] for stage in found["stages"] if stage["error"]]
+        assert code == 78 and said in error
+
+
 def test_a_training_command_that_is_refused_exits_with_78(folder, capsys):
     argv = ["sft", "--config", "sft.yaml", "--dataset_name", "broken.jsonl"]
     assert main(argv) == 78

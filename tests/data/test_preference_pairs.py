@@ -179,3 +179,9 @@ def test_pairs_whose_prompt_column_has_another_name_get_their_columns_named():
     chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("yes", "no"))
     with pytest.raises(DataError, match=r"columns \['chosen', 'question', 'rejected'\]"):
         extract_prompt({"question": "Is it?", "chosen": chosen, "rejected": rejected})
+
+
+def test_a_text_prompt_beside_answers_of_messages_is_named_as_that():
+    answers = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    with raises(DataError, "column 'prompt' is text ('What is 1?')", "give the prompt as messages"):
+        maybe_extract_prompt({"prompt": "What is 1?", **answers})

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 import posttrain
 from posttrain import ConfigError, ModelError, SFTConfig, create_model_from_path
 from posttrain.methods.config import PostTrainingConfig
-from posttrain.models.load import load_classifier, prepare_tokenizer
+from posttrain.models.load import add_adapter, load_classifier, prepare_tokenizer
 from posttrain.rewards.model import ModelReward
 from tests.conftest import build_model
 from tests.methods.helpers import SHORT
@@ -97,3 +97,11 @@ def test_a_tokenizer_that_no_checkpoint_could_save_is_refused(tiny_tokenizer, tm
         wrong.save_pretrained(tmp_path / "wrong")
     with raises(ConfigError, "dtype=torch.bfloat16", "save_pretrained"):
         prepare_tokenizer(wrong, args)
+
+
+def test_targets_of_an_adapter_that_match_nothing_are_named_beside_those_that_match(tiny_model, caplog):
+    from peft import LoraConfig
+
+    adapted = add_adapter(tiny_model, LoraConfig(target_modules=["q_proj", "w_proj"], task_type="CAUSAL_LM"))
+    assert any("q_proj.lora_A" in name for name, _ in adapted.named_parameters())
+    assert "target_modules: ['w_proj'] match no module" in caplog.text
