@@ -57,7 +57,7 @@ def pages() -> dict[str, str]:
             taken.add(name)
         parts.insert(
             2,
-            f"All options of the config, including those that every trainer has. The config also accepts the [options of transformers]({OPTIONS}).",
+            f"All options of the config, including the options shared by all trainers. The config also accepts the [options of transformers]({OPTIONS}).",
         )
         found[f"{file}.md"] = "\n\n".join(parts) + "\n"
     for file, (title, layers) in PARTS.items():

@@ -1,7 +1,7 @@
-"""`rows`: the table of TRL's names that are not simply names here, by release, with what does their job.
+"""Table of TRL's names that differ here, by release, with what replaces them: `rows`.
 
-The table is the file `trl_names.tsv`. `tools/trl_names.py` lists the names of TRL's wheels that it lacks and corrects its
-releases. It is read when a name is looked for, and never on ``import posttrain``.
+The table is the file `trl_names.tsv`. `tools/trl_names.py` lists names in TRL's wheels that are missing in the table,
+and corrects its releases. The table is read when a name is looked up, but not on ``import posttrain``.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import NamedTuple
 
 TABLE = Path(__file__).with_suffix(".tsv")
 NAME = re.compile(r"^([\w.]+)(?:(>?=)(.+))?$")
-ANY = object()  # A value that is not known.
+ANY = object()  # Unknown value.
 
 
 class TRLName(NamedTuple):
     """A name of TRL.
 
     Attributes:
-        name: As TRL writes it; of a method with its trainer, ``DPOTrainer.dpo_loss``. An option may have a condition on its
-            value, ``Config.warmup_ratio>=1``.
+        name: Name in TRL. For a method it includes the trainer, ``DPOTrainer.dpo_loss``. An option may have a condition
+            on its value, ``Config.warmup_ratio>=1``.
         kind: ``method`` of a trainer (or a property), ``import`` (a class or function of the package), ``option`` of a config,
-            ``argument`` of a trainer, or ``value`` of an option that still exists, ``SFTConfig.packing_strategy='ffd'`` or
-            any value of ``CPOConfig.max_completion_length``.
-        releases: First and last release line that has it, ``0.7-1.16``. Options that TRL's configs inherit from transformers have
-            its versions, ``transformers 4``.
-        action: ``call``: ours is called alike. ``refuse``: the error names ``replacement``; options that are None or False are
-            ignored. ``ignore``: accepted without effect. ``rename``: another name. Options and arguments also have ``convert``
-            (another option with a value), ``keep`` (stays on the config) and ``loss`` (the weight of one more loss of
-            ``loss_type``).
-        replacement: What does its job, or for ignored options the reason. Renamed options may go into a mapping,
+            ``argument`` of a trainer, or ``value`` of an option that still exists, ``SFTConfig.packing_strategy='ffd'`` or any
+            value of ``CPOConfig.max_completion_length``.
+        releases: First and last release with this name, ``0.7-1.16``. Options that TRL's configs inherit from
+            transformers have its versions, ``transformers 4``.
+        action: ``call``: ours has the same signature. ``refuse``: an error that contains ``replacement``; options that
+            are None or False are ignored. ``ignore``: accepted without effect. ``rename``: another name. Options and
+            arguments also have ``convert`` (another option with a value), ``keep`` (stays on the config) and ``loss``
+            (the weight of an additional loss in ``loss_type``).
+        replacement: What to use instead, or the reason for ignored options. Renamed options may be keys of a mapping,
             ``model_init_kwargs.dtype``.
     """
 
@@ -44,7 +44,7 @@ class TRLName(NamedTuple):
 
     @property
     def plain(self) -> str:
-        """The name without its condition."""
+        """Name without its condition."""
         return NAME.split(self.name)[1]
 
     def holds(self, value: object) -> bool:
@@ -63,14 +63,14 @@ COLUMNS = TRLName._fields
 
 @functools.cache
 def rows() -> tuple[TRLName, ...]:
-    """All rows of the table."""
+    """Return all rows of the table."""
     lines = TABLE.read_text(encoding="utf-8").splitlines() if TABLE.exists() else []
     return tuple(TRLName(*line.split("\t")) for line in lines[1:])
 
 
 @functools.cache
 def imports() -> dict[str, TRLName]:
-    """Rows of imports by name."""
+    """Return the rows of kind ``import`` by name."""
     return {row.name: row for row in rows() if row.kind == "import"}
 
 
@@ -93,11 +93,11 @@ def value_row(cls: type, name: str, value: object) -> TRLName | None:
 
 @functools.cache
 def refused(kind: str) -> dict[str, str]:
-    """Replacements by name, of the names of a kind that are refused."""
+    """Return the replacements of refused names of a kind, by name."""
     return {row.name: row.replacement for row in rows() if row.kind == kind and row.action == "refuse"}
 
 
 @functools.cache
 def renamed_arguments() -> dict[str, str]:
-    """Present names of the arguments of trainers that were renamed."""
+    """Return the current names of renamed trainer arguments."""
     return {row.name: row.replacement for row in rows() if row.kind == "argument" and row.action == "rename"}

@@ -304,7 +304,7 @@ def template_findings(raw: object, tokenizer: Tokenizer, id_columns: Collection[
         return []
     try:
         return list(check_template(tokenizer, rows, limit=TEMPLATE_ROWS).findings)
-    except PosttrainError:  # What the template refuses was told by number when rows were prepared.
+    except PosttrainError:  # Rows that the template rejects were already reported when rows were prepared.
         return []
 
 

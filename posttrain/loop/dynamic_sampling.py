@@ -27,7 +27,7 @@ class DynamicSampler:
         rounds: Maximum number of rounds for one rollout batch.
         group_size: Completions per prompt, G.
         prompts: New prompts, in a separate order from training.
-        accelerator: Of the run.
+        accelerator: Accelerator of the run.
         rewards: Reward functions; `RewardRunner.transformed` is used.
         sample: Maps dataset rows, each repeated G times, to completions of this rank and rewards of all ranks. It is a
             collective operation.

@@ -60,7 +60,7 @@ class RewardWatch:
         """Log the rewards of all ranks' completions, and what is found in them.
 
         Args:
-            run: Of the trainer.
+            run: Run of the trainer.
             batch: This rank's completions, with the loss masks that rewards saw.
             table: ``values (n, K)``.
             made: Advantages that the method made of them.

@@ -121,7 +121,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         if name not in attributes.SET or not attributes.write(self, name, value):
             super().__setattr__(name, value)
 
-    if not TYPE_CHECKING:  # Type checkers tell of names that do not exist.
+    if not TYPE_CHECKING:  # Without it, type checkers report missing attributes.
         __getattr__ = attributes.read
 
     def __init__(
@@ -177,7 +177,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.prepare_datasets(plan.train_dataset, plan.eval_dataset)
 
     def _begin(self) -> None:
-        self._passes: list[list[Batch]] = []  # Of the present step.
+        self._passes: list[list[Batch]] = []  # Passes of the current step.
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self._set_signature_columns_if_needed()
@@ -700,7 +700,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.state.best_model_checkpoint = folder
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluate_resumed()  # Of a run that had no step left.
+        self._evaluate_resumed()  # Needed if no step was left to train.
         # With a limit of 1 transformers would remove all checkpoints except the best, including those of other runs and
         # the one to resume from.
         with with_attributes(self.args, {"save_total_limit": None}):

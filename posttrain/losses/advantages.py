@@ -98,7 +98,7 @@ def bounded(advantages: Tensor) -> Tensor:
 
 
 def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any) -> Advantages:
-    """Advantages within groups, where they were divided bounded to ±10; `Advantages` has the rest of the arguments."""
+    """Create `Advantages` within groups, clipped to ±10 with ``bound``. Other arguments are passed to `Advantages`."""
     values = bounded(stats.advantages) if bound else stats.advantages
     unbounded = stats.advantages if bound else None
     return Advantages(values, stats.totals, start, unbounded=unbounded, group_std=stats.group_std, **more)

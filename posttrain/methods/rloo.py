@@ -186,8 +186,8 @@ class RLOO(Method[RLOOConfig]):
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `rloo_objective`."""
-        # The ratio is 1 while the weights are those that sampled. Stored log-probs would add the rounding of every
-        # token in half precision: ratios of up to 2.9 were seen for 8 tokens in bfloat16, and they would be clipped.
+        # The ratio is 1 until the weights change. Stored log-probs would add the rounding of every token in half
+        # precision: ratios of up to 2.9 were seen for 8 tokens in bfloat16, and they would be clipped.
         if not self.cfg.outlives_weights:
             batch = replace(batch, old_logp=None)
         return rloo_objective(outputs, batch, self.cfg)

@@ -493,9 +493,10 @@ def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
     trained = any(weight.requires_grad for weight in tower_parameters(model).values())
     if (family.cross and sharded) or (family.whole and (sharded or trained)):
         raise ModelError(
-            f"{type(causal_lm(model)).__name__} on {accelerator.num_processes} processes"
-            f" ({str(accelerator.distributed_type).rpartition('.')[2]}): layers are skipped where a pass has no picture, and "
-            f"processes that have some would wait for them. Fix: DDP or ZeRO-2{', with freeze_vision=True' * family.whole}."
+            f"{type(causal_lm(model)).__name__} on {accelerator.num_processes} processes "
+            f"({str(accelerator.distributed_type).rpartition('.')[2]}): layers are skipped in a pass without images, "
+            "and processes with images would wait for them. Fix: use DDP or "
+            f"ZeRO-2{', with freeze_vision=True' * family.whole}."
         )
 
 

@@ -388,9 +388,9 @@ def picture_prompts(
     """Return prompts as the model reads them, with their images. Consecutive equal prompts are read once.
 
     Args:
-        reader: Of the run.
-        rows: With a conversational ``prompt``.
-        kwargs: For the chat template; a row's own win.
+        reader: Processor of the run.
+        rows: Rows with a conversational ``prompt``.
+        kwargs: Arguments of the chat template. A row's own arguments override them.
         ids_of: See `PictureProcessor.encode`.
 
     Raises:
@@ -449,18 +449,18 @@ def picture_prompt(
     """Return one prompt of `picture_prompts`.
 
     Args:
-        reader: Of the run.
-        row: With a conversational ``prompt``.
-        kwargs: For the chat template; the row's own win.
+        reader: Processor of the run.
+        row: Row with a conversational ``prompt``.
+        kwargs: Arguments of the chat template. The row's own arguments override them.
         ids_of: See `PictureProcessor.encode`.
-        pictures: That were read before, of a row whose messages hold them again; None: read those of the row.
+        pictures: Images that were already read, if the messages still contain them. None: the row's images are read.
     """
-    # The messages hold what the columns hold where pictures were read before.
+    # If images were already read, the messages contain those of the columns.
     row = strip_none({k: v for k, v in row.items() if pictures is None or k not in PICTURE_COLUMNS})
     blocks, shown = conversation_of(row)
     if reader.per_row is not None and len(shown) > reader.per_row:
         raise DataError(
-            f"a prompt has {len(shown)} images, and max_images_per_row={reader.per_row}. Fix: leave this row out."
+            f"a prompt has {len(shown)} images, but max_images_per_row={reader.per_row}. Fix: remove this row."
         )
     goes_on = blocks[-1].get("role") == "assistant"
     how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}

@@ -406,7 +406,7 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
 
     Args:
         slices: Rows of each micro-batch on this rank.
-        accelerator: Of the run.
+        accelerator: Accelerator of the run.
 
     Returns:
         The new slices. For each slice also the maximum number of tokens of a rank divided by the mean, before and

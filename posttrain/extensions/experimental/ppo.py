@@ -87,7 +87,7 @@ class TokenPrompts(PromptSource):
     """Prompts of a PPO run, with one completion each. Rows may contain token ids.
 
     Args:
-        args: Of the trainer.
+        args: The trainer's config.
         tokenizer: Tokenizer of the policy.
         collator: The user's collator, which converts rows with ``input_ids`` to a padded batch. None: there is none.
     """

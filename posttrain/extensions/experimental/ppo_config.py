@@ -22,7 +22,7 @@ class _OneCompletion:
 
     num_generations = 1
     num_generations_eval = None
-    num_iterations = 1  # Of a micro-batch. The number of passes is ``num_ppo_epochs``.
+    num_iterations = 1  # Passes over a micro-batch. The number of epochs is ``num_ppo_epochs``.
     dynamic_sampling = 0
     mask_truncated_completions = False
     beta = 0.0  # The KL is part of the reward (``kl_coef``), not of the loss.

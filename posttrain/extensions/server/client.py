@@ -223,11 +223,11 @@ class VLLMClient:
         if response.status_code != 200:
             raise self._failure(path, response)
         if not isinstance(answer, dict):
-            raise RolloutServerError(f"{url} answered {answer!r:.200}, which is no JSON object.", url=self.base_url)
+            raise RolloutServerError(f"{url} returned {answer!r:.200}, which is not a JSON object.", url=self.base_url)
         return answer
 
     def _failure(self, path: str, response: httpx2.Response) -> RolloutServerError:
-        """The typed error of a status other than 200."""
+        """Return the typed error for a status other than 200."""
         status, url, reason = response.status_code, self.base_url, response.text[:500]
         with contextlib.suppress(ValueError, KeyError, TypeError):
             reason = response.json()["error"]["message"]
