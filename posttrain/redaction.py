@@ -1,4 +1,4 @@
-"""Text without secrets for logs, errors and manifests (`hide_secrets`), and without control characters for terminals (`visible`)."""
+"""Text without secrets (`hide_secrets`) for logs and manifests, and without control characters (`visible`) for terminals."""
 
 from __future__ import annotations
 
