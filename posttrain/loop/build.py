@@ -21,7 +21,7 @@ from posttrain.data.formats import is_conversational, plain_rows
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
 from posttrain.loop import rollout, step
-from posttrain.loop.checks import Checks, log_codes
+from posttrain.loop.checks import Checks, embedding_rows, log_codes
 from posttrain.loop.data_report import warnings_are_errors
 from posttrain.loop.evaluation import predicted_rows
 from posttrain.loop.pictures import Vision
@@ -303,7 +303,7 @@ def build(
         checks=planned.checks,
         accelerator=accelerator,
         ranks=ranks_of(accelerator),
-        pad_token_id=int(planned.tokenizer.pad_token_id),
+        pad_token_id=padding_id(planned.tokenizer, model),
         layout=chosen,
         hooks=plain_hooks(method, spec.compute_loss_func),
         progress=progress,
@@ -312,6 +312,15 @@ def build(
         loss_function=spec.compute_loss_func,
     )
     return with_sampling(run, planned) if sampling and method.traits.samples else run
+
+
+def padding_id(tokenizer: Tokenizer, model: nn.Module) -> int:
+    """Return the id that fills rows: the tokenizer's pad token, or 0 if it was added without an embedding.
+
+    Padding is identified by position, so any id with an embedding serves.
+    """
+    rows, token = embedding_rows(model), int(tokenizer.pad_token_id)
+    return token if rows is None or token < rows else 0
 
 
 def refuse_without_trainer(method: Method[Any]) -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 
 import datasets
 import peft
@@ -21,7 +22,7 @@ from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from tests.conftest import build_model
 from tests.methods.every_trainer import every
-from tests.methods.helpers import count_a, grpo, grpo_args, prompts, scripted, weights
+from tests.methods.helpers import count_a, grpo, grpo_args, prompts, scripted, sft, weights
 from tests.wordings import raises
 
 OFF_POLICY = {"steps_per_generation": 2}  # One update old in the second slice: the ratio is not 1.
@@ -780,3 +781,16 @@ def test_ids_without_a_token_are_reported_and_can_be_masked(tiny_tokenizer, tmp_
     share, reported = logged("padded")
     assert 0.5 < share < 0.9 and reported
     assert logged("masked", mask_ids_without_token=True) == (0.0, False)
+
+
+@pytest.mark.parametrize("make", [sft, partial(grpo, engine="native")], ids=["sft", "grpo"])
+def test_a_pad_token_without_an_embedding_pads_like_any_other(make, tiny_tokenizer, tmp_path):
+    """Scripts add a pad token and do not resize the model; padding is known by position."""
+    norms = {}
+    for pad in ("<|endoftext|>", "[PAD]"):
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.add_special_tokens({"pad_token": pad})
+        trainer = make(tmp_path / pad, tokenizer, model=build_model(len(tiny_tokenizer)), max_steps=2, logging_steps=1)
+        trainer.train()
+        norms[pad] = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    assert norms["[PAD]"] == pytest.approx(norms["<|endoftext|>"], rel=1e-5) and len(norms["[PAD]"]) == 2
