@@ -22,6 +22,7 @@ from posttrain.cli.commands import TRAINING
 from posttrain.cli.subject import ROWS, Subject, no_progress_bars
 from posttrain.errors import ConfigError, PosttrainError, PreflightError, check_choice
 from posttrain.types import Finding
+from posttrain.values import visible
 
 REFUSED = PreflightError.exit_code
 EXAMPLES = 1000
@@ -466,14 +467,15 @@ def show(checkup: Checkup) -> None:
     table = Table.grid(padding=(0, 2))
     for stage in checkup.stages:
         mark = Text("no", style=STYLES["error"]) if stage.error else Text("ok", style="green")
-        table.add_row(mark, stage.name, Text(stage.error or stage.said))
+        table.add_row(mark, stage.name, Text(visible(stage.error or stage.said)))
     console.print(table)
     for finding in sorted(checkup.findings, key=lambda f: ("info", "warning", "error").index(f.severity)):
         name = f" {REGISTRY[finding.code].name}" if finding.code in REGISTRY else ""
         console.print(Text.assemble("\n", (f"{finding.severity} {finding.code}{name}", STYLES[finding.severity])))
-        console.print(Text(f"{finding.what} ({finding.where})\n{finding.why}\nFix: {finding.fix}"), soft_wrap=False)
+        words = f"{finding.what} ({finding.where})\n{finding.why}\nFix: {finding.fix}"
+        console.print(Text(visible(words)), soft_wrap=False)
     for error in checkup.failed:
-        console.print(Text.assemble("\n", ("error: a check could not run. ", STYLES["error"]), error))
+        console.print(Text.assemble("\n", ("error: a check could not run. ", STYLES["error"]), visible(error)))
     failed = sum(bool(stage.error) for stage in checkup.stages) + len(checkup.failed)
     counts = {level: sum(f.severity == level for f in checkup.findings) for level in ("error", "warning")}
     said = f"{counts['error'] + failed} errors, {counts['warning']} warnings"

@@ -581,10 +581,14 @@ def _check_tied_layers(model: Any) -> None:
         )
 
 
-def _check_recurrent_layers(model: Any) -> None:
+def _check_recurrent_layers(model: Module, moved: bool) -> None:
     """Raise or warn for adapters of layers whose weights a recurrent layer reads without calling them, so nothing is added.
 
-    The warning is for LoRA that starts at zero: it stays there, and the rest of the adapter trains.
+    The warning is for an adapter that starts at zero: it stays there, and the rest of the adapter trains.
+
+    Args:
+        model: Model with an adapter.
+        moved: Whether making the adapter changed the base weights.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -597,7 +601,7 @@ def _check_recurrent_layers(model: Any) -> None:
         return
     what = f"the adapter of {unread[0]} has no effect: the recurrent layer reads its weight and does not call it"
     names = sorted({name.rsplit(".", 1)[-1] for name in unread})
-    if convolutions or moves_base(model.active_peft_config):
+    if convolutions or moved:
         raise ConfigError(
             f"{what}. Fix: exclude_modules={names} in peft_config, or name the layers in modules_to_save."
         )
@@ -620,7 +624,7 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             "not hold that start, so a loaded one would be added to other base weights than those it was trained on. Fix: "
             "init_lora_weights='pissa' or 'olora', which peft can compute again, or True."
         )
-    if start == "olora" and any(getattr(layer, "fan_in_fan_out", False) for layer in model.modules()):
+    if start == "olora" and any(vars(layer).get("fan_in_fan_out") for layer in model.modules()):
         raise ConfigError(
             "init_lora_weights='olora' makes matrices of the wrong shape for layers that store their weight as (in, out), such "
             "as GPT-2's Conv1D: peft decomposes the weight without transposing it. Fix: init_lora_weights='pissa' or True."
@@ -632,7 +636,7 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             "model.set_adapter(name); model.add_weighted_adapter combines several into one."
         )
     _check_tied_layers(model)
-    _check_recurrent_layers(model)
+    _check_recurrent_layers(model, moves_base(config))
     if any(getattr(module, "merged", False) is True for module in model.modules()):
         raise ModelError(
             "the model's adapter is merged into the base weights, where it cannot be trained. Fix: model.unmerge_adapter()."

@@ -144,9 +144,11 @@ def accuracy_reward(
 
     Returns:
         1.0, 0.0, or None where the reference cannot be parsed. Only the last 1,000 characters up to the last box are parsed;
-        longer boxes are compared as text. For the reference ``42``: ``\boxed{42.0}`` and ``The final
-        answer is $42$`` get 1, ``The answer is 42.`` gets 0 (1 if lenient), ``\boxed{41} or \boxed{42}`` gets 0 (a set). For
-        ``0.5``: ``\boxed{50\%}`` and ``\boxed{1/2}`` get 1. For ``yes``: ``\boxed{Yes}`` gets 1, ``\boxed{no}`` gets 0.
+        longer boxes are compared as text. Short formulas can be slow too: ``x^x^x...`` of 250 characters is. After
+        `FORMULA_SECONDS` (5 s), the process that compares them is ended and the answer counts as wrong. For the reference ``42``:
+        ``\boxed{42.0}`` and ``The final answer is $42$`` get 1, ``The answer is 42.`` gets 0 (1 if lenient),
+        ``\boxed{41} or \boxed{42}`` gets 0 (a set). For ``0.5``: ``\boxed{50\%}`` and ``\boxed{1/2}`` get 1. For ``yes``:
+        ``\boxed{Yes}`` gets 1, ``\boxed{no}`` gets 0.
 
     Raises:
         MissingDependencyError: math-verify is not installed.

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.cli.check import Checkup, Stage, show
 from posttrain.cli.main import main
+from posttrain.types import Finding
 from tests import forks
 
 
@@ -47,6 +49,14 @@ def test_a_command_that_would_train_is_ready_and_nothing_is_written(folder, caps
     assert "learning rate 2e-05" in out and "with a chat template" in out and "12 rows of" in out
     assert sorted(folder.iterdir()) == before
     assert len(out.splitlines()) < 40
+
+
+def test_names_of_columns_and_rows_cannot_act_on_the_terminal(capsys):
+    attack = "\x1b]0;title\x07"
+    found = Finding("PT-D001", "error", f"row {attack}", attack, attack, attack)
+    show(Checkup("sft", [], stages=[Stage("data", f"columns {attack}"), Stage("x", error=attack)], findings=[found]))
+    out = capsys.readouterr().out
+    assert "\x1b]" not in out and "\x07" not in out and out.count("\\x1b]0;title") == 6
 
 
 def test_the_data_line_names_both_splits(folder, capsys):

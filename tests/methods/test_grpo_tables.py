@@ -121,7 +121,7 @@ ATTACK = "\x1b]52;c;Y2xpcGJvYXJk\x07\x1b]0;title\x07\x1b[2J"  # Clipboard, title
 
 
 def test_the_printed_table_writes_terminal_escapes_as_text(capsys):
-    print_prompt_completions_sample([[{"role": "user", "content": ATTACK}]], [ATTACK], {"r": [1.0]}, [0.0], step=1)
+    print_prompt_completions_sample([[{"role": "user", "content": ATTACK}]], [ATTACK], {ATTACK: [1.0]}, [0.0], step=1)
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\x07" not in shown and "\\x1b]52" in shown.replace("\n", "")
 

@@ -53,7 +53,9 @@ def say(base_url, api_key, messages, **more):
     """The content of one answer."""
     headers = {"Authorization": f"Bearer {api_key}"}
     body = {"model": "policy", "messages": messages} | more
-    reply = httpx2.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=60)
+    reply = httpx2.post(
+        f"{base_url}/chat/completions", json=body, headers=headers, timeout=300
+    )  # vLLM compiles at its first call.
     reply.raise_for_status()
     return reply.json()["choices"][0]["message"]["content"]
 

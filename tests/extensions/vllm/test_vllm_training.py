@@ -72,7 +72,7 @@ def test_an_agent_of_ones_own_in_front_of_a_served_vllm_is_on_policy(tmp_path):
         args = GRPOConfig(
             str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=16,
             logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", learning_rate=1e-5, use_vllm=True,
-            vllm_mode="server", vllm_server_base_url=url,
+            vllm_mode="server", vllm_server_base_url=url, bf16=False,  # The server computes in float32.
         )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(real.SMOL)
         trainer = GRPOTrainer(
