@@ -71,7 +71,15 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
             old_names = importlib.import_module("posttrain.compat.old_names")
             kwargs, kept = old_names.convert(self, args, kwargs, known)
             args = ()
-        init(self, *args, **kwargs)
+        try:
+            init(self, *args, **kwargs)
+        except ValueError:
+            # A value of an older release may be the reason.
+            given = dict(zip(known, args, strict=False)) | kwargs
+            present = importlib.import_module("posttrain.compat.old_values").converted(type(self), given)
+            if present is None:
+                raise
+            init(self, **present)
         vars(self).update(kept)
 
     return constructor
@@ -131,7 +139,7 @@ def read_mapping(name: str, value: object) -> Any:
 
 
 def check_fields(config: Any, *, beside: type) -> None:
-    """Refuse the first field of a config whose value is not of its type, or out of its range. Convert values of older releases.
+    """Refuse the first field of a config whose value is not of its type, or out of its range.
 
     Containers are not looked into: what is read of them is checked where it is read.
 
@@ -142,7 +150,6 @@ def check_fields(config: Any, *, beside: type) -> None:
     Raises:
         ConfigError: Names the field, its value, what it must be, and what it is for.
     """
-    importlib.import_module("posttrain.compat.old_values").convert(config)
     for name, kind, default, text in _declared(type(config), beside):
         value = getattr(config, name)
         if value is default or _is_a(value, kind):
