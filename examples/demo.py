@@ -20,7 +20,7 @@ def arguments(argv):
     parser = argparse.ArgumentParser(prog="posttrain demo", allow_abbrev=False, description=__doc__)
     parser.add_argument("--model", help="folder or hub id of a chat model (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--output_dir", default="runs/demo", help="the run's folder (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="optimiser steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
     return parser.parse_args(argv)
 

@@ -45,7 +45,7 @@ def brevity(completions: list, answer: list, **_) -> list[float]:
     return [0.01 * (len(a) - len(t)) * (last_number(t) == a) for t, a in zip(texts, answer, strict=True)]
 
 
-def make_trainer(model: str, output_dir: str, steps: int = 20, seed: int = 0, **options) -> GRPOTrainer:
+def make_trainer(model: str, output_dir: str, steps: int = 40, seed: int = 0, **options) -> GRPOTrainer:
     """GRPO with 8 questions x 8 answers a step."""
     train, held_out = questions(8 * steps, seed)
     config = GRPOConfig(

@@ -73,7 +73,15 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
             old_names = importlib.import_module("posttrain.compat.old_names")
             kwargs, kept = old_names.convert(self, args, kwargs, known)
             args = ()
-        init(self, *args, **kwargs)
+        try:
+            init(self, *args, **kwargs)
+        except ValueError:
+            # A value of an older release may be the reason.
+            given = dict(zip(known, args, strict=False)) | kwargs
+            present = importlib.import_module("posttrain.compat.old_values").converted(type(self), given)
+            if present is None:
+                raise
+            init(self, **present)
         vars(self).update(kept)
 
     return constructor
@@ -134,7 +142,7 @@ def read_mapping(name: str, value: object) -> Any:
 
 
 def check_fields(config: Any, *, beside: type) -> None:
-    """Convert values of older releases. Raise an error for the first field with a value of the wrong type or out of range.
+    """Raise an error for the first field of a config with a value of the wrong type or out of range.
 
     The contents of containers are not checked here, but where they are read.
 
@@ -145,7 +153,6 @@ def check_fields(config: Any, *, beside: type) -> None:
     Raises:
         ConfigError: A value is invalid. The message contains the field, its value, the allowed values and its purpose.
     """
-    importlib.import_module("posttrain.compat.old_values").convert(config)
     for name, kind, default, text in _declared(type(config), beside):
         value = getattr(config, name)
         if value is default or _is_a(value, kind):

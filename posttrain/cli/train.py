@@ -351,7 +351,7 @@ def _parts(script_args: Any, config: Any) -> dict[str, Any]:
 
 def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
     """Load the splits by name."""
-    from posttrain.data.mixture import get_dataset, load_rows
+    from posttrain.data.mixture import get_dataset, load_rows, split_off
 
     if mixture.datasets:
         return get_dataset(mixture, seed=config.seed)
@@ -363,7 +363,15 @@ def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
     data = data if isinstance(data, dict) else {"train": data}
     if script_args.dataset_train_split not in data:
         raise ConfigError(f"dataset_train_split={script_args.dataset_train_split!r} is not one of {sorted(data)}.")
-    return data
+    if mixture.test_split_size is None:
+        return data
+    train, test = script_args.dataset_train_split, script_args.dataset_test_split
+    if test in data:
+        raise ConfigError(
+            f"test_split_size={mixture.test_split_size}, and the data has a split {test!r} already. Fix: leave it out."
+        )
+    parts = split_off(data[train], mixture.test_split_size, config.seed)
+    return {**data, train: parts["train"], test: parts["test"]}
 
 
 def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -384,11 +384,6 @@ def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
     if not members:
         raise ConfigError("datasets is empty. A mixture needs at least one member.")
     weights = _weights(mixture_config)
-    if streaming and mixture_config.test_split_size is not None:
-        raise ConfigError(
-            f"test_split_size={mixture_config.test_split_size} needs the number of rows, which is unknown with streaming=True. "
-            "Fix: remove one of them."
-        )
     parts = [_load_member(member, streaming) for member in members]
     if weights is not None:
         total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True) if weight > 0)
@@ -400,12 +395,24 @@ def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
     joined = datasets.concatenate_datasets(parts)
     if mixture_config.test_split_size is None:
         return (datasets.IterableDatasetDict if streaming else datasets.DatasetDict)({"train": joined})
+    return split_off(joined, mixture_config.test_split_size, seed)
+
+
+def split_off(rows: Any, size: float, seed: int) -> Any:
+    """Split rows into a ``DatasetDict`` with ``train`` and ``test``, identically on every rank.
+
+    Raises:
+        ConfigError: The rows are a stream.
+        DataError: A split would be empty.
+    """
+    if isinstance(rows, datasets.IterableDataset):
+        raise ConfigError(
+            f"test_split_size={size} needs the number of rows, which is unknown with streaming. Fix: remove one of them."
+        )
     try:
-        return joined.train_test_split(test_size=mixture_config.test_split_size, seed=seed)
+        return rows.train_test_split(test_size=size, seed=seed)
     except ValueError as error:
-        raise DataError(
-            f"test_split_size={mixture_config.test_split_size} of {len(joined)} rows leaves a split empty: {error}"
-        ) from error
+        raise DataError(f"test_split_size={size} of {len(rows)} rows leaves a split empty: {error}") from error
 
 
 def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:

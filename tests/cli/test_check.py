@@ -70,6 +70,15 @@ def test_the_data_line_names_both_splits(folder, capsys):
         assert said == f"6 rows, split 'train'; 2 rows, split 'test'{end}; columns prompt, completion"
 
 
+def test_a_share_of_one_file_is_its_test_split(folder, capsys):
+    flags = ("--test_split_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "1")
+    code, found = checked(capsys, "sft", "--config", "sft.yaml", *flags)
+    (said,) = [stage["said"] for stage in found["stages"] if stage["name"] == "data"]
+    assert code == 0 and said.startswith("9 rows, split 'train'; 3 rows, split 'test'")
+    code, found = checked(capsys, "sft", "--config", "sft.yaml", *flags, "--dataset_test_split", "train")
+    assert code == 78 and "has a split 'train' already" in str(found["stages"])
+
+
 def test_json_holds_every_check_with_its_seconds(folder, capsys):
     code, found = checked(capsys, "sft", "--config", "sft.yaml")
     assert code == 0 and not found["refused"] and [stage["name"] for stage in found["stages"]] == [

@@ -41,6 +41,7 @@ MODEL = "THE MODEL"
 REFUSED: dict[str, Refused] = {
     "cli/train.py _datasets 1": ("sft", {"dataset_name": None}),
     "cli/train.py _datasets 2": ("sft", {"dataset_train_split": "validation"}),
+    "cli/train.py _datasets 3": ("sft", {"test_split_size": 0.5, "dataset_test_split": "train"}),
     "cli/train.py _from_file 1": ("grpo", {"reward_funcs": "absent.py:reward"}),
     "cli/train.py _member 1": ("grpo", {"reward_funcs": "posttrain.rewards.no_such_reward"}),
     "cli/train.py named_object 2": ("grpo", {"reward_funcs": "no_such_module.reward"}),
