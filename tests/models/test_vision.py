@@ -449,5 +449,5 @@ def test_shards_of_a_model_that_skips_layers_without_pictures_are_refused():
         if fits:
             refuse_skipped_layers(model, run)
         else:
-            with pytest.raises(ModelError, match=r"Mllama.* on 2 processes .*FSDP.*Fix: DDP"):
+            with pytest.raises(ModelError, match=r"Mllama.* on 2 processes .*FSDP.*Fix: use DDP"):
                 refuse_skipped_layers(model, run)

@@ -609,9 +609,9 @@ def test_a_checkpoint_without_the_encoder_of_virtual_tokens_is_refused(tmp_path,
 @pytest.mark.parametrize(
     ("gone", "said"),
     [
-        ("model.safetensors", "it lacks weights, and holds"),
-        ("trainer_state.json", "it lacks trainer_state.json, and holds"),
-        ("*", "it lacks weights and trainer_state.json, and holds []"),
+        ("model.safetensors", "it lacks weights, and contains"),
+        ("trainer_state.json", "it lacks trainer_state.json, and contains"),
+        ("*", "it lacks weights and trainer_state.json, and contains []"),
     ],
 )
 def test_a_folder_that_is_no_checkpoint_is_told_with_what_is_in_it_and_what_is_whole(

@@ -75,7 +75,7 @@ def test_trap_s27_what_cannot_work_is_refused_before_the_start(more, words):
 
 @pytest.mark.parametrize("more", [["--po", "1"], ["--po=1"], ["--log", "raw_logprobs"], ["--ho", "0.0.0.0"]])
 def test_abbreviated_options_are_refused_because_nothing_here_reads_them(more):
-    with raises(ConfigError, more[0].partition("=")[0], "Fix: --"):
+    with raises(ConfigError, more[0].partition("=")[0], "Fix: use --"):
         vllm_command([*BASE, *more], cpu=False)
 
 
