@@ -31,7 +31,7 @@ JUDGED_CODES = ("PT-D026",)
 PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")
 AGREEMENT_CODES = ("PT-D036",)
 
-# Minimum number of pairs for a share to be meaningful.
+# Minimum number of pairs for which a percentage is reported.
 PAIRS_NEEDED = 20
 # Thresholds as shares of the pairs: one side longer, only one side ends, only one side truncated, reference prefers rejected.
 SHARE_LONGER, SHARE_ENDING, CUT_ONE_SIDE, SHARE_FLIPPED = 0.85, 0.8, 0.05, 0.9

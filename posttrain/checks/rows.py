@@ -184,7 +184,7 @@ def where(rows: Sequence[int]) -> str:
 
 # Duplicates and identical pairs are common in real datasets up to this share of the rows.
 SHARE_OF_NOISE = 0.01
-# Tokens on either side of a boundary that are tokenized again. No merge reaches further than a word.
+# Number of tokens on each side of a boundary that are tokenized again. A tokenizer merges characters within a word only.
 BOUNDARY_TOKENS = 8
 DAMAGED = re.compile("[\ufffd\ud800-\udfff]")
 

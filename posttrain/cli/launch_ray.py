@@ -10,7 +10,7 @@ from typing import Literal
 from posttrain.cli.parser import PosttrainArgumentParser, load_config, split_config
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_fields, option
 
-# Set in the trainer that this launcher starts, so that the same options do not start another launcher.
+# The launcher sets this variable for the trainer that it starts. The trainer then does not start a launcher again.
 STARTED = "POSTTRAIN_STARTED_BY_RAY"
 
 
@@ -30,7 +30,7 @@ class RayArguments:
     rollout_server_args: str = option("", "Further options of the servers as one string: '--max_num_seqs 128'.")
     rollout_server_cpus: NonNegativeFloat = option(1.0, "CPU cores of each server.")
     rollout_server_gpus: NonNegativeFloat | None = option(
-        None, "GPUs of each server. None: 1, or 0 if there are no GPUs."
+        None, "Number of GPUs per server. None: 1, or 0 on machines without GPUs."
     )
     trainer_cpus: NonNegativeFloat = option(1.0, "CPU cores of the trainer, for all its processes together.")
     trainer_gpus: NonNegativeFloat | None = option(

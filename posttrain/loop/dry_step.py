@@ -243,7 +243,10 @@ def batch_sizes(args: PostTrainingConfig) -> list[int]:
 
 
 def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
-    """Search `batch_sizes` by bisection with dry steps at the maximum lengths. All ranks use the smallest result."""
+    """Find the largest of `batch_sizes` that fits into memory, by binary search.
+
+    Each candidate runs one step on rows of maximum length. All ranks use the smallest result.
+    """
     if run.method.traits.single_pass:
         raise ConfigError(
             "per_device_train_batch_size='auto' does not work with a loss that compares the rows of a micro-batch, "

@@ -267,7 +267,7 @@ class OnlineTrainer(PostTrainer):
         return describe_schedule(self.args, prompts)
 
     def collator(self) -> Any:
-        """Return a collator that keeps rows, because completions do not exist yet."""
+        """Return a collator that passes dataset rows on unchanged. They become batches after their completions are sampled."""
         return list
 
     def get_train_dataloader(self) -> DataLoader:

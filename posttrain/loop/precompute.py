@@ -164,7 +164,7 @@ def _compute(
     branches: int,
     batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
 ) -> np.ndarray:
-    """Compute the sums, ``(rows, branches)``. Ranks share the rows."""
+    """Compute the reference's log-prob of each answer, ``(rows, answers per row)``. Each rank computes a part of the rows."""
     accelerator, args = run.accelerator, run.args
     size = args.precompute_ref_batch_size or args.per_device_train_batch_size
     mine = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))

@@ -196,7 +196,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     kept_layers: NonNegativeInt | None = option(
         None,
         "With gradient_checkpointing: number of last layers that keep their activations instead of recomputing "
-        "them. None: as many as fit into the memory that chunked logits save. 0: none, which needs the least "
+        "them. None: as many layers as fit into the memory that chunked logits save. 0: none, which needs the least "
         "memory.",
     )
     disable_dropout: bool = option(

@@ -399,7 +399,9 @@ def _make_universal(shards: list[Path], wrote: int) -> None:
         if len(shards) != wrote:
             raise ValueError(f"{len(shards)} of them are here")
         if (kept := _read(shards[0])["kept"]) != ["exp_avg", "exp_avg_sq", "step"]:
-            raise ValueError(f"DeepSpeed joins the states of Adam, and this optimizer keeps {kept}")
+            raise ValueError(
+                f"DeepSpeed checkpoints can be converted for Adam only, and this optimizer has the states {kept}"
+            )
         with redirect_stdout(sys.stderr):
             converter = require("deepspeed.checkpoint.ds_to_universal", "ZeRO")
             converter.main(SimpleNamespace(**places, **work, inject_missing_state=True, strict=True))

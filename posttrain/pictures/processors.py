@@ -610,6 +610,6 @@ def load_processor(model_id: str, **options: Any) -> Any:
         return image_only(kind).from_pretrained(model_id, **options)
     except Exception as error:  # Whatever a processor's constructor raises: the caller needs both reasons.
         raise ModelError(
-            f"no processor of {model_id!r} can be loaded ({first:.300}; without video: {type(error).__name__}: {error}). "
-            "Fix: install the package that is named, or pass processing_class=processor."
+            f"no processor of {model_id!r} can be loaded ({first:.300}). Loading it without its video processor failed too "
+            f"({type(error).__name__}: {error}). Fix: install the package that is named, or pass processing_class=processor."
         ) from error

@@ -336,7 +336,7 @@ class RolloutWindow:
         self.slices = None if saved is None else [[row_again(row) for row in rows] for rows in saved]
 
 
-# Rows are exchanged only if the largest number of tokens of a rank falls to this fraction or below.
+# Rows are exchanged between ranks only if this reduces the token count of the busiest rank to this fraction or less.
 LOAD_WORTH_MOVING = 0.9
 
 Cost = tuple[int, list[int]]  # Number of tokens of a row's prompt, and of each of its completions.

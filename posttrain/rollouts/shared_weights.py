@@ -464,8 +464,8 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
     base = causal_lm(model)
     if getattr(base, "_hf_peft_config_loaded", False):
         raise ModelError(
-            "transformers saves only the adapter of a model with add_adapter. Fix: use peft.get_peft_model or "
-            "peft.PeftModel.from_pretrained instead."
+            "a model with an adapter of transformers' add_adapter() cannot be saved as a whole: transformers saves the "
+            "adapter only. Fix: use peft.get_peft_model or peft.PeftModel.from_pretrained instead."
         )
     seen: set[int] = set()
     weights = {}

@@ -43,8 +43,8 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
     _meaningless: ClassVar[dict[str, object]] = {name: value for name, value in MEANINGLESS.items() if name != "beta"}
     teacher_server_urls: dict[str, str] | str | None = option(
         None,
-        "TRL's name of teacher_model_server_url: address of a server with the teacher, or a mapping from name to "
-        "address. None: a teacher model in this process.",
+        "Same as teacher_model_server_url, which is the preferred name. Address of a server with the teacher, or a "
+        "mapping from name to address. None: a teacher model in this process.",
     )
     teacher_temperature: PositiveFloat = option(
         1.0,

@@ -14,7 +14,7 @@ from posttrain.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 
-# Reasons why a rollout was not trained.
+# Reasons why a rollout was not used for training.
 DROP_REASONS = (
     "stale_in_flight",  # its weights became too old during generation
     "stale_in_queue",  # its weights became too old in the queue

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from posttrain.models.memory_estimate import Workload
 
 
-# EX_CONFIG of sysexits.h, the same as for a run that a check refuses.
+# Exit code EX_CONFIG of sysexits.h. A run that fails a check before training returns the same code.
 DOES_NOT_FIT = 78
 # Batches up to this many times the given one are tried.
 MOST_TIMES = 16

@@ -270,7 +270,7 @@ class SelfDistillationFields(DistillationFields):
     )
     distillation_is_clip: PositiveFloat | None = option(
         2.0,
-        "Upper bound of the importance weight of tokens that older weights sampled, above 0. None: no importance "
+        "Maximum importance weight, above 0, of tokens that were sampled with older weights. None: no importance "
         "weight.",
     )
 

@@ -250,7 +250,8 @@ def _json(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, 
     return {name: value for name, value in content.items() if name not in odd}
 
 
-# Formats that the page expects: a dict names keys, a list has items of one kind, a tuple is a list of that length.
+# Schema of the files that the page reads. A dict lists the expected keys. A list contains the schema of all its items. A tuple
+# contains one schema per item.
 SHAPES: dict[str, dict[str, Any]] = {
     "manifest.json": {"command": [str], "config": {}},
     "data.json": {

@@ -507,7 +507,7 @@ class CodeTestsReward:
         if workers is not None and workers < 1:
             raise ConfigError(f"workers={workers} must be at least 1, or None for one per processor.")
         self.column, self.partial, self.limits, self.sandbox = column, partial, limits or Limits(), sandbox
-        # Processors of this process's share of the machine.
+        # CPU cores that this process may use.
         usable = usable_processors()
         self.workers = workers or max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 

@@ -631,8 +631,8 @@ def run_server(argv: Sequence[str]) -> int:
 def _prefill() -> dict[str, Any]:
     """Return vLLM's options for prefill: chunked, but unchunked on a CPU.
 
-    After a chunk, vLLM rewinds the generator of a request with a seed. CPU generators do not support this, and the
-    engine would stop (``CPU Generator does not use offset``).
+    After each chunk of a prompt, vLLM resets the random generator of requests that have a seed. CPU generators do not
+    support this, and the engine would stop (``CPU Generator does not use offset``).
     """
     if on_cpu():
         return {"enable_chunked_prefill": False}  # vLLM then allows a whole context per step.

@@ -506,7 +506,7 @@ def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Te
 
 
 def _importance(out: ModelOutputs, batch: Batch, axes: Axes) -> Tensor | float:
-    """Return the clipped importance weights of tokens that older weights sampled."""
+    """Return the clipped importance weights of tokens that were sampled with older weights."""
     if axes.is_clip is None or batch.old_logp is None:
         return 1.0
     assert out.logp is not None

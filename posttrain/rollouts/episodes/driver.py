@@ -32,9 +32,9 @@ class EpisodeSetup:
 
     Attributes:
         tools: Functions that the model may call, with type hints and Google-style docstrings. They may be asynchronous.
-        environment_factory: Creates an object with ``reset`` whose public methods are tools, or a dict of factories
-            that the column ``environment`` of each row selects from. An object with ``get_reward`` is also a reward
-            function.
+        environment_factory: Function that creates an object with ``reset`` whose public methods are tools. Or a dict of
+            such functions; the column ``environment`` of each row selects one. An object with ``get_reward`` is also a
+            reward function.
         rollout_func: ``f(prompts, trainer) -> dict`` with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (or
             None), one entry per prompt, and optionally ``env_mask``. Other keys are passed to reward functions.
         template_kwargs: Arguments of the chat template.

@@ -113,7 +113,7 @@ def is_done(environment: object) -> bool:
     A method named ``done`` is a tool and is ignored.
 
     Raises:
-        RolloutError: The attribute is not a bool, 0 or 1.
+        RolloutError: The attribute is neither a bool nor 0 or 1.
     """
     done = getattr(environment, "done", False)
     return not callable(done) and given_truth(done, f"environment {type(environment).__name__}: done")

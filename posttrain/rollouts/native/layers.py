@@ -356,7 +356,7 @@ def places(groups: list[Group], n: int) -> Tensor:
 
 
 def rows_by_prompt(group: Group) -> list[list[int]]:
-    """Return the live rows of each prompt of a block."""
+    """Group the rows that still generate by prompt."""
     by_prompt: dict[int, list[int]] = {}
     for row, place in zip(group.rows.tolist(), group.place.tolist(), strict=True):
         by_prompt.setdefault(place // group.grid.shape[1], []).append(row)
