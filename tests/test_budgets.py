@@ -70,7 +70,8 @@ def test_copied_windows_of_six_lines_stay_under_three_percent():
     windows, total = Counter(), 0
     for path in files():
         text = path.read_text()
-        if path in SIGNED:  # Signatures are written out, and are alike.
+        if path in SIGNED:  # Signatures and the docs of their parameters are written out, and are alike.
+            text = re.sub(r'    """.*?"""\n', "", text, flags=re.S)
             text = re.sub(r"    def __init__\(\n.*?\n    \) -> None:\n", "", text, flags=re.S)
             text = re.sub(r"        super\(\).__init__\(\n.*?\n        \)\n", "", text, flags=re.S)
         lines = [line.strip() for line in text.splitlines()]

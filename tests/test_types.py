@@ -44,6 +44,8 @@ def refuses(name, tmp_path, field, value):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_number_that_is_none_and_a_truth_that_is_none_are_refused_by_name(name, tmp_path):
     fields = {field: found for field, kinds in own_fields(name).items() if (found := plain(kinds))}
+    if name in ("CPOConfig", "ORPOConfig"):
+        del fields["max_completion_length"]  # Of older releases: any value is ignored with a warning.
     assert len(fields) > 10
     for field, kinds in fields.items():
         for value in ("abc", "False", [1]) if bool in kinds else NOT_NUMBERS:

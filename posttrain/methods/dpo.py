@@ -98,9 +98,6 @@ class DPOConfig(PictureConfig, ComparedConfig):
         if not self.loss_type:
             raise ConfigError("loss_type is empty. Set at least one loss, for example 'sigmoid'.")
         for name in self.loss_type:
-            hint = " (renamed to 'aot_unpaired')" if name == "aot_pair" else ""
-            if hint:
-                raise ConfigError(f"loss_type={name!r} is unknown{hint}.")
             check_choice("loss_type", name, DPO_LOSSES)
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ConfigError(

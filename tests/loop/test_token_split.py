@@ -111,7 +111,7 @@ def test_the_command_that_checks_knows_which_sizes_fit(tiny_model_dir, tmp_path,
     for size, refused in ((3, True), (2, False)):
         text = f"output_dir: {tmp_path}/out\nuse_cpu: true\nparallelism_config: {{sp_size: {size}}}\n"
         settings.write_text(text, encoding="utf-8")
-        code = run(command)
+        code = run([*command, "--num_processes", str(size)])
         said = " ".join(capsys.readouterr().out.split())
         assert ("sp_size=3 does not divide the 4 attention heads" in said) == refused
         assert code == (78 if refused else 0), said

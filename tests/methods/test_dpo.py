@@ -384,7 +384,6 @@ def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
     ("settings", "match"),
     [
         ({"loss_type": "sigmoyd"}, "did you mean 'sigmoid'"),
-        ({"loss_type": "aot_pair"}, "renamed to 'aot_unpaired'"),
         ({"loss_type": []}, "loss_type is empty"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "loss_weights has 1 values, but loss_type has 2"),
         ({"beta": 0.0}, "beta=0.0 must be above 0"),

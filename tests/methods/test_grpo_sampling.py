@@ -13,6 +13,7 @@ from posttrain import ConfigError
 from posttrain.data.forest import Layout, collate
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import CheckpointError
+from posttrain.loop import rollout
 from posttrain.losses.advantages import flat_groups
 from posttrain.models import parallel
 from posttrain.rollouts.batch import RolloutBatch, RolloutWindow, balance_rows, deal, part
@@ -284,19 +285,19 @@ def test_a_stop_anywhere_in_a_window_changes_no_prompt_and_no_weight(tiny_tokeni
         assert torch.equal(weights(whole), weights(part)), stop
 
 
-def test_a_slice_is_trained_in_the_step_its_schedule_says(tiny_tokenizer, tmp_path):
+def test_a_slice_is_trained_in_the_step_its_schedule_says(tiny_tokenizer, tmp_path, monkeypatch):
     """spg=3, mu=2: slices 0 1 2 0 1 2, then a new generation; no slice twice in an iteration, none left out."""
     trainer = grpo(
         tmp_path, tiny_tokenizer, steps_per_generation=3, num_iterations=2, per_device_train_batch_size=4, max_steps=12,
         data=prompts(6), num_train_epochs=9,
     )  # fmt: skip
-    used, collate = [], trainer.collate
+    used, collated = [], rollout.collated
 
-    def spy(rows):
+    def spy(run, rows):
         used.append(next(k for k, own in enumerate(trainer.window.slices) if own is rows))
-        return collate(rows)
+        return collated(run, rows)
 
-    trainer.collate = spy
+    monkeypatch.setattr(rollout, "collated", spy)
     trainer.train()
     assert used == [0, 1, 2, 0, 1, 2] * 2
     ages = [row["staleness/mean_updates"] for row in logs(trainer)]
@@ -344,7 +345,7 @@ def test_another_number_of_processes_goes_on_from_used_up_rollouts_and_not_from_
     assert taken == [False, False, False, True]
     again.load(waiting, before=2, now=2)
     assert not again.used_up and again.take() == slices[1] and again.used_up
-    with pytest.raises(CheckpointError, match=r"2 processes .* this run is 1"):
+    with pytest.raises(CheckpointError, match=r"2 processes, but this run has 1"):
         again.load(waiting, before=2, now=1)
 
 

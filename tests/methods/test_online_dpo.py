@@ -406,13 +406,13 @@ def test_o8_pairs_without_a_reward_are_left_out(tiny_tokenizer, tmp_path):
     generation = rollout_step(trainer.run, [row for row in prompts(2) for _ in range(2)], "train")
     compared = generation.columns["compared"]
     assert compared == [0.0, 0.0, 1.0, 1.0]
-    batches = trainer.collate(generation.rows(range(len(compared)), skip_truncated=False))
+    batches = trainer.run.collate(generation.rows(range(len(compared)), skip_truncated=False))
     assert trainer.method.counts(batches) == {"compared": sum(compared)}
     trainer.denominators = step.count(trainer.run, batches, 0.0)[0]
     trainer.model.train()
     loss = sum(float(trainer.compute_loss(trainer.model, b).detach()) for b in batches)
     alone = generation.rows([i for i, c in enumerate(compared) if c], skip_truncated=False)
-    single = trainer.collate(alone)
+    single = trainer.run.collate(alone)
     trainer.denominators = step.count(trainer.run, single, 0.0)[0]
     assert loss == pytest.approx(sum(float(trainer.compute_loss(trainer.model, b).detach()) for b in single), abs=1e-5)
 

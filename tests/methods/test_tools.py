@@ -9,6 +9,7 @@ import torch
 from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, RolloutError, ScriptedEngine
 from posttrain.data.chat import with_template
 from posttrain.data.templates import FAMILIES, training_template
+from posttrain.loop import rollout
 from tests.conftest import build_model
 from tests.methods.helpers import grpo_args, prompts, weights
 from tests.wordings import raises
@@ -92,6 +93,18 @@ def trainer_of(folder, tokenizer, engine, rewards=letters, data=None, keys=None,
     )  # fmt: skip
 
 
+def laid_out(monkeypatch):
+    """The batches of each micro-batch."""
+    seen, original = [], rollout.collated
+
+    def spy(run, rows):
+        seen.append(original(run, rows))
+        return seen[-1]
+
+    monkeypatch.setattr(rollout, "collated", spy)
+    return seen
+
+
 def spied(trainer, name):
     """Every value a method returned."""
     seen, original = [], getattr(trainer, name)
@@ -108,7 +121,7 @@ def with_answer(tokenizer):
     return speaker(tokenizer, CALL, lambda i: "It is 42" + "!" * i)
 
 
-def test_r45_a_tool_s_tokens_are_read_but_neither_trained_nor_counted(tokenizer, tmp_path):
+def test_r45_a_tool_s_tokens_are_read_but_neither_trained_nor_counted(tokenizer, tmp_path, monkeypatch):
     given = []
 
     def seen(prompts, completions, completion_ids, **_):
@@ -118,7 +131,7 @@ def test_r45_a_tool_s_tokens_are_read_but_neither_trained_nor_counted(tokenizer,
     trainer = trainer_of(
         tmp_path, tokenizer, with_answer(tokenizer), rewards=seen, keys={"tools": [double]}, max_steps=1
     )
-    generations, batches = spied(trainer, "sample"), spied(trainer, "collate")
+    generations, batches = spied(trainer, "sample"), laid_out(monkeypatch)
     before = weights(trainer)
     trainer.train()
     assert not torch.equal(before, weights(trainer))
@@ -126,12 +139,12 @@ def test_r45_a_tool_s_tokens_are_read_but_neither_trained_nor_counted(tokenizer,
     (log,) = [row for row in trainer.state.log_history if "loss" in row]
     _, completions, ids = given[-1]
     ours = []
-    for rollout, completion, its in zip(generation.rollouts, completions, ids, strict=True):
+    for each, completion, its in zip(generation.rollouts, completions, ids, strict=True):
         assert [m["role"] for m in completion] == ["assistant", "tool", "assistant"]
         assert completion[1]["content"] == "42"
-        assert its == rollout.token_ids
-        assert len(rollout.tool_mask) == len(rollout.logp) == len(its)
-        said = [t for t, m in zip(its, rollout.tool_mask, strict=True) if m]
+        assert its == each.token_ids
+        assert len(each.tool_mask) == len(each.logp) == len(its)
+        said = [t for t, m in zip(its, each.tool_mask, strict=True) if m]
         assert tokenizer.decode(said).startswith(CALL + "<|im_end|>It is 42")
         ours.append(len(said))
     assert log["completions/mean_length"] == pytest.approx(sum(ours) / len(ours))
@@ -144,7 +157,7 @@ def test_r45_a_tool_s_tokens_are_read_but_neither_trained_nor_counted(tokenizer,
     assert log["num_tokens"] == sum(ours) + sum(len(r.prompt_ids) for r in generation.rollouts)
 
 
-def test_tool_tokens_give_no_gradient(tokenizer, tmp_path):
+def test_tool_tokens_give_no_gradient(tokenizer, tmp_path, monkeypatch):
     """Another answer of the tool, of the same tokens' count, moves nothing but what the model reads."""
     batches = []
     for rounds in (1, 0):
@@ -152,8 +165,9 @@ def test_tool_tokens_give_no_gradient(tokenizer, tmp_path):
         trainer = trainer_of(
             tmp_path, tokenizer, with_answer(tokenizer), keys=keys, max_steps=1, max_tool_calling_iterations=rounds
         )
-        batches.append(spied(trainer, "collate"))
-        trainer.train()
+        with monkeypatch.context() as patch:
+            batches.append(laid_out(patch))
+            trainer.train()
     with_tools, without = [sum(b.num_loss_tokens for b in seen[-1]) for seen in batches]
     call_tokens = len(tokenizer(CALL, add_special_tokens=False)["input_ids"]) + 1
     assert without == 8 * call_tokens, "the last calls stay unexecuted"
@@ -298,8 +312,8 @@ def test_an_environment_that_never_ends_is_stopped_by_the_budget(tokenizer, tmp_
     )
     generations = spied(trainer, "sample")
     trainer.train()
-    for rollout, completion in zip(generations[0].rollouts, generations[0].completions, strict=True):
-        assert len(rollout.token_ids) <= 320
+    for each, completion in zip(generations[0].rollouts, generations[0].completions, strict=True):
+        assert len(each.token_ids) <= 320
         assert len(completion) > 4
     assert trainer.state.global_step == 1
 
@@ -490,7 +504,7 @@ def test_trainers_of_single_turns_refuse_tools_environments_and_rollout_function
     make, config = getattr(posttrain, f"{name}Trainer"), getattr(posttrain, f"{name}Config")
     given = {"tools": [double], "environment_factory": Walk, "rollout_func": print}[argument]
     rewards = "reward_model" if name == "PPO" else "reward_funcs"
-    with pytest.raises(ConfigError, match=f"{name}Trainer has no {argument}.*GRPOTrainer"):
+    with pytest.raises(ConfigError, match=f"{name}Trainer does not support {argument}.*GRPOTrainer"):
         make(
             model=build_model(len(tiny_tokenizer)), args=config(str(tmp_path), report_to="none", bf16=False),
             train_dataset=prompts(), processing_class=tiny_tokenizer, **{argument: given, rewards: letters},
@@ -531,7 +545,7 @@ def answers(prompts, trainer, **changes):
     return {k: v for k, v in (result | changes).items() if v != "drop"}
 
 
-def test_a_rollout_function_replaces_generation_and_its_columns_reach_the_rewards(tokenizer, tmp_path):
+def test_a_rollout_function_replaces_generation_and_its_columns_reach_the_rewards(tokenizer, tmp_path, monkeypatch):
     asked, columns = [], []
 
     def mine(prompts, trainer):
@@ -545,7 +559,7 @@ def test_a_rollout_function_replaces_generation_and_its_columns_reach_the_reward
     trainer = trainer_of(
         tmp_path, tokenizer, ScriptedEngine([]), rewards=reward, keys={"rollout_func": mine}, max_steps=1
     )
-    batches = spied(trainer, "collate")
+    batches = laid_out(monkeypatch)
     before = weights(trainer)
     trainer.train()
     assert not torch.equal(before, weights(trainer))
@@ -559,12 +573,12 @@ def test_a_rollout_function_replaces_generation_and_its_columns_reach_the_reward
     assert batch.rollout_logp[batch.loss_mask].unique().tolist() == [-3.0, -1.0], "log-probs are corrected for"
 
 
-def test_r48_without_log_probs_nothing_is_corrected(tokenizer, tmp_path):
+def test_r48_without_log_probs_nothing_is_corrected(tokenizer, tmp_path, monkeypatch):
     trainer = trainer_of(
         tmp_path, tokenizer, ScriptedEngine([]), rewards=lambda score, **_: score, max_steps=1,
         keys={"rollout_func": lambda prompts, trainer: answers(prompts, trainer, logprobs=None)},
     )  # fmt: skip
-    batches = spied(trainer, "collate")
+    batches = laid_out(monkeypatch)
     trainer.train()
     assert batches[-1][0].rollout_logp is None
 

@@ -221,7 +221,7 @@ def test_what_cannot_go_alone_goes_merged_and_is_told_once(tmp_path, tiny_tokeni
     trainer = trained(tmp_path, tiny_tokenizer, big_server.url, peft_config=config)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    said = [r.message for r in caplog.records if "added to the weights" in r.message]
+    said = [r.message for r in caplog.records if "The adapter is merged" in r.message]
     assert len(said) == 1 and "use_dora=True" in said[0]
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert max(row["sampling/sampling_logp_difference/max"] for row in rows) < 1e-3

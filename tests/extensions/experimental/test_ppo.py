@@ -1147,10 +1147,11 @@ def test_responses_to_one_prompt_share_its_computation_and_nothing_else_changes(
             monkeypatch.setattr("posttrain.data.forest._grow", lambda members, layout, **_: trie.alone(members))
         trainer = ppo(tmp_path / str(shares), tokenizer, data=data, max_steps=4, learning_rate=1e-4)
         tokens = []
-        collate = trainer.collate
-        trainer.collate = lambda rows, collate=collate, tokens=tokens: [
-            tokens.append(batch.num_tokens) or batch for batch in collate(rows)
-        ]
+
+        def collated(run, rows, tokens=tokens):
+            return [tokens.append(batch.num_tokens) or batch for batch in run.collate(rows)]
+
+        monkeypatch.setattr("posttrain.loop.rollout.collated", collated)
         trainer.train()
         found.append((sum(tokens), logs(trainer, "loss"), logs(trainer, "objective/kl"), logs(trainer, "grad_norm")))
     (less, *ours), (more, *apart) = found

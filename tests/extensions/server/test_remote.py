@@ -85,7 +85,7 @@ def test_trap_s6_weights_that_this_run_never_gave_write_nothing_for_it(made):
     assert engine.fleet.servers[stub.url].holds == ""
     other.version = "another-3"
     with pytest.raises(
-        WeightSyncError, match="sampled from weights of version another-3, and version run-3 was pushed"
+        WeightSyncError, match="sampled from weights of version another-3, but version run-3 was pushed"
     ):
         engine.generate(REQUESTS[:1], SAMPLING)
 
@@ -96,7 +96,7 @@ def test_the_base_model_below_an_adapter_that_is_on_its_way_writes_nothing(made)
     for _ in range(2):
         assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {1}
     other.version = "run-base"
-    with pytest.raises(WeightSyncError, match="sampled from weights of version run-base, and version run-1 was pushed"):
+    with pytest.raises(WeightSyncError, match="sampled from weights of version run-base, but version run-1 was pushed"):
         engine.generate(REQUESTS[:1], SAMPLING)
 
 

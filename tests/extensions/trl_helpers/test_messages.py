@@ -53,9 +53,9 @@ def test_filled_blocks_and_those_of_tools_are_not_counted():
 @pytest.mark.parametrize(
     ("messages", "images", "said"),
     [
-        ([{"role": "user", "content": [IMAGE]}], ["a", "b"], "have 1 image placeholders and there are 2 images"),
-        ([{"role": "system", "content": "s"}], ["a"], "have 0 image placeholders and there are 1 images"),
-        ([{"role": "narrator", "content": "s"}], None, "message 0 has the role 'narrator'"),
+        ([{"role": "user", "content": [IMAGE]}], ["a", "b"], "have 1 image placeholders, but there are 2 images"),
+        ([{"role": "system", "content": "s"}], ["a"], "have 0 image placeholders, but there are 1 images"),
+        ([{"role": "narrator", "content": "s"}], None, "message 0 has the unknown role 'narrator'"),
         ([{"role": "system", "content": "s"}, {"role": "user"}], None, r"message 1 \(role 'user'\) has no content"),
     ],
 )
