@@ -108,15 +108,15 @@ def draw(points: dict[str, dict[str, dict]]) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     for axis, name, label in zip(
-        axes, ("step_seconds", "peak_gb"), ("seconds an update", "peak memory, GB"), strict=True
+        axes, ("step_seconds", "peak_gb"), ("seconds per update", "peak memory, GB"), strict=True
     ):
         for side, marker in (("ours", "o-"), ("peer", "s--")):
             known = [(int(length), found[side][name]) for length, found in points.items() if side in found]
             axis.plot(*zip(*known, strict=True), marker, label={"ours": "posttrain", "peer": "TRL 1.16.0"}[side])
-        axis.set(
-            xscale="log", yscale="log", xlabel=f"tokens a completion ({GROUP} on a prompt of {PROMPT})", ylabel=label
-        )
+        axis.set(xscale="log", xlabel=f"tokens per completion (prompt of {PROMPT}, {GROUP} completions)", ylabel=label)
         axis.set_xticks([int(length) for length in points], labels=list(points))
+        axis.minorticks_off()
+        axis.set_ylim(0) if name == "peak_gb" else axis.set_yscale("log")
         axis.grid(alpha=0.25)
     axes[0].legend(frameon=False)
     figure.tight_layout()

@@ -171,7 +171,7 @@ def test_every_address_of_the_project_is_one_of_the_two_of_the_package():
     tracked = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.split()
     texts = {name: (root / name).read_text(encoding="utf-8", errors="ignore") for name in tracked}
     found = {name: set(pattern.findall(text)) for name, text in texts.items() if pattern.search(text)}
-    assert {"mkdocs.yml", "CITATION.cff", "docs/install.md", "docs/index.md", "tools/notebooks.py"} <= set(found)
+    assert {"mkdocs.yml", "CITATION.cff", "docs/install.md", "README.md", "tools/notebooks.py"} <= set(found)
     assert {name: others for name, links in found.items() if (others := links - {home, site})} == {}
     assert all(url.startswith((home, site)) for url in urls.values())
 
@@ -541,26 +541,32 @@ def test_the_defaults_that_a_table_says_are_those_of_the_code(page):
                 assert not wrong, f"{page}: {wrong}"
 
 
-def test_the_readme_says_of_how_many_pairs_its_figures_are():
-    root = DOCS.parent
-    counts = set()
+def results(name):
+    """Speed, memory, widest vectors and pairs of every comparison that a benchmark recorded, as pages show them."""
 
-    def look(value):
+    def rows(value, hardware):
         if isinstance(value, dict):
-            counts.update([value["speed_up"]["pairs"]] if "speed_up" in value else [])
-            for one in value.values():
-                look(one)
+            if "speed_up" in value:
+                speed, memory = value["speed_up"], value.get("memory_ratio")
+                shown = "{median:.1f}x ({min:.1f} to {max:.1f})".format(**speed)
+                yield [shown, f"{memory['median']:.2f}" if memory else "not measured", hardware, str(speed["pairs"])]
+            for part in value.values():
+                yield from rows(part, hardware)
 
-    commands = re.findall(r"benchmarks/(\w+)\.py", (root / "README.md").read_text(encoding="utf-8"))
-    for name in set(commands):
-        for file in (root / "benchmarks" / "results").glob(f"{name}*.json"):
-            look(json.loads(file.read_text(encoding="utf-8")))
-    table = [
-        cells(line)
-        for line in (root / "README.md").read_text(encoding="utf-8").splitlines()
-        if "AVX" in line and "|" in line
-    ]
-    assert {int(row[4]) for row in table} == counts
+    for file in (DOCS.parent / "benchmarks" / "results").glob(f"{name}*.json"):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        if "hardware" in result:
+            yield from rows(result, "AVX-512" if "avx512f" in result["hardware"]["flags"] else "AVX2")
+
+
+def test_the_figures_of_benchmarks_are_the_recorded_ones():
+    shown = table("benchmarks.md", "task")
+    for row in shown:
+        assert row[1:5] in list(results(re.search(r"benchmarks/(\w+)\.py", row[5])[1])), row
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    figures = [cells(line) for line in readme.splitlines() if line.startswith("|") and "AVX" in line]
+    known = {(speed.split()[0], f"{memory}x", f"2 CPU cores, {hardware}") for _, speed, memory, hardware, *_ in shown}
+    assert figures and {tuple(row[1:]) for row in figures} <= known
 
 
 def test_the_page_for_contributors_names_files_that_are_there_and_hold_what_it_says():

@@ -1,8 +1,10 @@
-"""The README tells what is true: its code compiles, its names exist, its commands are there."""
+"""The README: its code runs, and its names, commands, links and faults exist."""
 
 import ast
 import re
 from pathlib import Path
+
+from transformers import AutoModelForCausalLM
 
 import posttrain
 from posttrain.cli.main import COMMANDS
@@ -25,6 +27,14 @@ def test_python_examples_compile_and_import_only_public_names():
                     assert name.name in posttrain.__all__
 
 
+def test_the_example_trains_a_model_that_can_be_loaded(tmp_path, monkeypatch, tiny_model_dir):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("python")
+    exec(compile(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", tiny_model_dir), "README.md", "exec"), {})
+    assert len((tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()) > 0
+    AutoModelForCausalLM.from_pretrained("runs/grpo")
+
+
 def test_commands_exist():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     lines = [line.strip() for block in blocks("bash") for line in block.splitlines() if line.strip()]
@@ -43,3 +53,8 @@ def test_commands_exist():
 def test_linked_files_exist():
     for target in re.findall(r"\]\((?!http)([^)#]+)", TEXT):
         assert (ROOT / target).exists(), target
+
+
+def test_detected_faults_are_those_of_the_page():
+    shares = re.findall(r"\b\d+ of \d+\b", TEXT)
+    assert shares and all(share in (ROOT / "docs/faults.md").read_text() for share in shares)
