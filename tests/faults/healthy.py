@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 from tests.faults import build
 from tests.faults.scene import Case, Scene
 from tests.methods.helpers import scripted
@@ -21,8 +23,9 @@ def with_checkpoints(scene: Scene) -> None:
     """SFT that saves, is evaluated, and is resumed."""
     options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     build.sft(
-        scene, build.texts(), eval_dataset=build.texts(6), eval_strategy="steps", eval_steps=1, max_steps=2, **options
+        scene, build.texts(), eval_dataset=build.texts(6), eval_strategy="steps", eval_steps=1, max_steps=4, **options
     )
+    shutil.rmtree(scene.folder / "checkpoint-4")  # As if the run had ended before.
     scene.trainer, scene.stage = None, "config"
     build.sft(scene, build.texts(), resume_from_checkpoint=True, max_steps=4, **options)
 

@@ -141,16 +141,18 @@ class _Clock(transformers.TrainerCallback):
 
 
 class _Ear(logging.Handler):
-    """Hears warnings of this package."""
+    """Collects warnings of this package, and of faults also findings that are information."""
 
     def __init__(self, scene: Scene, result: Result) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.scene, self.result = scene, result
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         code = next(iter(CODE.findall(text)), "")
-        severity = "error" if record.levelno >= logging.ERROR else "warning"
+        if record.levelno < logging.WARNING and (not code or self.result.case.area == "healthy"):
+            return
+        severity = {logging.INFO: "info", logging.WARNING: "warning"}.get(record.levelno, "error")
         self.result.notices.append(Notice(self.scene.moment(text, code, None), severity, code, text))
 
 
@@ -160,7 +162,9 @@ def observe(case: Case, folder: Path) -> Result:
     core.load()
     scene, result = Scene(folder), Result(case)
     ear, package = _Ear(scene, result), logging.getLogger("posttrain")
+    level = package.level
     package.addHandler(ear)
+    package.setLevel(logging.INFO)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(None):
             warnings.simplefilter("ignore")
@@ -175,6 +179,7 @@ def observe(case: Case, folder: Path) -> Result:
         result.notices.append(Notice(scene.moment(text, "", error), "error", type(error).__name__, text))
     finally:
         package.removeHandler(ear)
+        package.setLevel(level)
     result.lost = scene.note or lost(scene)
     for notice in result.notices:  # The same words in every run.
         text = LOOPBACK.sub("127.0.0.1:8000", notice.text.replace(str(folder), "runs/a"))
