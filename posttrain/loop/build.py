@@ -74,15 +74,15 @@ def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = 
         objective=None,
         comparison=None,
         loss_of=step.loss_of if loss_function is None else step.function_loss,
-        batches=rollout.training_batches if method.traits.samples else collated,
-        eval_batches=rollout.evaluation_batches if method.traits.samples else collated,
+        batches=rollout.training_batches if method.traits.samples else as_yielded,
+        eval_batches=rollout.evaluation_batches if method.traits.samples else as_yielded,
         postprocess_metrics=method.derived_metrics,
         predictions=partial(predicted_rows, preprocess=None),
         observe=rollout.gap_of_pass if method.traits.samples else None,
     )
 
 
-def collated(run: Run, batches: Sequence[Batch], index: int = 0) -> list[Batch]:
+def as_yielded(run: Run, batches: Sequence[Batch], index: int = 0) -> list[Batch]:
     """Return what the loader yields, for methods whose collator makes batches."""
     return list(batches)
 

@@ -19,6 +19,7 @@ import datasets
 import numpy as np
 import torch
 import transformers
+from torch import Tensor
 
 from posttrain import __version__
 from posttrain.data.forest import to_rows
@@ -218,6 +219,23 @@ def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
         logp = forward(reference, batch, chunk_size=run.args.logits_chunk_size).logp
     assert logp is not None
     return replace(batch, ref_logp=logp, columns=batch.columns | {"ref_logps": run.method.sums(logp, batch)})
+
+
+def log_ratios(run: Run, batches: list[Batch]) -> list[Tensor]:
+    """Return the log-ratio of policy and reference of each sequence without gradients, ``(S,)`` per batch; a collective.
+
+    Args:
+        run: Run of a method that compares the policy with a reference.
+        batches: Batches of this rank with the reference's log-probs, maybe none.
+    """
+    ratios = []
+    for source, counts in parallel.in_step(batches, run.accelerator, run.spare_batch):
+        batch = source.to(run.args.device)
+        with run.inference() as policy:
+            logp = forward(policy, batch, chunk_size=run.args.logits_chunk_size).logp
+        if counts:
+            ratios.append(run.method.sums(logp, batch) - run.method.reference_logp(batch))
+    return ratios
 
 
 def with_references(

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from posttrain.errors import ConfigError
+from posttrain.loop.precompute import log_ratios
 from posttrain.loop.run import Hooks, Prepare, Run
 from posttrain.losses.unpaired import density_weight
 from posttrain.methods.bco import BCO, BCOConfig, PromptDensity, embed_prompts, reward_sums
-from posttrain.models import parallel
-from posttrain.models.forward import forward
 from posttrain.trainers.arguments import (
     Adapter,
     Callbacks,
@@ -185,16 +184,6 @@ def move_in_passes_of_its_own(run: Run, micro_batches: list[list[Batch]]) -> Non
 
 def move_delta(run: Run, micro_batches: list[list[Batch]]) -> None:
     """Move delta by the rewards of these micro-batches of all ranks, computed without gradients."""
-    ran = parallel.in_step([batch for one in micro_batches for batch in one], run.accelerator, run.spare_batch)
-    rewards = [(rewards_of(run, batch), counts) for batch, counts in ran]
-    known = torch.cat([torch.zeros(0), *(values.cpu() for values, counts in rewards if counts)])
-    run.progress.own = run.progress.own.moved(reward_sums(known), run.ranks)
-
-
-def rewards_of(run: Run, batch: Batch) -> Tensor:
-    """Return ``beta`` times the log-ratio of each sequence, ``(S,)``."""
-    batch = batch.to(run.args.device)
-    with run.inference() as policy:
-        logp = forward(policy, batch, chunk_size=run.args.logits_chunk_size).logp
-    assert logp is not None
-    return run.args.beta * (run.method.sums(logp, batch) - run.method.reference_logp(batch))
+    ratios = log_ratios(run, [batch for micro in micro_batches for batch in micro])
+    rewards = torch.cat([torch.zeros(0), *((run.args.beta * ratio).cpu() for ratio in ratios)])
+    run.progress.own = run.progress.own.moved(reward_sums(rewards), run.ranks)

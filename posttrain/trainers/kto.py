@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.data.forest import collate
-from posttrain.loop.precompute import precomputed_logps, with_references
+from posttrain.loop.precompute import log_ratios, precomputed_logps, with_references
 from posttrain.loop.run import Hooks, Prepare, Run
 from posttrain.losses.unpaired import kl_baseline, kl_totals
 from posttrain.methods.kto import KTO, KTOConfig, fixed_partners, mismatched, partners
 from posttrain.metrics import mean
 from posttrain.models import parallel
-from posttrain.models.forward import forward
 from posttrain.models.reference import Reference
 from posttrain.trainers.arguments import (
     Adapter,
@@ -218,13 +217,7 @@ def with_baseline(
 def baseline(run: Run, mismatched: list[Batch]) -> Tensor:
     """Return z0 over all ranks, from batches with the reference's log-probs; ranks may hold different numbers of them."""
     totals = torch.zeros(2, dtype=torch.float64)
-    for source, counts in parallel.in_step(mismatched, run.accelerator, run.spare_batch):
-        batch = source.to(run.args.device)
-        with run.inference() as policy:
-            logp = forward(policy, batch, chunk_size=run.args.logits_chunk_size).logp
-        if counts:
-            assert logp is not None
-            ratio = run.method.sums(logp, batch) - run.method.reference_logp(batch)
-            totals += kl_totals(ratio).double().cpu()
+    for ratio in log_ratios(run, mismatched):
+        totals += kl_totals(ratio).double().cpu()
     summed = parallel.all_reduce_sum(totals.tolist(), run.accelerator)
     return kl_baseline(torch.tensor(summed)).float().to(run.args.device)

@@ -209,8 +209,8 @@ def test_bco_computes_the_policy_once_where_a_step_is_one_pass(tiny_tokenizer, t
     from posttrain.trainers import bco
 
     calls = []
-    original = bco.forward
-    monkeypatch.setattr(bco, "forward", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+    original = bco.log_ratios
+    monkeypatch.setattr(bco, "log_ratios", lambda run, batches: calls.extend(batches) or original(run, batches))
     found = []
     for batch, steps in ((8, 1), (2, 4)):
         calls.clear()

@@ -188,6 +188,11 @@ def built(name, seed=0, **changes):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def ids(count, seed):
+    """Random token ids."""
+    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 @torch.no_grad()
 def alone(model, prompt, completion):
     """Log-probs of a completion, by transformers' own forward of this one sequence."""

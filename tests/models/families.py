@@ -31,7 +31,7 @@ from posttrain.models.forward import forward
 from posttrain.models.probe import probe_head, probe_layout
 from posttrain.rollouts.native.engine import native_is_exact
 from posttrain.types import ALONE, Row, State
-from tests.models.architectures import ARCHITECTURES, SMALL, VOCAB
+from tests.models.architectures import ARCHITECTURES, SMALL, ids
 
 # Fields of configs that make other families as small; each config gets those that it has.
 SMALLER = SMALL | {
@@ -131,10 +131,6 @@ def built(kind):
         usual = CONFIG_MAPPING[kind]()
         settings = {name: value for name, value in settings.items() if hasattr(usual, name)}
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**settings), dtype=torch.float32).eval()
-
-
-def ids(count, seed):
-    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def rows_of(lengths, **columns):

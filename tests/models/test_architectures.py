@@ -15,12 +15,8 @@ from posttrain.rollouts.native import engine as native
 from posttrain.rollouts.native.engine import native_is_exact
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
-from tests.models.architectures import ARCHITECTURES, LONGROPE, ORIGINAL, VOCAB, alone, built
+from tests.models.architectures import ARCHITECTURES, LONGROPE, ORIGINAL, VOCAB, alone, built, ids
 from tests.wordings import raises
-
-
-def ids(n, seed):
-    return torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def rows():

@@ -9,7 +9,7 @@ from posttrain.rollouts.native import attention
 from posttrain.rollouts.native.engine import NativeEngine, native_is_exact
 from posttrain.rollouts.native.prefix_cache import Kept
 from posttrain.types import Request, Sampling
-from tests.models.architectures import HYBRIDS, VOCAB, WINDOW, alone, built
+from tests.models.architectures import HYBRIDS, VOCAB, WINDOW, alone, built, ids
 from tests.models.test_recurrent import remembering
 
 # By name: changes of the config that make each kind of layer matter.
@@ -32,10 +32,6 @@ CHANGES = {
         "hybrid_layer_ids": [1, 3],
     },
 }
-
-
-def ids(count, seed):
-    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def family(name):
