@@ -18,7 +18,8 @@ from tests.faults.scene import Case, Result, play
 
 FAULTS: tuple[Case, ...] = (*data_cases.CASES, *reward_cases.CASES, *machine_cases.CASES, *server_cases.CASES)
 HEALTHY: tuple[Case, ...] = healthy.CASES
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "faults.md"
 BEGIN, END = "<!-- table: made by python -m tests.faults.table --write -->", "<!-- end of the table -->"
 AREAS = ("data", "template", "tokenizer", "reward", "reference", "training", "server", "version", "machine")
 WIDTH = 150
@@ -35,7 +36,7 @@ def line(result: Result) -> str:
 
 def shortened(text: str) -> str:
     """The first words of a message, as a cell."""
-    flat = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    flat = " ".join(text.split()).replace(f"{ROOT}{os.sep}", "").replace("|", "\\|").replace("<", "&lt;")
     flat = flat.split(": ", 1)[1] if flat.startswith("PT-") else flat
     return flat if len(flat) <= WIDTH else flat[: WIDTH - 3].rsplit(" ", 1)[0] + " ..."
 
