@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def log_of(trainer: Any) -> list[dict[str, Any]]:
 
 
 def timed(trainer: Any) -> dict[str, Any]:
-    """Train, and tell the mean time of a step without the first, the memory's peak, and losses and gradients by step."""
+    """Train and return the median time of a step without the first, the peak of memory, and losses and gradients by step."""
     from transformers import TrainerCallback
 
     ends: list[tuple[float, float]] = []
@@ -113,8 +114,8 @@ def timed(trainer: Any) -> dict[str, Any]:
 
     trainer.add_callback(Clock())
     trainer.train()
-    counted = max(1, len(ends) - 1)
-    wall, cpu = ((last - first) / counted for first, last in zip(ends[0], ends[-1], strict=True))
+    steps = [[b - a for a, b in zip(first, last, strict=True)] for first, last in pairwise(ends)]
+    wall, cpu = (statistics.median(times) for times in zip(*steps, strict=True))
     log = log_of(trainer)
     return {
         "step_seconds": round(wall, 3),

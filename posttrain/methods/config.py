@@ -157,7 +157,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     logits_chunk_size: PositiveInt | None = option(
         None,
         "Number of positions whose logits exist at the same time, in the loss and its backward pass. None: as "
-        "many as fit into 24 MiB on a CPU and 64 MiB on an accelerator. Smaller chunks need less memory and take "
+        "many as fit into 24 MiB on a CPU and 64 MiB on an accelerator, but at least 128. Smaller chunks need less memory and take "
         "more time.",
     )
     logging_steps: float = option(

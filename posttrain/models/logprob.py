@@ -23,8 +23,10 @@ from posttrain.types import WHOLE, Truncation
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-# Bytes of float32 logits. On 2 cores with vocabularies of 49k and 152k, 64 MiB is no faster than 24; 16 MiB and less are slower.
+# Bytes of float32 logits. On 2 cores with a vocabulary of 49k, 64 MiB is no faster than 24; 16 MiB and less are slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
+# Minimum positions of a chunk. At 152k, 24 MiB are 41 positions, which take 1.4 times the time of 128.
+LEAST_POSITIONS = 128
 NUMBERS = ("entropy", "mean_logit", "collision")
 # Maximum deviation from the expected gradient, as a fraction of the largest gradient of a log-prob.
 MOST_ERROR = 1e-6
@@ -53,7 +55,7 @@ class _Rule:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the logits divided by the temperature, in float32 or wider, and the softcap's ``tanh`` for backward."""
-        x = F.linear(hidden, weight, bias)
+        x = output_product(hidden, weight, bias)
         x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         if self.scale != 1.0:
             x = x.mul_(self.scale)
@@ -71,6 +73,17 @@ class _Rule:
         if bent is not None:
             grad = grad.mul_(1.0 - bent.square_())
         return grad if factor == 1.0 else grad.mul_(factor)
+
+
+def output_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``hidden @ weight.T + bias`` for a few rows of ``hidden`` and many rows of ``weight``, without gradient.
+
+    In float32 on an x86 CPU, oneDNN's product is used: for 128 rows and vocabularies of 49k to 152k it takes 0.4 to 0.6 times the
+    time of `F.linear`, which repacks the weight for each chunk (AVX2, 2 cores).
+    """
+    if hidden.dtype == torch.float32 and hidden.device.type == "cpu" and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
+    return F.linear(hidden, weight, bias)
 
 
 class _HeadGradients:
@@ -264,7 +277,7 @@ def _prepared(
     elif hidden.dtype != weight.dtype:
         hidden = hidden.to(weight.dtype)
     size = CHUNK_BYTES if device == "cpu" else ACCELERATOR_CHUNK_BYTES
-    chunk = chunk_size or max(16, size // (4 * weight.shape[0]))
+    chunk = chunk_size or max(LEAST_POSITIONS, size // (4 * weight.shape[0]))
     return hidden, weight, None if bias is None else bias.to(weight.dtype), chunk
 
 
@@ -298,7 +311,7 @@ def token_logprobs(
         temperature: Divisor of the logits, above 0.
         truncation: Truncation of the sampler. If it excludes tokens, also return the log of the remaining mass, without gradient.
             See `posttrain.losses.truncation`.
-        chunk_size: Positions per chunk. None selects about 24 MiB of logits on a CPU and 64 MiB elsewhere.
+        chunk_size: Positions per chunk. None selects 24 MiB of logits on a CPU and 64 MiB elsewhere, but at least 128 positions.
         expected_grad: ``(N,)`` gradient that the log-probs will receive, up to one factor, if known. The gradients of hidden
             states and output layer are then computed in the forward pass. Backward recomputes them if the actual gradient
             differs. Used only on a CPU: elsewhere the comparison would synchronize with the device.
