@@ -184,7 +184,8 @@ class Batch:
         old_logp: ``(B, T)`` float32. None if the policy has not changed since the rollout.
         ref_logp: ``(B, T)`` float32.
         rollout_logp: ``(B, T)`` float32.
-        expected_grad: ``(B, T)`` gradient of the loss with respect to the log-probs, if it is known before the pass.
+        expected_grad: Function from the ``(n,)`` log-probs of some tokens and their rows and columns to the ``(n,)`` gradient of
+            the loss, if the method knows it.
         columns: Other per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name (labels, margins, weights).
         model_kwargs: Passed to the model's forward unchanged.
         pictures: Tuples of row, column of the first placeholder, and image, in column order.
@@ -205,7 +206,7 @@ class Batch:
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     rollout_logp: Tensor | None = None
-    expected_grad: Tensor | None = None
+    expected_grad: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None = None
     columns: dict[str, Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     pictures: list[tuple[int, int, Any]] = field(default_factory=list)

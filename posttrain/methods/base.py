@@ -143,9 +143,10 @@ class Method(ABC, Generic[Config]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "objective" in vars(cls) and "knows_gradient" not in vars(cls):
-            # The parent's `knows_gradient` describes the parent's objective.
-            cls.knows_gradient = Method.knows_gradient
+        for name in ("knows_gradient", "per_token"):
+            if "objective" in vars(cls) and name not in vars(cls):
+                # The parent's answer describes the parent's objective.
+                setattr(cls, name, getattr(Method, name))
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
@@ -193,12 +194,15 @@ class Method(ABC, Generic[Config]):
     def knows_gradient(self, batch: Batch) -> bool:
         """Return True if ``d loss / d logp`` is known before the forward pass, up to one factor per batch.
 
-        The output layer then computes its logits once (`posttrain.models.logprob.token_logprobs`). If the method
-        returns True by error, the logits are computed again and the gradient is still correct.
+        The output layer then computes its logits once (`posttrain.models.logprob.token_logprobs`). If the method returns True by
+        error, the logits are computed again and the gradient is still correct.
+        """
+        return False
 
-        One factor of all tokens may depend on them. The output layer then computes its logits once
-        (`posttrain.models.logprob.token_logprobs`). Where the answer is wrong, it computes them again: the gradient is right
-        either way.
+    def per_token(self, batch: Batch) -> bool:
+        """Return True if the gradient of each token depends on no other token's log-prob, and on no entropy.
+
+        The output layer then computes its logits once, as for `knows_gradient`, and an error has the same effect.
         """
         return False
 

@@ -157,8 +157,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
     logits_chunk_size: PositiveInt | None = option(
         None,
         "Number of positions whose logits exist at the same time, in the loss and its backward pass. None: as "
-        "many as fit into 24 MiB on a CPU and 64 MiB on an accelerator, but at least 128. Smaller chunks need less memory and take "
-        "more time.",
+        "many as fit into 24 MiB on a CPU and 64 MiB on an accelerator, but at least 128. Smaller chunks need less "
+        "memory and take more time.",
     )
     logging_steps: float = option(
         10, "Number of optimizer steps between two log lines. A value below 1 is a fraction of all steps."

@@ -185,12 +185,9 @@ class SFT(Method[SFTConfig]):
         """Convert tokenized examples to rows without a shared prompt. Packed examples are split into documents."""
         return document_rows(examples)
 
-    def knows_gradient(self, batch: Batch) -> bool:
-        """Return True unless the loss is DFT or uses label smoothing.
-
-        The loss of a token is then its negative log-prob.
-        """
-        return self.cfg.loss_type != "dft" and not self.cfg.label_smoothing_factor
+    def per_token(self, batch: Batch) -> bool:
+        """Return True unless label smoothing is used, whose loss depends on all logits."""
+        return not self.cfg.label_smoothing_factor
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """Return the negative log-likelihood of the trained tokens, averaged over the optimizer step.

@@ -21,7 +21,7 @@ from posttrain.losses.truncation import kept_log_mass
 from posttrain.models import parallel
 from posttrain.models.architecture import config_of, experts_per_token
 from posttrain.models.lean_layers import keep_inputs_only
-from posttrain.models.logprob import token_logprobs
+from posttrain.models.logprob import Expected, token_logprobs
 from posttrain.types import WHOLE, Truncation
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class TokenHead:
         temperature: Divisor of the logits before the softmax.
         truncation: Truncation of the sampler. The log of the probability mass it keeps is returned.
         chunk_size: Number of positions whose logits exist at once. None: see `token_logprobs`.
-        expected_grad: ``(N,)``, see `token_logprobs`. None: unknown before the pass.
+        expected_grad: See `token_logprobs`. None: unknown.
         needs: Names of additional outputs, see `posttrain.models.forward.forward`.
         balance_over: ``(B, T)`` 1 on real tokens. If set, return the router's load-balancing term over them.
         values: Function from last hidden states ``(B, T, H)`` to values ``(M,)``, which are returned with the log-probs.
@@ -139,7 +139,7 @@ class TokenHead:
     temperature: float = 1.0
     truncation: Truncation = WHOLE
     chunk_size: int | None = None
-    expected_grad: Tensor | None = None
+    expected_grad: Expected = None
     needs: frozenset[str] = frozenset()
     balance_over: Tensor | None = None
     values: Callable[[Tensor], Tensor] | None = None

@@ -2,7 +2,7 @@
 
 The full ``(N, V)`` logits are never allocated. Forward saves two numbers per token, and backward recomputes each chunk. Peak
 memory is O(chunk * V) instead of O(N * V), for any loss on the log-probs. Each chunk is computed only once if the gradient of
-the log-probs is known before the pass, or if only hidden states need a gradient: forward then computes the gradients too.
+its log-probs is known when its logits exist, or if only hidden states need a gradient: forward then computes the gradients too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ LEAST_POSITIONS = 128
 NUMBERS = ("entropy", "mean_logit", "collision")
 # Maximum deviation from the expected gradient, as a fraction of the largest gradient of a log-prob.
 MOST_ERROR = 1e-6
+
+
+# Expected gradient of log-probs, see `token_logprobs`.
+Expected = Callable[[Tensor, slice], Tensor] | None
 
 
 @dataclass(slots=True)
@@ -136,17 +140,21 @@ class _Ahead:
     """Gradients that forward computes from its chunks of logits, for an expected gradient of the log-probs.
 
     Args:
-        expected: ``(N,)`` gradient of the log-probs up to one factor. None if only hidden states need a gradient: each of these
-            is a vector times the gradient of its own log-prob.
+        expected: See `token_logprobs`. None if only hidden states need a gradient: each of these is a vector times the gradient
+            of its own log-prob.
         sums: Accumulator of the gradients.
+        logp: ``(N,)`` log-probs, which forward fills chunk by chunk.
     """
 
-    def __init__(self, expected: Tensor | None, sums: _HeadGradients) -> None:
-        self.expected, self.sums = expected, sums
+    def __init__(self, expected: Expected, sums: _HeadGradients, logp: Tensor) -> None:
+        self.expected, self.sums, self.logp = expected, sums, logp
+        self.grad = torch.ones_like(logp)
 
     def add(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, bent: Tensor | None, rule: _Rule) -> None:
         """Add a chunk with softmax ``e / z`` of shapes ``(n, V)`` and ``(n,)``. ``e`` is overwritten."""
-        g = torch.ones_like(z) if self.expected is None else self.expected[part]
+        if self.expected is not None:
+            self.grad[part] = self.expected(self.logp[part], part)
+        g = self.grad[part]
         if self.expected is not None and not bool(g.any()):  # E.g. a group whose rewards are all equal.
             self.sums.skip(part)
             return
@@ -160,9 +168,9 @@ class _Ahead:
         if self.expected is None:
             assert hidden is not None
             return hidden * grad[:, None].to(hidden.dtype), None, None
-        largest = self.expected.abs().argmax()
-        factor = grad[largest] / self.expected[largest] if self.expected[largest] else grad.new_ones(())
-        error = (grad - factor * self.expected).abs().max()
+        largest = self.grad.abs().argmax()
+        factor = grad[largest] / self.grad[largest] if self.grad[largest] else grad.new_ones(())
+        error = (grad - factor * self.grad).abs().max()
         if not error <= MOST_ERROR * grad.abs().max() < math.inf:  # Also false for NaN and infinite gradients.
             return None
         if factor != 1.0:
@@ -178,7 +186,7 @@ class _Asked:
     wants: frozenset[str]
     truncation: Truncation
     once: bool
-    expected: Tensor | None
+    expected: Expected
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -194,11 +202,11 @@ class _TokenLogprobs(torch.autograd.Function):
         rule, wants, truncation = asked.rule, asked.wants, asked.truncation
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         n = targets.shape[0]
+        logp, log_z = hidden.new_empty(n, dtype=wide), hidden.new_empty(n, dtype=wide)
         ahead = None
         if asked.once:
             sums = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], wide)
-            ahead = _Ahead(None if asked.expected is None else asked.expected.to(wide), sums)
-        logp, log_z = hidden.new_empty(n, dtype=wide), hidden.new_empty(n, dtype=wide)
+            ahead = _Ahead(asked.expected, sums, logp)
         entropy, mean_logit, collision = (hidden.new_empty(n * (name in wants), dtype=wide) for name in NUMBERS)
         log_mass = hidden.new_empty(n * bool(truncation), dtype=wide)
         correct = torch.empty(n * ("correct" in wants), dtype=torch.bool, device=hidden.device)
@@ -292,7 +300,7 @@ def token_logprobs(
     temperature: float = 1.0,
     truncation: Truncation = WHOLE,
     chunk_size: int | None = None,
-    expected_grad: Tensor | None = None,
+    expected_grad: Expected = None,
     need_entropy: bool = False,
     entropy_grad: bool = False,
     need_correct: bool = False,
@@ -312,9 +320,10 @@ def token_logprobs(
         truncation: Truncation of the sampler. If it excludes tokens, also return the log of the remaining mass, without gradient.
             See `posttrain.losses.truncation`.
         chunk_size: Positions per chunk. None selects 24 MiB of logits on a CPU and 64 MiB elsewhere, but at least 128 positions.
-        expected_grad: ``(N,)`` gradient that the log-probs will receive, up to one factor, if known. The gradients of hidden
-            states and output layer are then computed in the forward pass. Backward recomputes them if the actual gradient
-            differs. Used only on a CPU: elsewhere the comparison would synchronize with the device.
+        expected_grad: Function from the ``(n,)`` log-probs of a chunk and its slice of the positions to the ``(n,)`` gradient that
+            they will receive, up to one factor of all positions. None: unknown. If set, forward computes the gradients of hidden
+            states and output layer too. Backward recomputes them if the actual gradient differs. Used only on a CPU: elsewhere
+            the comparison would synchronize with the device.
         need_entropy: Also return the entropy in nats, at ``temperature``.
         entropy_grad: Also return the entropy, with gradient.
         need_correct: Also return whether the target was the most likely token.

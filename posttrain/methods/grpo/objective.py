@@ -64,8 +64,6 @@ def grpo_objective(
     The entropy bonus is the first extra term. The KL term is never clipped, weighted, filtered by entropy or masked as
     off-policy.
 
-    The KL is never clipped, weighted, filtered by entropy or masked as off-policy.
-
     Args:
         out: Log-probs and entropies of the policy.
         batch: Completions with advantages, and log-probs of older, reference and sampling weights if there are any.
@@ -211,9 +209,6 @@ class EntropyBonus:
     target, and decreases otherwise. The bonus is applied only if the entropy of the previous step was at or below the
     target, so never in the first step.
 
-    A steered coefficient rises by a step after every optimizer step whose entropy was at or below the target, and falls
-    otherwise. It is applied only while the last entropy was at or below the target, so not in the first step.
-
     Attributes:
         coefficient: Coefficient, whether or not it is applied.
         last: Entropy of the last optimizer step in nats; infinite before the first step.
@@ -276,8 +271,6 @@ class GRPO(Method[Config]):
 
     There is no value model. `State.own` is an `EntropyBonus`.
 
-    `State.own` is an `EntropyBonus`.
-
     Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
     """
 
@@ -328,6 +321,18 @@ class GRPO(Method[Config]):
         """
         others = self.cfg.beta or self.has_bonus or self.cfg.top_entropy_quantile < 1.0
         return batch.old_logp is None and batch.rollout_logp is None and not others
+
+    def per_token(self, batch: Batch) -> bool:
+        """Return True if ratios, corrections and masks are those of single tokens."""
+        cfg, kind = self.cfg, LOSS_TYPES[self.cfg.loss_type]
+        corrects = batch.rollout_logp is not None and cfg.vllm_importance_sampling_correction
+        sequences = (
+            (kind.level or cfg.importance_sampling_level) != "token",
+            kind.surrogate in ("geometric", "vespo"),
+            corrects and not cfg.vllm_importance_sampling_mode.startswith("token"),
+            cfg.off_policy_mask_threshold is not None,
+        )
+        return not (any(sequences) or self.has_bonus or cfg.top_entropy_quantile < 1.0)
 
     def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
         """Return the statistics of a pass that the entropy bonus and its metrics need."""
