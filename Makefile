@@ -18,7 +18,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 # pip would compile 300 MB of Python, of which two fifths are ever imported, and those once.
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 
-.PHONY: demo test quick notebooks test-serving test-oldest test-matrix test-ranks verify-gpu check lint docs lint-docs-notebooks bench parity clean
+.PHONY: demo test quick notebooks test-serving test-oldest test-matrix test-ranks verify-gpu check lint docs lint-docs-notebooks bench bench-limit parity clean
 
 $(VENV)/.base: pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -123,6 +123,9 @@ bench: $(VENV)/.dev  ## measure against the peer, in environments of their own
 	$(BIN)/python benchmarks/dpo.py --curve
 	$(BIN)/python benchmarks/reference_memory.py
 	$(BIN)/python benchmarks/data_prep.py
+
+bench-limit: $(VENV)/.dev  ## compare steps with the time of their matrix products
+	$(BIN)/python benchmarks/limit.py --pairs 5
 
 parity: $(VENV)/.dev  ## compare losses with the peer's on the same tensors
 	$(BIN)/python benchmarks/grpo.py --parity-only

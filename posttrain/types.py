@@ -184,8 +184,8 @@ class Batch:
         old_logp: ``(B, T)`` float32. None if the policy has not changed since the rollout.
         ref_logp: ``(B, T)`` float32.
         rollout_logp: ``(B, T)`` float32.
-        expected_grad: Function from the ``(n,)`` log-probs of some tokens and their rows and columns to the ``(n,)`` gradient of
-            the loss, if the method knows it.
+        expected_grad: ``(B, T)`` gradient of the loss with respect to the log-probs, if it is known before the pass or token by
+            token.
         columns: Other per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name (labels, margins, weights).
         model_kwargs: Passed to the model's forward unchanged.
         pictures: Tuples of row, column of the first placeholder, and image, in column order.
@@ -206,7 +206,7 @@ class Batch:
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     rollout_logp: Tensor | None = None
-    expected_grad: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None = None
+    expected_grad: Tensor | TokenLoss | None = None
     columns: dict[str, Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     pictures: list[tuple[int, int, Any]] = field(default_factory=list)
@@ -350,6 +350,34 @@ class ModelOutputs:
     logits: Tensor | None = None
     aux_loss: Tensor | None = None
     compared: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """A loss in which the term of each token depends on the log-prob of this token only.
+
+    Attributes:
+        terms: Pure function of log-probs ``(n,)`` and of ``columns``, to ``(n,)`` unreduced terms.
+        columns: Other arguments of ``terms``, by name. One number per token.
+        scale: Gradient of the loss with respect to the terms. One number per token.
+    """
+
+    terms: Callable[..., Tensor]
+    columns: dict[str, Tensor]
+    scale: Tensor | None = None
+
+    def __getitem__(self, index: Any) -> TokenLoss:
+        """Select tokens, as in a tensor."""
+        assert self.scale is not None
+        return TokenLoss(self.terms, {name: one[index] for name, one in self.columns.items()}, self.scale[index])
+
+    def gradient(self, logp: Tensor) -> Tensor:
+        """Return the gradient of the loss with respect to ``logp``, the log-probs of these tokens."""
+        import torch
+
+        with torch.enable_grad():
+            logp = logp.detach().requires_grad_()
+            return torch.autograd.grad(self.terms(logp, **self.columns), logp, self.scale)[0]
 
 
 @dataclass(slots=True, frozen=True)

@@ -138,28 +138,23 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, stat
 def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: State) -> Batch:
     """Return the batch with `Batch.expected_grad` if the method knows it before the pass, or token by token.
 
-    It is the gradient of the objective itself. Log-probs that are not known yet are those of the reference, or 0. A subclass's
-    objective may have side effects, so it is called once only. For the output layer's use on a CPU, see
-    `posttrain.models.logprob.token_logprobs`.
+    It is computed from the objective itself, at the reference's log-probs or 0. A subclass's objective may have side effects,
+    so it is called once only. For the output layer's use on a CPU, see `posttrain.models.logprob.token_logprobs`.
     """
-    method, own = run.method, run.hooks.objective or run.loss_function
-    if own or batch.input_ids.device.type != "cpu":
+    own = run.hooks.objective or run.loss_function or batch.input_ids.device.type != "cpu"
+    known = False if own else run.method.knows_gradient(batch)
+    if not known or (known is not True and run.progress.truncation):
         return batch
-    grid = torch.zeros(batch.input_ids.shape)
-    start = grid if batch.ref_logp is None else batch.ref_logp
-
-    def gradient(logp: Tensor) -> Tensor:
-        with torch.enable_grad():
-            numbers = dict.fromkeys(method.traits.needs, grid) | {"logp": logp.clone().requires_grad_()}
-            terms = method.objective(ModelOutputs(**numbers), batch, state)
-            return torch.autograd.grad(reduce(replace(terms, share=batch.shares), counts), numbers["logp"])[0]
-
-    if method.knows_gradient(batch):
-        known = gradient(start)
-        return replace(batch, expected_grad=lambda _, at: known[at])
-    if method.per_token(batch) and not run.progress.truncation:
-        return replace(batch, expected_grad=lambda logp, at: gradient(start.index_put(at, logp))[at])
-    return batch
+    with torch.enable_grad():
+        grid = torch.zeros(batch.input_ids.shape)
+        logp = (grid if batch.ref_logp is None else batch.ref_logp).clone().requires_grad_()
+        numbers = dict.fromkeys(run.method.traits.needs - {"logp"}, grid)
+        terms = run.method.objective(ModelOutputs(logp=logp, **numbers), batch, state)
+        if known is not True:
+            logp = terms.terms.detach().requires_grad_()
+            terms = replace(terms, terms=logp)
+        (gradient,) = torch.autograd.grad(reduce(replace(terms, share=batch.shares), counts), logp)
+        return replace(batch, expected_grad=gradient if known is True else replace(known, scale=gradient))
 
 
 def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:

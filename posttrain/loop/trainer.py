@@ -395,7 +395,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             own_loss=self.own_loss,
         )
 
-    # One optimiser step ------------------------------------------------------------------------------------------
+    # One optimizer step ------------------------------------------------------------------------------------------
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device | str

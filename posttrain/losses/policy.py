@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ __all__ = [
     "sapo",
     "sequence_weight",
     "surrogate",
+    "token_terms",
     "vespo",
     "vespo_weight",
 ]
@@ -275,6 +277,37 @@ def surrogate(
     return clipped(log_ratio, advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta)
 
 
+def token_terms(
+    name: str,
+    logp: Tensor,
+    *,
+    advantages: Tensor,
+    old_logp: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    beta: float,
+    corrected: bool,
+    **options: Any,
+) -> Tensor:
+    """Compute ``surrogate + beta * KL`` of each token from its own log-prob, in the shape of ``logp``.
+
+    Args:
+        name: Surrogate.
+        logp: Log-probs under the current policy.
+        advantages: Advantage of each token's completion.
+        old_logp: Log-probs at sampling time. None if the policy has not changed since.
+        ref_logp: Log-probs under the reference. None for no KL.
+        beta: Coefficient of the KL.
+        corrected: Whether the KL is multiplied by the importance ratio.
+        options: See `surrogate`.
+    """
+    log_ratio = logp - (logp.detach() if old_logp is None else old_logp)
+    terms = surrogate(name, log_ratio, advantages, logp, **options)
+    if ref_logp is None:
+        return terms
+    kl = k3(logp, ref_logp)
+    return terms + beta * (kl * log_ratio.exp() if corrected else kl)
+
+
 def geometric_ratio(
     log_ratio: Tensor,
     advantages: Tensor,
@@ -363,6 +396,11 @@ class LossType:
     surrogate: str
     reduction: Reduction
     level: str | None = None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the surrogate of a token depends on no other token, for ratios of tokens."""
+        return self.surrogate in ("clipped", "cispo", "sapo")
 
 
 LOSS_TYPES: dict[str, LossType] = {

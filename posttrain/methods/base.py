@@ -15,7 +15,7 @@ from posttrain.losses.advantages import flat_groups
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric
-from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, Row, State
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, Row, State, TokenLoss
 
 if TYPE_CHECKING:
     from posttrain.models.memory_estimate import Part
@@ -105,10 +105,6 @@ def sampler_logp(outputs: ModelOutputs, batch: Batch) -> Tensor | None:
     result gives the importance ratio of two renormalized distributions, ``pi(v) / (mu(v) pi(K))``. The mass ``pi(K)``
     is the one under the weights whose log-probs are compared; these may be older weights if the batch has their mass.
     Return None if the batch has no sampler log-probs.
-
-    What is compared with them is the policy's ``log pi(v)``: the ratio is ``pi(v) / (mu(v) pi(K))``, that of two renormalised
-    distributions. The mass ``pi(K)`` is that of the weights whose log-probs are compared: older ones, where the batch has it.
-    See `posttrain.losses.truncation`.
     """
     mass = batch.columns.get("log_mass", outputs.log_mass)
     return batch.rollout_logp if batch.rollout_logp is None or mass is None else batch.rollout_logp + mass
@@ -126,8 +122,6 @@ class Method(ABC, Generic[Config]):
     A method is immutable and independent of the trainer, the device and the file system. State that changes from step
     to step is in `State.own`.
 
-    It knows no trainer, no device and no file, and does not change. What it keeps from step to step is in `State.own`.
-
     Args:
         cfg: The method's config.
 
@@ -143,10 +137,9 @@ class Method(ABC, Generic[Config]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("knows_gradient", "per_token"):
-            if "objective" in vars(cls) and name not in vars(cls):
-                # The parent's answer describes the parent's objective.
-                setattr(cls, name, getattr(Method, name))
+        if "objective" in vars(cls) and "knows_gradient" not in vars(cls):
+            # The parent's `knows_gradient` describes the parent's objective.
+            cls.knows_gradient = Method.knows_gradient
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
@@ -191,18 +184,12 @@ class Method(ABC, Generic[Config]):
         """Return a boolean tensor ``(n / G,)`` that marks groups in which no completion gets an advantage."""
         return flat_groups(rewards.values, rewards.weights, group_size)
 
-    def knows_gradient(self, batch: Batch) -> bool:
+    def knows_gradient(self, batch: Batch) -> bool | TokenLoss:
         """Return True if ``d loss / d logp`` is known before the forward pass, up to one factor per batch.
 
-        The output layer then computes its logits once (`posttrain.models.logprob.token_logprobs`). If the method returns True by
-        error, the logits are computed again and the gradient is still correct.
-        """
-        return False
-
-    def per_token(self, batch: Batch) -> bool:
-        """Return True if the gradient of each token depends on no other token's log-prob, and on no entropy.
-
-        The output layer then computes its logits once, as for `knows_gradient`, and an error has the same effect.
+        If the term of each token depends on its own log-prob only, return the function of these terms. In both cases, the output
+        layer computes its logits once (`posttrain.models.logprob.token_logprobs`). If the answer is wrong, the logits are
+        computed again and the gradient is still correct.
         """
         return False
 
@@ -239,8 +226,6 @@ class Method(ABC, Generic[Config]):
         """Add metrics that are computed from other metrics of the same log line.
 
         If no completion ended, the lengths of ended completions are 0.
-
-        Lengths of ended completions are 0 where none ended.
         """
         if "completions/mean_length" in metrics:
             for kind in ("mean", "min", "max"):

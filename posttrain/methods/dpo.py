@@ -157,8 +157,6 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
     Losses are averaged over pairs, and ``sft`` is averaged over the tokens of chosen answers. Averages are over the
     whole optimizer step, in evaluation over the whole set.
 
-    Both are means over the whole optimiser step, or over the whole set in evaluation.
-
     Args:
         out: Log-probs and the other outputs in `DPO.traits`.
         batch: Pairs, with the chosen answer first.

@@ -82,9 +82,6 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
     number of rows with the same prompt. If no prompt has more than half of the rows, no row gets an answer to its own
     prompt and each answer is used once.
 
-    Rows in random order, those of one prompt side by side, rotated by the largest number of rows with one prompt: no prompt
-    meets itself while it has at most half of the rows, and each answer is then used once.
-
     >>> fixed_partners([[1], [1], [2], [2]], seed=0) in ([2, 3, 0, 1], [3, 2, 1, 0], [2, 3, 1, 0], [3, 2, 0, 1])
     True
     """

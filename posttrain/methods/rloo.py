@@ -96,9 +96,6 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
     The ratio is that of the whole completion, not a mean over its tokens. Its logarithm is limited to 20. A completion
     without loss tokens has ratio 1 and a constant term.
 
-    The ratio is that of the whole completion, not a mean over its tokens; its logarithm stops at 20. A completion without
-    loss tokens has ratio 1 and a constant term.
-
     Args:
         out: ``logp`` and ``entropy``, ``(B, T)``.
         batch: Batch with ``advantages (S,)`` and ``old_logp (B, T)``, and ``rollout_logp`` if another engine sampled.

@@ -185,17 +185,18 @@ class SFT(Method[SFTConfig]):
         """Convert tokenized examples to rows without a shared prompt. Packed examples are split into documents."""
         return document_rows(examples)
 
-    def per_token(self, batch: Batch) -> bool:
-        """Return True unless label smoothing is used, whose loss depends on all logits."""
-        return not self.cfg.label_smoothing_factor
+    def knows_gradient(self, batch: Batch) -> bool:
+        """Return True unless the loss is DFT or uses label smoothing.
+
+        The loss of a token is then its negative log-prob.
+        """
+        return self.cfg.loss_type != "dft" and not self.cfg.label_smoothing_factor
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """Return the negative log-likelihood of the trained tokens, averaged over the optimizer step.
 
         With ``label_smoothing_factor`` e the loss is ``(1 - e) nll + e u``. u is the mean of ``-log p`` over the
         vocabulary.
-
-        With ``label_smoothing_factor`` e: ``(1 - e) nll + e u``, where u is the mean of ``-log p`` over the vocabulary.
         """
         metrics = {
             "entropy": mean(outputs.entropy, batch.loss_mask),

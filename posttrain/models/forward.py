@@ -267,7 +267,7 @@ def _attention(
 
 
 def _token_head(asked: Pass, virtual: int) -> TokenHead:
-    batch, expected = asked.batch, asked.batch.expected_grad
+    batch = asked.batch
     rows, columns = batch.loss_mask.nonzero(as_tuple=True)
     return TokenHead(
         rows=rows,
@@ -276,7 +276,7 @@ def _token_head(asked: Pass, virtual: int) -> TokenHead:
         temperature=asked.temperature,
         truncation=asked.truncation,
         chunk_size=asked.chunk_size,
-        expected_grad=expected and (lambda logp, part: expected(logp, (rows[part], columns[part]))),
+        expected_grad=None if batch.expected_grad is None else batch.expected_grad[rows, columns],
         needs=asked.needs,
         # Virtual tokens are also routed, and the model's own term counts them.
         balance_over=nn.functional.pad(batch.real.long(), (virtual, 0), value=1) if "aux" in asked.needs else None,

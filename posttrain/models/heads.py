@@ -21,8 +21,8 @@ from posttrain.losses.truncation import kept_log_mass
 from posttrain.models import parallel
 from posttrain.models.architecture import config_of, experts_per_token
 from posttrain.models.lean_layers import keep_inputs_only
-from posttrain.models.logprob import Expected, token_logprobs
-from posttrain.types import WHOLE, Truncation
+from posttrain.models.logprob import token_logprobs
+from posttrain.types import WHOLE, TokenLoss, Truncation
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -139,7 +139,7 @@ class TokenHead:
     temperature: float = 1.0
     truncation: Truncation = WHOLE
     chunk_size: int | None = None
-    expected_grad: Expected = None
+    expected_grad: Tensor | TokenLoss | None = None
     needs: frozenset[str] = frozenset()
     balance_over: Tensor | None = None
     values: Callable[[Tensor], Tensor] | None = None

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from posttrain.errors import ConfigError
 from posttrain.losses.truncation import kept_log_mass
-from posttrain.types import WHOLE, Truncation
+from posttrain.types import WHOLE, TokenLoss, Truncation
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -30,10 +30,6 @@ LEAST_POSITIONS = 128
 NUMBERS = ("entropy", "mean_logit", "collision")
 # Maximum deviation from the expected gradient, as a fraction of the largest gradient of a log-prob.
 MOST_ERROR = 1e-6
-
-
-# Expected gradient of log-probs, see `token_logprobs`.
-Expected = Callable[[Tensor, slice], Tensor] | None
 
 
 @dataclass(slots=True)
@@ -146,14 +142,14 @@ class _Ahead:
         logp: ``(N,)`` log-probs, which forward fills chunk by chunk.
     """
 
-    def __init__(self, expected: Expected, sums: _HeadGradients, logp: Tensor) -> None:
+    def __init__(self, expected: Tensor | TokenLoss | None, sums: _HeadGradients, logp: Tensor) -> None:
         self.expected, self.sums, self.logp = expected, sums, logp
-        self.grad = torch.ones_like(logp)
+        self.grad = expected.to(logp.dtype) if isinstance(expected, Tensor) else torch.ones_like(logp)
 
     def add(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, bent: Tensor | None, rule: _Rule) -> None:
         """Add a chunk with softmax ``e / z`` of shapes ``(n, V)`` and ``(n,)``. ``e`` is overwritten."""
-        if self.expected is not None:
-            self.grad[part] = self.expected(self.logp[part], part)
+        if isinstance(self.expected, TokenLoss):
+            self.grad[part] = self.expected[part].gradient(self.logp[part])
         g = self.grad[part]
         if self.expected is not None and not bool(g.any()):  # E.g. a group whose rewards are all equal.
             self.sums.skip(part)
@@ -186,7 +182,7 @@ class _Asked:
     wants: frozenset[str]
     truncation: Truncation
     once: bool
-    expected: Expected
+    expected: Tensor | TokenLoss | None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -300,7 +296,7 @@ def token_logprobs(
     temperature: float = 1.0,
     truncation: Truncation = WHOLE,
     chunk_size: int | None = None,
-    expected_grad: Expected = None,
+    expected_grad: Tensor | TokenLoss | None = None,
     need_entropy: bool = False,
     entropy_grad: bool = False,
     need_correct: bool = False,
@@ -320,10 +316,9 @@ def token_logprobs(
         truncation: Truncation of the sampler. If it excludes tokens, also return the log of the remaining mass, without gradient.
             See `posttrain.losses.truncation`.
         chunk_size: Positions per chunk. None selects 24 MiB of logits on a CPU and 64 MiB elsewhere, but at least 128 positions.
-        expected_grad: Function from the ``(n,)`` log-probs of a chunk and its slice of the positions to the ``(n,)`` gradient that
-            they will receive, up to one factor of all positions. None: unknown. If set, forward computes the gradients of hidden
-            states and output layer too. Backward recomputes them if the actual gradient differs. Used only on a CPU: elsewhere
-            the comparison would synchronize with the device.
+        expected_grad: ``(N,)`` gradient that the log-probs will receive, up to one factor, if known, or a `TokenLoss` of the N
+            tokens. Forward then computes the gradients of hidden states and output layer too. Backward recomputes them if the
+            actual gradient differs. Used only on a CPU: elsewhere the comparison would synchronize with the device.
         need_entropy: Also return the entropy in nats, at ``temperature``.
         entropy_grad: Also return the entropy, with gradient.
         need_correct: Also return whether the target was the most likely token.

@@ -22,11 +22,13 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.errors import ModelError
-from posttrain.models.architecture import inner_size, key_value_width, layer_configs
+from posttrain.models.architecture import inner_size, key_value_width, layer_configs, layer_kinds
 from posttrain.models.attention import attention_inputs
 from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, has_tower, install_token_head
 from posttrain.models.load import add_adapter
 from posttrain.models.memory import keep_last_activations, recompute_activations
+from posttrain.models.recurrent import table as recurrent
+from posttrain.models.recurrent.states import States
 from posttrain.models.value_head import attach_value, critic_of
 from posttrain.models.vision import adapter_of_text, frozen_parameters, traced_features
 from posttrain.types import Batch
@@ -261,7 +263,7 @@ def estimate_memory(work: Workload) -> MemoryEstimate:
     if work.reference:
         moments["reference pass"] = _of_pass(work, _largest_pass(work, shadow, training=False, accumulating=False))
     if work.generating is not None:
-        moments["generation"] = _generation(work.generating, work.policy, shadow.model)
+        moments["generation"] = _generation(work.generating, shadow)
     count = sum(p.numel() for p in parameters.values())
     return MemoryEstimate(standing, moments, sum(n for n, _ in trained), count)
 
@@ -319,11 +321,20 @@ def _text_config(model: nn.Module) -> Any:
     return inner.config.get_text_config()
 
 
-def _generation(call: Generating, part: Part, model: nn.Module) -> dict[str, int]:
-    """Return the bytes of generation: keys and values (``2 L H_kv d bytes`` per token), logits with sampling, and a prefill."""
-    config = _text_config(model)
-    item = part.dtype.itemsize
-    each = 2 * sum(map(key_value_width, layer_configs(config))) * item
+# Layers of models with recurrent layers that store no keys and values.
+WITHOUT_KEYS = ("linear_attention", "conv", "mlp", "moe")
+
+
+def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
+    """Return the bytes of generation: keys and values (``2 L H_kv d bytes`` per token), logits with sampling, and a prefill.
+
+    Recurrent layers store states instead of keys and values, one per sequence and one per prompt.
+    """
+    config, item = _text_config(shadow.model), shadow.part.dtype.itemsize
+    layers, states = layer_configs(config), _state_bytes(shadow)
+    if states:
+        layers = [each for each, kind in zip(layers, layer_kinds(config), strict=True) if kind not in WITHOUT_KEYS]
+    each = 2 * sum(map(key_value_width, layers)) * item
     live = min(call.slots, call.sequences)
     room, kept, prefill = call.completion_tokens, live, live * call.prompt_tokens
     if call.shares_prompts:
@@ -331,11 +342,25 @@ def _generation(call: Generating, part: Part, model: nn.Module) -> dict[str, int
         room = 64 << max(0, (call.completion_tokens - 1) // 64).bit_length()
         kept = min(call.prompts, live)
         prefill = min(PREFILL_TOKENS, call.prompts * call.prompt_tokens) or prefill
-    return {
+    found = {
         "keys and values": each * (live * room + kept * call.prompt_tokens),
         "logits": 3 * live * config.vocab_size * 4,
         "activations": prefill * (3 * inner_size(config) + 6 * config.hidden_size) * item,
     }
+    return found | ({"recurrent states": states * (live + kept)} if states else {})
+
+
+def _state_bytes(shadow: Shadow) -> int:
+    """Return the bytes of a sequence's states in the native engine. They are those of a pass over one token."""
+    model: Any = causal_lm(shadow.model)
+    states: list[Tensor] = []
+    if recurrent.replaced(model):
+        recurrent.install(model)
+        with shadow.mode, torch.no_grad():
+            token = torch.zeros(1, 1, dtype=torch.long)
+            trunk = model.get_decoder()
+            trunk(input_ids=token, position_ids=token, use_cache=False, recurrent_states=States(states))
+    return sum(state.nbytes for state in states)
 
 
 class Shadow:

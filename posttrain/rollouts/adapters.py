@@ -81,8 +81,6 @@ class AdapterWeights:
 
     Iteration is a collective for sharded parameters: all ranks must iterate, even if only one sends.
 
-    Where parameters are sharded, reading is a collective: all ranks iterate, whoever sends.
-
     Args:
         model: A model for which `adapter_obstacle` returns None.
         dtype: Dtype to cast tensors to. None: keep their dtype.

@@ -26,8 +26,6 @@ class Capabilities:
 
     The defaults are for an unknown engine: its log-probs get the importance-sampling correction.
 
-    The defaults are those of an engine of which nothing is known: its log-probs are corrected for as a foreign engine's.
-
     Attributes:
         in_process: The engine runs in the trainer's process.
         shares_weights: The engine samples with the trained weights themselves, so its log-probs need no correction.

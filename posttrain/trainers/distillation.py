@@ -639,8 +639,6 @@ class DistillationTrainer(OnlineTrainer):
         Numbers are positive in training and negative in evaluation, and differ between ranks. If rows select their
         teacher, the number of the teacher is added.
 
-        Where rows name their teacher each has its number too.
-
         Returns:
             ``found`` with the new columns.
         """

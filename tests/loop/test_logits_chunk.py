@@ -15,7 +15,7 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.grpo import GRPO
 from posttrain.methods.sft import SFT
 from posttrain.models import heads, logprob
-from posttrain.types import ModelOutputs, State
+from posttrain.types import State, TokenLoss
 from tests.conftest import build_model
 from tests.losses.properties import double, outputs, policy, toy_rows
 from tests.methods.helpers import chats, grpo, grpo_args, sft, weights
@@ -118,7 +118,7 @@ def test_logits_are_computed_once_where_the_gradient_of_the_log_probs_is_known(t
     cases = [
         (lambda: sft(tmp_path, tiny_tokenizer, **short), True),
         (lambda: sft(tmp_path, tiny_tokenizer, **short, gradient_accumulation_steps=2), True),
-        (lambda: sft(tmp_path, tiny_tokenizer, **short, loss_type="dft"), True),
+        (lambda: sft(tmp_path, tiny_tokenizer, **short, loss_type="dft"), False),
         (own, False),
         (lambda: dpo(**short), True),
         (lambda: dpo(**short, loss_type="ipo", beta=0.5), True),
@@ -143,7 +143,7 @@ def test_logits_are_computed_once_where_the_gradient_of_the_log_probs_is_known(t
         assert (counts["computed"] == counts["asked"]) == once, (number, counts)
         if once:
             plain = make()
-            plain.method.knows_gradient = plain.method.per_token = lambda batch: False
+            plain.method.knows_gradient = lambda batch: False
             plain.train()
             assert torch.allclose(weights(trainer), weights(plain), atol=1e-6), number
 
@@ -157,60 +157,49 @@ def test_what_a_method_knows_of_its_gradient_is_not_inherited_by_another_objecti
         pass
 
     args = posttrain.SFTConfig(str(tmp_path), report_to="none", bf16=False)
-    assert not Reweighted(args).per_token(None)
-    assert Renamed(args).per_token(None)
+    assert not Reweighted(args).knows_gradient(None)
+    assert Renamed(args).knows_gradient(None)
 
 
 OPTIONS = [
-    {}, {"beta": 0.1}, {"beta": 0.1, "use_bias_correction_kl": True}, {"importance_sampling_level": "sequence"},
-    {"importance_sampling_level": "sequence_token"}, {"off_policy_mask_threshold": 0.1}, {"delta": 1.5},
-    {"top_entropy_quantile": 0.5}, {"entropy_coef": 0.1}, {"vllm_importance_sampling_mode": "token_mask"},
-    {"vllm_importance_sampling_mode": "sequence_truncate"}, {"vllm_importance_sampling_correction": False},
+    {"beta": 0.1}, {"beta": 0.1, "use_bias_correction_kl": True}, {"beta": 0.1, "use_bias_correction_kl": False},
+    {"importance_sampling_level": "sequence"}, {"importance_sampling_level": "sequence_token"}, {"delta": 1.5},
+    {"off_policy_mask_threshold": 0.1}, {"top_entropy_quantile": 0.5}, {"entropy_coef": 0.1}, {"epsilon_high": 0.5},
 ]  # fmt: skip
+BY_TOKEN = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [{}, *OPTIONS], ids=str)
 @pytest.mark.parametrize("loss_type", sorted(LOSS_TYPES))
 @pytest.mark.parametrize("old", [True, False])
-def test_a_loss_is_per_token_only_if_its_gradient_is_equal_by_chunks(tmp_path, loss_type, options, old):
-    """A loss that declares it gets the same gradient when only the log-probs of one chunk at a time are known."""
+def test_a_loss_that_is_computed_token_by_token_has_the_gradient_of_the_whole_objective(
+    tmp_path, loss_type, options, old
+):
     sequences = {"importance_sampling_level": "sequence", "vllm_importance_sampling_mode": "sequence_mask"}
     needed = {"cispo": {"epsilon_high": 5.0}, "luspo": sequences}.get(loss_type, {})
     try:
-        cfg = posttrain.GRPOConfig(str(tmp_path), report_to="none", bf16=False, loss_type=loss_type, **needed | options)
+        options = {"report_to": "none", "bf16": False, "loss_type": loss_type} | needed | options
+        method = GRPO(posttrain.GRPOConfig(str(tmp_path), **options))
     except ConfigError:
         pytest.skip("the config refuses this combination")
-    method = GRPO(cfg)
-    rows = [replace_sampled(row) for row in toy_rows(old=old)]
-    batch = double(collate(rows, pad_token_id=0)[0])
-    assert batch.rollout_logp is not None
-    gradient = gradients(method, batch)
-    at = batch.loss_mask.nonzero(as_tuple=True)
-    logp = outputs(policy(), batch).logp.detach()
-    whole = gradient(logp)[at]
-    zero = torch.zeros_like(logp)
-    chunks = [tuple(axis[i : i + 5] for axis in at) for i in range(0, len(at[0]), 5)]
-    parts = torch.cat([gradient(zero.index_put(one, logp[one]))[one] for one in chunks])
-    equal = torch.allclose(parts, whole, atol=1e-12)
-    assert whole.abs().max() > 0
-    assert equal or not method.per_token(batch)
-    if not options:  # Plain token-level losses must not lose it.
-        assert method.per_token(replace(batch, rollout_logp=None)) == (loss_type not in ("gmpo", "luspo", "vespo"))
-
-
-def replace_sampled(row):
-    noise = [[x + 0.1 * (i % 3) - 0.1 for i, x in enumerate(one)] for one in row.token_columns["ref_logp"]]
-    return replace(row, token_columns=row.token_columns | {"rollout_logp": noise})
-
-
-def gradients(method, batch):
+    batch = double(collate(toy_rows(old=old), pad_token_id=0)[0])
+    known = method.knows_gradient(batch)
+    kept = {"beta", "epsilon_high", "delta", "use_bias_correction_kl"}.issuperset(
+        set(options) - {"report_to", "bf16", "loss_type"}
+    )
+    assert isinstance(known, TokenLoss) == (loss_type in BY_TOKEN and kept and (old or method.cfg.beta > 0))
+    if not isinstance(known, TokenLoss):
+        return
     counts = Denominators(batch.num_loss_tokens, batch.num_episodes, 1, 1, method.counts([batch]))
-    entropy = outputs(policy(), batch).entropy.detach()
-
-    def gradient(logp):
-        logp = logp.clone().requires_grad_()
-        out = ModelOutputs(logp=logp, entropy=torch.zeros_like(logp) if method.per_token(batch) else entropy)
-        terms = method.objective(out, batch, State(own=method.start()))
-        return torch.autograd.grad(reduce(terms, counts), logp)[0]
-
-    return gradient
+    out = outputs(policy(), batch)
+    logp = out.logp.detach().requires_grad_()
+    terms = method.objective(replace(out, logp=logp), batch, State(own=method.start()))
+    (whole,) = torch.autograd.grad(reduce(terms, counts), logp)
+    leaf = terms.terms.detach().requires_grad_()
+    (scale,) = torch.autograd.grad(reduce(replace(terms, terms=leaf), counts), leaf)
+    at = batch.loss_mask.nonzero(as_tuple=True)
+    loss, values = replace(known, scale=scale)[at], logp.detach()[at]
+    parts = [slice(i, i + 5) for i in range(0, len(values), 5)]
+    found = torch.cat([loss[part].gradient(values[part]) for part in parts])
+    assert whole.abs().max() > 0
+    assert torch.allclose(found, whole[at], rtol=1e-10, atol=1e-14)

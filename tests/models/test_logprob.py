@@ -177,9 +177,8 @@ def gradients(parts, true, rule, *, expected=None, frozen=False):
     """Of hidden states and, unless frozen, of the output layer, for the gradient ``true`` of the log-probs."""
     hidden, weight, bias, targets = parts
     weight, bias = (weight.detach(), bias.detach()) if frozen else (weight, bias)
-    known = None if expected is None else lambda _, part: expected[part]
     out = token_logprobs(
-        hidden, weight, targets, bias=bias, chunk_size=4, expected_grad=known, need_entropy=True, **rule
+        hidden, weight, targets, bias=bias, chunk_size=4, expected_grad=expected, need_entropy=True, **rule
     )
     return torch.autograd.grad((out.logp * true).sum(), (hidden,) if frozen else (hidden, weight, bias))
 
@@ -228,7 +227,7 @@ def test_another_gradient_than_the_expected_one_is_computed_from_new_logits(expe
 def test_without_gradients_nothing_is_made_ahead(chunks):
     hidden, weight, bias, targets = problem()
     with torch.no_grad():
-        token_logprobs(hidden, weight, targets, bias=bias, expected_grad=lambda _, part: torch.ones(13)[part])
+        token_logprobs(hidden, weight, targets, bias=bias, expected_grad=torch.ones(13))
     out = token_logprobs(hidden, weight.detach(), targets, entropy_grad=True, need_entropy=True)
     chunks.clear()
     torch.autograd.grad(out.entropy.sum(), hidden)  # The head is frozen, but the entropy's gradient is not known.

@@ -25,7 +25,10 @@ from posttrain.models.memory_estimate import (
     optimizer_bytes,
     trace_pass,
 )
-from posttrain.types import Row
+from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.native.prefix_cache import Filler
+from posttrain.types import Request, Row, Sampling
+from tests.models.architectures import built
 
 LLAMA = LlamaConfig(
     vocab_size=2000, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -206,6 +209,27 @@ def test_keys_and_values_are_counted_by_the_formula():
     asked = Generating(prompts=2, prompt_tokens=50, completion_tokens=60, sequences=8)
     found = estimate_memory(Workload(Part("policy", LLAMA), [one_batch()], generating=asked))
     assert found.moments["generation"]["keys and values"] == 2 * 3 * 2 * 16 * 4 * (8 * 64 + 2 * 50)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "nemotron h", "falcon h1", "zamba2", "kimi linear", "minimax"])
+def test_recurrent_states_are_those_of_the_native_engine(name):
+    model = built(name)
+    engine = NativeEngine(model, pad_token_id=0)
+    seen, begin = [], Filler.forward
+
+    def watched(self, *args, **options):
+        found = begin(self, *args, **options)
+        seen.append((sum(x.nbytes for x in args[3]), len(args[4])))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Filler, "forward", watched)
+        engine.generate([Request([5, 6, 7], 1, Sampling(2, seed=0))], Sampling(2, seed=0))
+    asked = Generating(prompts=2, prompt_tokens=50, completion_tokens=60, sequences=8)
+    work = Workload(Part("policy", model.config), [one_batch()], generating=asked)
+    found = estimate_memory(work).moments["generation"]
+    assert seen[0][1] == 1 and seen[0][0] > 0
+    assert found["recurrent states"] == seen[0][0] * (8 + 2)
 
 
 def test_ppo_counts_its_value_model_and_its_reward_model():

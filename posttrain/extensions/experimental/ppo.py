@@ -433,7 +433,7 @@ class PPOTrainer(OnlineTrainer):
                 KL_LOW, KL_UPDATES, kl,
             )  # fmt: skip
 
-    # One optimiser step ----------------------------------------------------------------------------------------------
+    # One optimizer step ----------------------------------------------------------------------------------------------
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Create the learning-rate scheduler of transformers. The rate is constant for the steps of one rollout batch."""

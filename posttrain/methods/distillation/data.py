@@ -127,9 +127,6 @@ def privileged_prompt(
     The last user turn is replaced by ``template``, filled with its text and the texts in ``shown``. If the prompt has
     more than ``most`` tokens, the texts in ``shown`` are truncated at their ends, the last one first. The question is
     truncated only after that.
-
-    Where there are more than ``most`` tokens the texts of ``shown`` are cut, each from its end and the last one first, never the
-    question.
     """
     ids = _filled(example, template, shown, tokenizer, kwargs)
     for name in reversed(shown):

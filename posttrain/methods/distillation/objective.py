@@ -162,8 +162,6 @@ class Comparison:
 
     The divergence from several teachers is the weighted mean ``sum_i w_i D(q, p_i)``; see `distillation_objective`.
 
-    Several teachers are a weighted mean of their divergences, ``sum_i w_i D(q, p_i)``; see `distillation_objective`.
-
     Attributes:
         axes: Properties of the loss.
         teacher: `HiddenTeacher` or `TokenScores` at the same positions. For several teachers: a `TeacherShare` by name.
@@ -191,8 +189,6 @@ class Comparison:
 
         Several teachers add ``divergence/NAME`` and ``asked/NAME``, which is 1 at the positions that the teacher
         scored.
-
-        Of several teachers also ``divergence/NAME``, and ``asked/NAME``: 1 where that teacher was asked.
         """
         self.targets = head.targets
         names = (*COLUMNS, *(f"divergence/{name}" for name in self.names))
@@ -406,11 +402,6 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
     own support, so servers can be among them. At ``beta=0`` the gradient is that of the divergence from the mixture
     ``sum_i w_i p_i``, at ``beta=1`` that of the divergence from the normalized geometric mean ``prod_i p_i ** w_i``.
     For other values neither holds. With the estimator ``score`` the reward of a token is ``sum_i w_i log p_i - log q``.
-
-    Of several teachers ``d = sum_i w_i D(q, p_i)``, with weights that sum to one, or 1 for the teacher that the row names: a
-    mixture of losses, which needs of each teacher its own support alone, so that servers can be among them. At ``beta=0`` its
-    gradient is that of the one divergence from ``sum_i w_i p_i``; at ``beta=1`` that from the normalised geometric mean
-    ``prod_i p_i ** w_i``; between it is neither. With `score` the reward of a token is ``sum_i w_i log p_i - log q``.
 
     Args:
         out: Model outputs whose ``compared`` is from `Comparison` or `AlignedComparison`.

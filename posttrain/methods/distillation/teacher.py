@@ -173,8 +173,6 @@ class AdapterAverage(transformers.TrainerCallback):
 
     The factors A and B are averaged separately. For a small rate this approximates the average of their products.
 
-    Factors are averaged, A and B each: with a small share that follows the average of their products.
-
     Args:
         teacher: Reference that holds the copy.
     """
@@ -409,9 +407,6 @@ def score_dataset(
 
     The file is for ``teacher_scores`` of a config. It is an Arrow file with one row per answer, in the order of the
     dataset, and ``batch_size`` rows per record batch. It appears at ``path`` only when it is complete.
-
-    The file is Arrow's: a row an answer, in the order of the dataset, ``batch_size`` rows a record batch. It is there when it
-    is whole.
 
     Args:
         teacher: A causal language model with the student's tokenizer.

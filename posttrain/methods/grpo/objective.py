@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,7 @@ from posttrain.losses.policy import (
     rollout_correction,
     sequence_weight,
     surrogate,
+    token_terms,
     vespo,
     vespo_weight,
 )
@@ -34,7 +36,7 @@ from posttrain.methods.base import SAMPLES, Method, sampler_logp
 from posttrain.methods.grpo.config import GRPOConfig
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.rewards.runner import RewardTable
-from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, State
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, State, TokenLoss
 
 if TYPE_CHECKING:
     from posttrain.rollouts.batch import RolloutBatch
@@ -82,17 +84,16 @@ def grpo_objective(
     uncertain = batch.loss_mask
     if cfg.top_entropy_quantile < 1.0:
         uncertain = entropy_mask(out.entropy, batch.loss_mask, quantile=cfg.top_entropy_quantile, gather=gather)
-    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
-    clip = {"epsilon": cfg.epsilon, "epsilon_high": high, "delta": cfg.delta}
     if kind.surrogate == "geometric":
         terms, clipping = _geometric(log_ratio, advantages, batch, cfg, uncertain)
     elif kind.surrogate == "vespo":
         terms, clipping = _vespo(log_ratio, advantages, out.logp, batch, cfg, weight)
         terms = terms * uncertain
     else:
-        soft = (cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
-        clipping = clip_metrics(log_ratio, advantages, *forest, **clip, surrogate=kind.surrogate, level=level)
-        terms = surrogate(kind.surrogate, log_ratio, advantages, out.logp, **clip, sapo_temperatures=soft) * uncertain
+        options = surrogate_options(cfg)
+        terms = surrogate(kind.surrogate, log_ratio, advantages, out.logp, **options) * uncertain
+        del options["sapo_temperatures"]
+        clipping = clip_metrics(log_ratio, advantages, *forest, **options, surrogate=kind.surrogate, level=level)
     if weight is not None and kind.surrogate != "vespo":
         terms = terms * weight
     terms = terms * _kept(out.logp, sampled, batch, cfg)
@@ -121,6 +122,16 @@ def grpo_objective(
         reduction = "token" if uncertain is batch.loss_mask else "local_token"
         loss.extra.append(LossTerms(-coefficient * out.entropy, uncertain, reduction))
     return loss
+
+
+def surrogate_options(cfg: GRPOConfig) -> dict[str, Any]:
+    """Return the options of `posttrain.losses.policy.surrogate`."""
+    return {
+        "epsilon": cfg.epsilon,
+        "epsilon_high": cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high,
+        "delta": cfg.delta,
+        "sapo_temperatures": (cfg.sapo_temperature_pos, cfg.sapo_temperature_neg),
+    }
 
 
 def _vespo(
@@ -314,25 +325,25 @@ class GRPO(Method[Config]):
         least = self.cfg.min_group_std
         return flat_groups(rewards.values, rewards.weights, group_size, least=least, each_function=each)
 
-    def knows_gradient(self, batch: Batch) -> bool:
-        """Return True for on-policy samples without KL, entropy bonus and entropy filter.
+    def knows_gradient(self, batch: Batch) -> bool | TokenLoss:
+        """Return True for on-policy samples without KL, entropy bonus and entropy filter, or the terms of single tokens.
 
-        All ratios are then 1, and the gradient of a token's loss is its advantage.
+        On-policy, all ratios are 1, and the gradient of a token's loss is its advantage.
         """
-        others = self.cfg.beta or self.has_bonus or self.cfg.top_entropy_quantile < 1.0
-        return batch.old_logp is None and batch.rollout_logp is None and not others
-
-    def per_token(self, batch: Batch) -> bool:
-        """Return True if ratios, corrections and masks are those of single tokens."""
         cfg, kind = self.cfg, LOSS_TYPES[self.cfg.loss_type]
-        corrects = batch.rollout_logp is not None and cfg.vllm_importance_sampling_correction
-        sequences = (
-            (kind.level or cfg.importance_sampling_level) != "token",
-            kind.surrogate in ("geometric", "vespo"),
-            corrects and not cfg.vllm_importance_sampling_mode.startswith("token"),
-            cfg.off_policy_mask_threshold is not None,
+        if self.has_bonus or cfg.top_entropy_quantile < 1.0 or batch.rollout_logp is not None:
+            return False
+        if batch.old_logp is None and not cfg.beta:
+            return True
+        level = kind.level or cfg.importance_sampling_level
+        if level != "token" or not kind.by_token or cfg.off_policy_mask_threshold is not None:
+            return False
+        columns = {"advantages": spread(batch.advantages, batch.sequence), "old_logp": batch.old_logp}
+        columns |= {"ref_logp": batch.ref_logp} if cfg.beta else {}
+        terms = partial(
+            token_terms, kind.surrogate, **surrogate_options(cfg), beta=cfg.beta, corrected=cfg.use_bias_correction_kl
         )
-        return not (any(sequences) or self.has_bonus or cfg.top_entropy_quantile < 1.0)
+        return TokenLoss(terms, {name: column for name, column in columns.items() if column is not None})
 
     def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
         """Return the statistics of a pass that the entropy bonus and its metrics need."""

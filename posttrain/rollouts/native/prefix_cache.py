@@ -355,8 +355,6 @@ class Filler:
 
         Recurrent layers continue from ``states`` with ``lengths[p]`` tokens of row p, and update the states in place.
         ``known (P,)`` is the number of valid columns among the first ``room``. None: all are valid.
-
-        ``known (P,)`` says of how many of the first ``room`` columns each row has something; None: of all of them.
         """
         positions = begin[:, None] + torch.arange(ids.shape[1], device=self.device)
         inputs: dict[str, Any] = {}
