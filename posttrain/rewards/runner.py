@@ -422,7 +422,7 @@ class RewardRunner:
         return replace(table, values=values, raw=table.values, metrics=metrics)
 
     def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
-        """Apply each function's transform to ``(n, K)`` rewards and return a new tensor. ``groups`` are ``(n,)`` group numbers."""
+        """Apply the transforms to ``(n, K)`` rewards and return a new tensor. ``groups`` are ``(n,)`` group numbers."""
         columns = zip(values.unbind(1), self.transforms, strict=True)
         return torch.stack([raw if transform is None else transform(raw, groups) for raw, transform in columns], 1)
 

@@ -539,7 +539,7 @@ class CodeTestsReward:
                 f"code_tests_reward needs the column {self.column!r}, but the columns are {sorted(columns)}."
             )
         tests = [self._read(row, value) for row, value in enumerate(columns[self.column])]
-        open_sandbox(self.sandbox)  # Also without code in the completions, so that the dry run detects a missing sandbox.
+        open_sandbox(self.sandbox)  # Needed even without code, so that the dry run detects a missing sandbox.
         sources = [code_block(completion_text(completion)) for completion in completions]
         keys = [json.dumps((s, t)) for s, t in zip(sources, tests, strict=True)]
         jobs = {k: (s, t) for k, s, t in zip(keys, sources, tests, strict=True) if s is not None and t}

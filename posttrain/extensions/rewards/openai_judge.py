@@ -38,7 +38,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
     Args:
         model: Name of the model on the server.
         system_prompt: Template with ``{prompt}``, ``{response0}`` and ``{response1}``. None uses the built-in template.
-        max_requests: Maximum number of judged pairs. Later pairs get no verdict. None means no limit.
+        max_requests: Number of pairs after which the judge stops. Later batches get no verdict. None means no limit.
         base_url: URL including the API version. None uses ``OPENAI_BASE_URL``, or OpenAI's API if the variable is not set.
         api_key: API key. None uses ``OPENAI_API_KEY``.
         options: Additional fields of each request. The value None removes a field, e.g.

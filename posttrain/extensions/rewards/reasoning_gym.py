@@ -13,7 +13,8 @@ from posttrain.integrations import require
 from posttrain.rewards.math import boxed
 from posttrain.rewards.texts import completion_text
 
-SPACING = 10_000_019  # reasoning-gym samples row i with seed + i. Without spacing, seeds 0 and 1 would share all rows but one.
+# reasoning-gym samples row i with seed + i. Without spacing, seeds 0 and 1 would share all rows except one.
+SPACING = 10_000_019
 EXTRACT = ("auto", "tag", "last_number", "text")
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 CLOSE = re.compile("</answer>", re.IGNORECASE)
