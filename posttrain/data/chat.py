@@ -438,7 +438,8 @@ def assistant_mask(
     """Return the token ids of a conversation, and a mask that is 1 on assistant tokens, including end-of-turn tokens.
 
     If the template has generation markers, the markers define the mask. Otherwise the conversation is rendered twice for each
-    assistant turn: up to the turn (with the generation prompt), and up to the end of the turn. The difference is the assistant's text.
+    assistant turn: up to the turn (with the generation prompt), and up to the end of the turn. The assistant's text is the
+    difference.
 
     ``rendered`` replaces `render` if it is not None.
     """
