@@ -28,11 +28,11 @@ def best_fit_decreasing(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.
     """Assign documents to bins with the best-fit-decreasing algorithm.
 
     Documents are placed longest first. Documents of equal length keep their order. Each document goes into the open bin with
-    the least remaining room that is large enough. Of several such bins, the bin that reached this room first is used. If no
-    open bin has enough room, a new bin is opened.
+    the smallest sufficient remaining space. If several bins have this remaining space, the first bin that reached it is used.
+    If no open bin has enough space, a new bin is opened.
 
-    Documents of equal length are placed together. A bin with room r takes up to ``r // length`` of them in succession, because
-    it stays the best fit. Each step therefore costs one bisection over the distinct remaining rooms.
+    Documents of equal length are placed together. A bin with remaining space r takes up to ``r // length`` of them in
+    succession, because it stays the best fit. Each step therefore costs one bisection over the distinct values of r.
 
     Args:
         lengths: Document lengths ``(n,)``, integers in ``1..size``.
@@ -56,13 +56,13 @@ def best_fit_decreasing(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.
 
 
 class _Bins:
-    """Open bins, grouped by remaining room. ``placed`` contains the bin of each document in order of placement."""
+    """Open bins, grouped by remaining space. ``placed`` contains the bin of each document in order of placement."""
 
     def __init__(self, size: int) -> None:
         self.size, self.created = size, 0
         self.placed: list[int] = []
         self.queues: dict[int, deque[int]] = {}
-        self.rooms: list[int] = []  # Remaining rooms for which there is an open bin, ascending.
+        self.rooms: list[int] = []  # Remaining spaces of the open bins, distinct and ascending.
 
     def place(self, length: int, count: int) -> None:
         while count:

@@ -446,7 +446,7 @@ def _format(example: dict[str, Any], index: int, function: Callable[[dict], str]
 def _check_options(dataset: AnyDataset, first: dict, name: str, options: SupervisedOptions, formatting: Any) -> None:
     if options.completion_only_loss and formatting is not None:
         raise DataError(
-            "completion_only_loss=True does not work with formatting_func: formatted rows have no prompt. Fix: remove one of the two."
+            "completion_only_loss=True needs a prompt, but rows of formatting_func have none. Fix: remove one of the two options."
         )
     parted = ("prompt" in first and "completion" in first) or "completion_mask" in first or "labels" in first
     if options.completion_only_loss and not parted:

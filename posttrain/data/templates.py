@@ -338,7 +338,7 @@ def get_training_chat_template(
     Raises:
         ArgumentTypeError: Neither argument is passed, or both are.
         ModelError: The tokenizer has no template, or the template belongs to no known family and its assistant turns cannot be
-            located. The error contains the most similar family and the first difference.
+            located. The error contains the closest family and the first difference.
     """
     if (processing_class is None) == (tokenizer is None):
         raise ArgumentTypeError(

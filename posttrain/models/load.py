@@ -64,75 +64,74 @@ class ModelConfig:
     model_revision: str = option("main", "Branch, tag or commit of the model on the Hub.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "float32",
-        "Precision of the weights: 'float32', 'bfloat16', 'float16', or 'auto' for that of the checkpoint. The "
-        "default keeps small updates from being rounded away; bf16 already computes faster in bfloat16. Use "
-        "'bfloat16' to halve the memory of frozen weights under an adapter.",
+        "Precision of the weights: 'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's precision. The default is "
+        "'float32', because small updates would be rounded away in a lower precision. The field bf16 makes computation faster "
+        "and does not change this precision. With an adapter, 'bfloat16' halves the memory of the frozen weights.",
     )
     attn_implementation: str | None = option(
         None,
-        "Attention backend of transformers, such as 'sdpa', 'flash_attention_2' or 'flex_attention'. None: "
-        "transformers' default for the model.",
+        "Attention backend of transformers, such as 'sdpa', 'flash_attention_2' or 'flex_attention'. None: transformers' "
+        "default for the model.",
     )
     use_peft: bool = option(
         False,
-        "Train a LoRA adapter instead of all weights, which needs much less memory. The lora_ options have no "
-        "effect without it. Raise learning_rate about ten times.",
+        "Train a LoRA adapter instead of all weights, which needs much less memory. The options that start with lora_ have no "
+        "effect without it. Use a learning_rate that is about ten times larger than for full fine-tuning.",
     )
     lora_r: PositiveInt = option(
         16, "Rank of the LoRA matrices, at least 1. A larger rank can learn more and needs more memory."
     )
     lora_alpha: PositiveInt = option(
         32,
-        "Scale of the adapter: its output is multiplied by lora_alpha / lora_r, or lora_alpha / sqrt(lora_r) with "
-        "use_rslora.",
+        "Scale of the adapter: its output is multiplied by lora_alpha / lora_r, or lora_alpha / sqrt(lora_r) with use_rslora.",
     )
     lora_dropout: Share = option(0.05, "Dropout probability on the adapter's input, from 0 to 1. 0 disables it.")
     lora_target_modules: list[str] | None = option(
         None,
-        "Names of the modules that get an adapter, such as q_proj and v_proj; or 'all-linear', or one regular "
+        "Names of the modules that get an adapter, such as q_proj and v_proj. It can also be 'all-linear' or one regular "
         "expression. None: peft's default for the architecture.",
     )
     lora_target_parameters: list[str] | None = option(
-        None, "Names of parameters that get an adapter, for experts that are stored as one tensor. None: none."
+        None,
+        "Names of parameters that get an adapter, for mixture-of-experts models that store all experts in one tensor. None: "
+        "no parameters.",
     )
     lora_modules_to_save: list[str] | None = option(
-        None, "Names of modules that are trained and saved in full besides the adapter. None: none."
+        None, "Names of modules that are trained and saved in full, in addition to the adapter. None: no modules."
     )
     lora_task_type: str = option(
         "CAUSAL_LM", "peft's task type of the adapter. 'CAUSAL_LM' for language models, 'SEQ_CLS' for reward models."
     )
     use_rslora: bool = option(
         False,
-        "Scale the adapter by lora_alpha / sqrt(lora_r) instead of lora_alpha / lora_r (rank-stabilized LoRA). "
-        "Set it for large ranks.",
+        "Scale the adapter by lora_alpha / sqrt(lora_r) instead of lora_alpha / lora_r (rank-stabilized LoRA). Set it for "
+        "large ranks.",
     )
     use_dora: bool = option(
         False,
-        "Train the magnitude of the weights separately from their direction (DoRA). It can improve small ranks "
-        "and is slower than LoRA.",
+        "Train the magnitude of the weights separately from their direction (DoRA). It can improve small ranks and is slower "
+        "than LoRA.",
     )
     load_in_8bit: bool = option(
         False,
-        "Load the weights in 8 bits with bitsandbytes. Only an adapter can be trained then. It cannot be combined "
-        "with load_in_4bit.",
+        "Load the weights in 8 bits with bitsandbytes. Only adapters can be trained then. It excludes load_in_4bit.",
     )
     load_in_4bit: bool = option(
         False,
-        "Load the weights in 4 bits with bitsandbytes (QLoRA). Only an adapter can be trained then. It cannot be "
-        "combined with load_in_8bit.",
+        "Load the weights in 4 bits with bitsandbytes (QLoRA). Only adapters can be trained then. It excludes load_in_8bit.",
     )
     bnb_4bit_quant_type: Literal["fp4", "nf4"] = option(
         "nf4",
-        "With load_in_4bit: data type. 'nf4': quantiles of a normal distribution, which suits weights. 'fp4': "
-        "4-bit floating point.",
+        "With load_in_4bit: data type. 'nf4': quantiles of a normal distribution, which suits weights. 'fp4': 4-bit floating "
+        "point.",
     )
     use_bnb_nested_quant: bool = option(
-        False, "With load_in_4bit: quantize the quantization constants too, which saves about 0.4 bits per weight."
+        False, "With load_in_4bit: also quantize the quantization constants, which saves about 0.4 bits per weight."
     )
     bnb_4bit_quant_storage: str | None = option(
         None,
-        "With load_in_4bit: dtype of the tensors that store the packed weights. None: uint8. FSDP needs the dtype "
-        "of all other weights, such as 'bfloat16'.",
+        "With load_in_4bit: dtype of the tensors that store the packed weights. None: uint8. With FSDP, it must be the dtype "
+        "of the other weights, such as 'bfloat16'.",
     )
 
     def __post_init__(self) -> None:
