@@ -87,7 +87,7 @@ def check_disk_space(free: int, checkpoint: int, *, folder: str, limit: int | No
         "output_dir",
         "the run would stop at its first checkpoint and lose its progress."
         if free < checkpoint
-        else "a new checkpoint is written before an old one is removed, so there is no space for the second checkpoint.",
+        else "a new checkpoint is written before an old one is removed, so the second one does not fit.",
         f"free some space, {advice}set save_only_model=True (smaller, but the run cannot be resumed exactly), or choose another "
         "output_dir.",
     )
@@ -331,7 +331,7 @@ def _compared(need: Need, version: str | None) -> Finding | None:
         left_out = any(specifier.operator == "!=" and have not in specifier for specifier in need.requirement.specifier)
         why = "this version is known not to work" if left_out else "older versions lack features that it uses"
         why += f": {need.reason}." if need.reason else "."
-        return finding("PT-V002", "error", what, name, why, f"{install}. To try this version anyway, set preflight='warn'.")
+        return finding("PT-V002", "error", what, name, why, f"{install}. To try it anyway, set preflight='warn'.")
     if need.tested and have > base_version(need.tested):
         what = f"{feature} was tested with {need.package},<={need.tested}; found {version}."
         why = "a newer version may have changed names or results. Only a comparison of log-probs can show this."

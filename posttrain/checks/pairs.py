@@ -384,7 +384,7 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
     if share < min(INVERTED, 0.5 - noise):
         why = "labels may be inverted, because it prefers the rejected answers."
     elif share < AGREES:
-        why = "annotators agree with each other more often. The labels are noisy, or this reward model uses other criteria."
+        why = "annotators agree more often. The labels are noisy, or this reward model uses other criteria."
     return finding(
         "PT-D036",
         "info" if share >= AGREES else "warning",

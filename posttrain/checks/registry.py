@@ -131,7 +131,7 @@ def register(code: str, name: str, *, moment: Moment, title: str, page: str = ""
     """
     match = CODE.fullmatch(code)
     if match is None or match[1] not in AREAS:
-        raise ConfigError(f"code={code!r} must be PT-, one of the letters {''.join(AREAS)}, and three digits, e.g. PT-D013.")
+        raise ConfigError(f"code={code!r} must be PT-, a letter of {''.join(AREAS)}, and three digits, e.g. PT-D013.")
     check_choice("moment", moment, MOMENTS)
     taken = next((check for check in REGISTRY.values() if check.code == code or check.name == name), None)
     if taken is not None:

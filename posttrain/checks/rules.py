@@ -208,7 +208,7 @@ def _kl_grows(view: View) -> Iterator[Sign]:
         return
     first, last = ends(values)
     if last > KL_LARGE and last > KL_GROWTH * first:
-        yield Sign(f"the KL to the reference increased from {first:.3g} to {last:.3g} nats per token in {view.steps} steps.")
+        yield Sign(f"the KL to the reference rose from {first:.3g} to {last:.3g} nats per token in {view.steps} steps.")
 
 
 def _certain(view: View) -> Iterator[Sign]:
@@ -397,7 +397,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT-R009", ("completions/duplicate_ratio",), 1,
-        _above(0.8, "{percent:.0f} % of the completions are identical to another completion of their group.", newest=True),
+        _above(0.8, "{percent:.0f} % of the completions are identical to another one of their group.", newest=True),
         "identical completions have equal rewards and no advantage, but take as much time as different ones.",
         "increase temperature, remove top_k, top_p or min_p, and check that the engine uses another seed for each completion.",
     ),

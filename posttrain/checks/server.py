@@ -93,7 +93,7 @@ def check_parity(
     far = sorted(gaps)[min(int(FAR_SHARE * len(gaps)), len(gaps) - 1)]
     what = ""
     if not (average <= limit and far <= far_limit):  # This form is also True for NaN.
-        what = f"the mean difference of log-probs over {len(gaps)} tokens is {average:.3g} (limit {limit:.3g}), and the "
+        what = f"the mean difference of log-probs over {len(gaps)} tokens is {average:.3g} (limit {limit:.3g}), the "
         what += f"99th percentile is {far:.3g} (limit {far_limit:.3g})"
     elif first is not None:
         noise, moved = max(noise, mean_gap(*first)), mean_gap(ours, first[0])
@@ -101,7 +101,7 @@ def check_parity(
         followed = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(first[0], change, strict=True)]
         missed = mean_gap(ours, followed)
         if missed > max(MISSED * moved, CONCLUSIVE * noise, MOVED):
-            what = f"training changed the trainer's log-probs by {moved:.3g} on average, but the engine's change differs by "
+            what = f"training changed the trainer's log-probs by {moved:.3g} on average, but the engine's differ by "
             what += f"{missed:.3g}"
     if not what:
         return None

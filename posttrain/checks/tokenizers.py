@@ -293,7 +293,7 @@ def _different(match: TokenizerMatch, names: tuple[str, str]) -> Finding:
         "a loss over token ids would compare unrelated tokens, although its value may decrease.",
         f"{ROUTE}, or models of the same family."
         if not lossy
-        else f"use models of the same family. They cannot be aligned by bytes: {' and '.join(lossy)} tokens may lose text.",
+        else f"use models of the same family. Bytes cannot be aligned: {' and '.join(lossy)} tokens may lose text.",
     )
 
 

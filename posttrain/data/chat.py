@@ -135,7 +135,7 @@ def _under_read_name(message: dict[str, Any], reads: list[str]) -> dict[str, Any
     if not spelled or not reads or set(spelled) & set(reads):
         return message
     warn_once(
-        logger, "messages contain %r, which the chat template does not read. The key is renamed to %r.", spelled[0], reads[0]
+        logger, "messages contain %r, which the chat template does not read. It is renamed to %r.", spelled[0], reads[0]
     )
     return {**{k: v for k, v in message.items() if k != spelled[0]}, reads[0]: message[spelled[0]]}
 
@@ -328,7 +328,7 @@ def apply_chat_template(
     processing_class = processing_class or tokenizer
     row = {k: example[k] for k in ("prompt", "chosen", "rejected", "completion", "messages", "label") if k in example}
     if set(row) not in KEY_SETS:
-        raise KeyError(f"columns {sorted(row)} do not match a conversational type. See the documentation of dataset formats.")
+        raise KeyError(f"columns {sorted(row)} do not match a conversational type. See docs/dataset_formats.md.")
     twice = sorted(set(template_kwargs) & set(example.get("chat_template_kwargs") or {}))
     if twice:
         raise TypeError(f"{twice} are passed both as arguments and in the row's chat_template_kwargs.")

@@ -280,7 +280,7 @@ def load_rows(
     if (file.is_absolute() or file.suffix in LOADERS or path_or_id.startswith(".")) and not file.exists():
         beside = [item.name for item in file.parent.iterdir()] if file.parent.is_dir() else []
         near = did_you_mean(file.name, beside)
-        raise DataError(f"dataset {path_or_id!r} does not exist{near}. The path {file.absolute()} does not exist either.")
+        raise DataError(f"dataset {path_or_id!r} does not exist{near}. No such path: {file.absolute()}.")
     if file.is_dir() and (conflict := _parquet_conflict(sorted(file.rglob("*.parquet")))):
         raise DataError(f"dataset {path_or_id!r} could not be loaded: {conflict}")
     source = str(file) if file.is_dir() else path_or_id
@@ -331,7 +331,7 @@ def _failure(path_or_id: str, file: Path, split: str | None, error: Exception) -
 
 def _loader_of(file: Path) -> str:
     if file.suffix not in LOADERS:
-        raise DataError(f"dataset file {str(file)!r} has the extension {file.suffix!r}. Supported: {', '.join(LOADERS)}.")
+        raise DataError(f"dataset file {str(file)!r} has extension {file.suffix!r}. Supported: {', '.join(LOADERS)}.")
     if file.stat().st_size == 0:
         raise DataError(f"dataset file {str(file)!r} is empty. Fix: use a file with at least one row.")
     return LOADERS[file.suffix]
@@ -424,7 +424,7 @@ def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
     if not fractions:
         return None
     if len(fractions) < len(fractions_given):
-        raise ConfigError(f"fraction is set for some datasets only: {fractions_given}. Fix: set it for all or for none.")
+        raise ConfigError(f"fraction is set for some datasets only: {fractions_given}. Fix: set it for all or none.")
     if mixture.streaming:
         raise ConfigError(
             "fraction needs the lengths of the datasets, which are unknown with streaming=True. Fix: remove one of the two."
@@ -442,7 +442,7 @@ def _load_member(member: DatasetConfig, streaming: bool) -> Any:
     for column in member.columns if loaded.column_names is not None else ():
         if column not in loaded.column_names:
             near = did_you_mean(column, loaded.column_names)
-            raise DataError(f"dataset {member.path!r} has no column {column!r}{near}. Its columns are {loaded.column_names}.")
+            raise DataError(f"dataset {member.path!r} has no column {column!r}{near}. It has {loaded.column_names}.")
     return loaded.select_columns(member.columns)
 
 

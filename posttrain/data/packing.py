@@ -134,7 +134,7 @@ def list_column(column: pa.ChunkedArray, name: str, rows: list[int] | None) -> L
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=column.type)
     if array.null_count:
         first = int(np.flatnonzero(np.asarray(array.is_null()))[0])
-        raise DataError(f"row {rows[first] if rows else first}, column {name!r}: it is None. Fix: give every row a list.")
+        raise DataError(f"row {rows[first] if rows else first}, column {name!r}: it is None. Fix: add a list.")
     if pa.types.is_fixed_size_list(array.type):
         n, width = len(array), array.type.list_size
         return Lists(array.flatten(), np.arange(n, dtype=np.int64) * width, np.full(n, width, dtype=np.int64))

@@ -275,7 +275,7 @@ def answer_rows(
         answers = [list(example[f"{branch}_ids"]) for branch in branches]
         for branch, answer in zip(branches, answers, strict=True):
             if not answer:
-                raise DataError(f"row {index} of a batch: {branch}_ids is empty, but an answer needs at least one token.")
+                raise DataError(f"row {index} of a batch: {branch}_ids is empty. Fix: remove rows without an answer.")
         masks = [example.get(f"{branch}_mask") for branch in branches]
         masks = [list(mask or [1] * len(answer)) for mask, answer in zip(masks, answers, strict=True)]
         row = Row(list(example["prompt_ids"]), answers, masks)
@@ -447,7 +447,7 @@ def extract_and_unpair(dataset: AnyDataset, num_proc: int | None = None) -> Any:
     return unpair_preference_dataset(apart, num_proc=num_proc)
 
 
-PAIR_HINT = "Increase max_length, or check for pairs whose answers have equal tokens. `posttrain inspect` shows the rows."
+PAIR_HINT = "Increase max_length, or check for answers with equal tokens. `posttrain inspect` shows the rows."
 
 
 def _pair_batch(
@@ -535,7 +535,7 @@ def prepare_reward_dataset(
             dataset = dataset.rename_column(f"{side}_input_ids", f"{side}_ids")
     columns = get_dataset_column_names(dataset)
     if not {"chosen_ids", "rejected_ids"} <= set(columns) and not set(SIDES) <= set(columns):
-        raise DataError(f"the {name} rows need 'chosen' and 'rejected', but their columns are {sorted({*columns} - {ROW})}.")
+        raise DataError(f"the {name} rows need 'chosen' and 'rejected', but have columns {sorted({*columns} - {ROW})}.")
     arguments = {"tokenizer": tokenizer, "max_length": max_length}
     drop = [column for column in columns if column not in ("margin", ROW)]
     return tokenized(dataset, name, _pair_batch, arguments, drop=drop, num_proc=num_proc, hint=PAIR_HINT)[2]

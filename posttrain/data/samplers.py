@@ -85,7 +85,7 @@ class RepeatSampler(Sampler[int]):
         if dropped:
             level = logging.WARNING if dropped > LARGE_TAIL * n else logging.INFO
             logger.log(
-                level, "%d of %d rows (%.1f %%) are skipped in each epoch, because they do not fill a last chunk of %d.",
+                level, "%d of %d rows (%.1f %%) are skipped in each epoch, because they do not fill a chunk of %d.",
                 dropped, n, 100 * dropped / n, chunk,
             )  # fmt: skip
 

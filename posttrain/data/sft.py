@@ -455,7 +455,7 @@ def _check_options(dataset: AnyDataset, first: dict, name: str, options: Supervi
             "be trained. Fix: add prompt and completion columns, or a completion_mask."
         )
     if "messages" in first and not first["messages"]:
-        raise DataError(f"{name} row 0, column 'messages': it is empty. Fix: add at least one message, or remove the row.")
+        raise DataError(f"{name} row 0, column 'messages': it is empty. Fix: add a message, or remove the row.")
     chat = "assistant_masks" in first
     if formatting is None and "input_ids" not in first and {"messages", "conversations", "prompt"} & set(first):
         chat = describe_dataset(dataset)["format"] == "conversational"

@@ -346,7 +346,7 @@ def get_training_chat_template(
             f"{'neither argument' if tokenizer is None else 'both processing_class and its deprecated name tokenizer'}."
         )
     if tokenizer is not None:
-        warnings.warn("the argument tokenizer is deprecated. Use processing_class instead.", FutureWarning, stacklevel=2)
+        warnings.warn("the argument tokenizer is deprecated. Use processing_class.", FutureWarning, stacklevel=2)
         processing_class = tokenizer
     template = template_text(processing_class)
     if not template:

@@ -162,7 +162,7 @@ def score_surrogate(logp: Tensor, teacher_logp: Tensor) -> Tensor:
 
 
 def _by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """Arrange the masked tokens of ``(B, T)`` values as one row per sequence, ``(S, L)``. Also return a mask of real entries."""
+    """Reshape the masked tokens of ``(B, T)`` values to one row per sequence, ``(S, L)``. Also return a mask of real entries."""
     lengths = torch.bincount(sequence[mask])
     lengths = lengths[lengths > 0].tolist()
     rows = pad_sequence(list(values[mask].split(lengths)), batch_first=True)

@@ -165,7 +165,7 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
     if not any("reward" in line or "loss" in line for line in history):
         # If no losses were logged, use the mean over all steps, which trainers log at the end.
         means = [float(line["train_loss"]) for line in history if "train_loss" in line]
-        lines = [f"loss {mean:.3g} (mean over all steps, because no step was logged; see logging_steps)" for mean in means[-1:]]
+        lines = [f"loss {mean:.3g} (mean over all steps: no step was logged, see logging_steps)" for mean in means[-1:]]
     labels = logged_labels(
         {name: MAIN[name] for name in JUDGED}, dict.fromkeys(name for line in history for name in line)
     )

@@ -329,7 +329,7 @@ def accepted(function: RewardFunction, rows: Mapping[str, list[Any]], always: Ma
 
 def _log_extra(name: str, extra: dict[str, list[Any]], count: int, column: str, values: Sequence[Any]) -> None:
     if len(values) != count:
-        raise RewardError(f"{name}: log_extra({column!r}, ...) got {len(values)} values. It needs one per row ({count}).")
+        raise RewardError(f"{name}: log_extra({column!r}, ...) got {len(values)} values for {count} rows.")
     extra[column] = list(values)
 
 

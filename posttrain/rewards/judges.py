@@ -149,7 +149,7 @@ class JudgeReward:
             options = {"images": [_addresses(prompts[group[0]]) for group in groups]} if judge.vision else {}
             verdicts = judge.judge(asked, answers, **options)
         if len(verdicts) != len(asked):
-            raise RewardError(f"{self.__name__} must return one verdict per prompt: {len(verdicts)} != {len(asked)} prompts.")
+            raise RewardError(f"{self.__name__} returned {len(verdicts)} verdicts, but there are {len(asked)} prompts.")
         if binary:
             rewards = [self._binary([verdicts[i] for i in group]) for group in groups]
         else:

@@ -245,6 +245,6 @@ class TokenReward(_RewardModel):
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         scores = self._scores_of([self._fitting(row) for row in rows])
         if not self._alike_checked:
-            fix = "its weights may be from another model. Fix: check that the classifier's head was trained and saved with it."
+            fix = "its weights may be from another model. Fix: check that its head was trained and saved with it."
             self._refuse_alike(scores, map(str, zip(prompt_ids, completion_ids, strict=True)), fix)
         return scores

@@ -362,7 +362,7 @@ def read_tests(value: object) -> list[dict[str, str]]:
         return _programs(known) if known else []
     if isinstance(value, Sequence):
         return [test for item in value for test in read_tests(item)]
-    raise RewardError(f"tests must be code, a dict with inputs and outputs, or a list of these, but got {value!r:.200}.")
+    raise RewardError(f"tests must be code, a dict with inputs and outputs, or a list of these; got {value!r:.200}.")
 
 
 def _programs(value: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -145,7 +145,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         answer = answer.rpartition("</think>")[2].strip(" \t\r\n.\"'`*")
         if answer in ("0", "1"):
             return int(answer)
-        self._warn("verdict", "the judge answered %r instead of 0 or 1. Pairs without a valid answer count as ties.", answer[:80])
+        self._warn("verdict", "the judge answered %r instead of 0 or 1. Such pairs count as ties.", answer[:80])
         return NO_VERDICT
 
     def _warn(self, key: str, message: str, *values: Any) -> None:
