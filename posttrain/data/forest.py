@@ -172,7 +172,7 @@ def _check(row: Row, index: int, rope_end: int | None) -> None:
         raise DataError(f"row {index} has no completion. Fix: give every row at least one completion.")
     for i, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
         if len(ids) != len(mask):
-            raise DataError(f"row {index}, completion {i}: {len(ids)} token ids, but a loss mask of length {len(mask)}.")
+            raise DataError(f"row {index}, completion {i}: {len(ids)} token ids, but a loss mask of {len(mask)}.")
         if rope_end is not None and len(row.prompt_ids) + len(ids) > rope_end:
             raise DataError(
                 f"row {index}, completion {i} has {len(row.prompt_ids) + len(ids)} tokens including its prompt. With "

@@ -152,7 +152,7 @@ def whiten(values: Tensor, mask: Tensor, statistics: Moments, *, shift_mean: boo
         DataError: ``statistics.count`` is 0.
     """
     if not statistics.count:
-        raise DataError(f"cannot whiten: the mask of shape {tuple(mask.shape)} selects no value, so the mean is undefined.")
+        raise DataError(f"cannot whiten: the mask of shape {tuple(mask.shape)} selects no value, so there is no mean.")
     if statistics.count < 2:
         return values * mask
     scaled = (values - statistics.mean) * (statistics.variance + WHITEN_EPS) ** -0.5

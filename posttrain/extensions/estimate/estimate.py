@@ -181,7 +181,7 @@ def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
 
 
 def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list[str]) -> tuple[Lengths, Any]:
-    """Return lengths from the arguments, the data, or the config, and the images of the row with the highest number of image tokens."""
+    """Return lengths from the arguments, the data or the config, and the images of the row with the largest image part."""
     from posttrain.checks.memory import Lengths, assumed_lengths, longest_of, sampled_pictures
 
     prompt, completion = given

@@ -51,7 +51,7 @@ class ServeConfig:
         check_fields(self, beside=object)
         if self.engine == "hf" and self.max_num_seqs is not None:
             raise ConfigError(
-                f"max_num_seqs={self.max_num_seqs} with engine='hf': this engine samples all waiting requests in "
-                "one call. Fix: remove it."
+                f"max_num_seqs={self.max_num_seqs} does not work with engine='hf', which samples all waiting requests in "
+                "one call. Fix: remove max_num_seqs."
             )
         check_token(self.host, self.api_key)
