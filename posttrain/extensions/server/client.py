@@ -639,7 +639,7 @@ class VLLMClient:
         self.resume()
 
     def abort_update(self) -> None:
-        """Abort an update. The weights remain incomplete, and are not used before the next complete update."""
+        """Cancel an update. The weights remain incomplete, and are not used before the next complete update."""
         for path, body in (
             ("/update_weight_version", {"new_version": INCOMPLETE}),
             ("/finish_weight_update", {}),
