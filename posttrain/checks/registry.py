@@ -147,12 +147,12 @@ def finding(code: str, severity: Severity, what: str, where: str, why: str, fix:
     """Create a finding of a registered check.
 
     Args:
+        code: Code of the check.
         severity: ``error`` stops a run, and is used only for settings that cannot be intended. ``warning`` and ``info`` are
             logged.
         what: The problem, including the values.
         where: Rows, fields, or a step.
         why: The consequence.
-        fix: What the user should do.
         fix: What the user should do.
 
     Raises:

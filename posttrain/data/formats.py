@@ -507,7 +507,7 @@ def _check_stream(reasons: Iterable[str], name: str, hint: str) -> None:
         if not reason:
             return
         counts[reason] += 1
-    raise DataError(f"all first {counts.total()} rows of the {name} dataset are dropped: {listed(counts)}. {hint}")
+    raise DataError(f"the first {counts.total()} rows of the {name} dataset are all dropped: {listed(counts)}. {hint}")
 
 
 def listed(reasons: Mapping[str, int]) -> str:

@@ -280,9 +280,7 @@ def with_training_template(options: SupervisedOptions, tokenizer: Tokenizer) -> 
     """
     if not options.assistant_only_loss or has_generation_markers(tokenizer.chat_template):
         return options
-    with suppress(
-        DataError
-    ):  # Ignore a rejected message, but raise an error if the template is not valid Jinja.
+    with suppress(DataError):  # Ignore a rejected message, but raise an error if the template is not valid Jinja.
         render(tokenizer, [{"role": "user", "content": "q"}])
     return replace(options, chat_template=get_training_chat_template(tokenizer))
 

@@ -93,7 +93,7 @@ class CPO(ReferenceFree[CPOConfig]):
     times the NLL of the chosen answers. The NLL is averaged over the tokens of the optimizer step.
 
     With R the shaped log-likelihood of an answer and ``u = R+ - R-``: a loss on u, plus ``cpo_alpha`` times the NLL of the
-    chosen answers, a mean over the tokens of the whole optimiser step.
+    chosen answers, a mean over the tokens of the whole optimizer step.
 
     Reference: CPO, arXiv:2401.08417; SimPO, arXiv:2405.14734; AlphaPO, arXiv:2501.03884.
     """

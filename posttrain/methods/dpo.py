@@ -152,10 +152,8 @@ class DPOConfig(PictureConfig, ComparedConfig):
 def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOConfig) -> LossTerms:
     """Compute the weighted sum of the losses in ``cfg.loss_type``.
 
-    Losses are averaged over pairs, and ``sft`` is averaged over the tokens of chosen answers. Averages are over the
-    whole optimizer step, in evaluation over the whole set.
-
-    Both are means over the whole optimiser step, or over the whole set in evaluation.
+    Losses are averaged over pairs, and ``sft`` is averaged over the tokens of chosen answers. In training, averages are
+    over the whole optimizer step. In evaluation, they are over the whole dataset.
 
     Args:
         out: Log-probs and the other outputs in `DPO.traits`.

@@ -42,7 +42,7 @@ class ORPO(ReferenceFree[ORPOConfig]):
     It needs no reference model. The NLL is averaged over the tokens of prompts and chosen answers of the optimizer
     step.
 
-    The NLL is a mean over the prompts' and chosen answers' tokens of the whole optimiser step.
+    The NLL is a mean over the prompts' and chosen answers' tokens of the whole optimizer step.
 
     Reference: ORPO, arXiv:2403.07691, equations 6 and 7.
     """

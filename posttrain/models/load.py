@@ -273,7 +273,7 @@ def with_dtype(init: Mapping[str, Any]) -> dict[str, Any]:
     if str(former).removeprefix("torch.") != str(dtype).removeprefix("torch."):
         raise ConfigError(
             f"torch_dtype={former!r} and dtype={dtype!r} set the same option to different values. Fix: pass only "
-            "dtype."
+            "dtype, which replaces torch_dtype."
         )
     return keywords | {"dtype": dtype}
 

@@ -279,7 +279,6 @@ class HarnessRunner:
 
         Args:
             rows: Tasks of the episodes.
-            seeds: Sampling seeds. Equal seeds are distinguished by their position among the rows of all processes.
             seeds: Sampling seeds. Rows with equal seeds are distinguished by their position in the rows of all processes.
             policy: The policy.
             sample: Function that runs the engine. It is called on this thread, equally often in every process.
