@@ -196,7 +196,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     kept_layers: NonNegativeInt | None = option(
         None,
         "With gradient_checkpointing: number of last layers that keep their activations instead of recomputing them. None: as "
-        "many layers as fit into the memory that chunked logits save. 0: none, which needs the least memory.",
+        "many layers as fit into the memory that chunked logits save. 0: no layers, which uses the minimum of memory.",
     )
     disable_dropout: bool = option(
         False,
@@ -429,9 +429,9 @@ class PictureConfig:
 
     freeze_vision: Annotated[str, OneOf(("auto", "tower", True, False))] = option(
         "auto",
-        "Which parameters of the vision tower and the projector are frozen. True: the parameters of both. 'tower': the "
-        "parameters of the tower only. False: no parameters. 'auto': no parameters if rows have images, and the parameters of "
-        "both if rows contain only text. A new adapter covers only the text model, unless this field is False or the "
+        "Which parameters of the vision tower and the projector are frozen. True: all of their parameters. 'tower': the "
+        "parameters of the tower only. False: no parameters. 'auto': no parameters if rows have images, and all of their "
+        "parameters if rows contain only text. A new adapter covers only the text model, unless this field is False or the "
         "adapter's target modules are in the tower.",
     )
     image_fit: Literal["error", "drop", "resize"] = option(

@@ -235,7 +235,7 @@ class DistillationFields:
     loss_top_k: NonNegativeInt = option(
         0,
         "Number of token ids per position over which the divergence is computed. They are the most likely ids of the teacher "
-        "(beta=0), of the student (beta=1), or of both (beta between 0 and 1). With loss_top_k=1, the sampled token is used "
+        "(beta=0), of the student (beta=1), or of each (beta between 0 and 1). With loss_top_k=1, the sampled token is used "
         "instead of the student's most likely id. 0: the whole vocabulary, which is exact. A smaller number needs less memory "
         "and network traffic.",
     )
