@@ -166,7 +166,7 @@ def check_vocabulary(tokenizer: Tokenizer, model: nn.Module, role: str) -> None:
     vocabulary (e.g. an added pad token) is allowed if the model has an embedding for its id.
 
     Raises:
-        ModelError: An id has different tokens, or the model has too few embeddings for the policy's ids.
+        ModelError: An id stands for different tokens, or the model has too few embeddings for the policy's ids.
     """
     rows = model.get_input_embeddings().weight.shape[0]
     ours = {index: token for token, index in tokenizer.get_vocab().items() if index != tokenizer.pad_token_id}
