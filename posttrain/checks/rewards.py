@@ -477,7 +477,7 @@ def references_of_rewards(context: Context) -> Iterable[Finding | None]:
     """Check the references of each reward function for which the column with the references is known."""
     rewards: Any = context.parts.get("rewards")
     dataset: Any = context.train_dataset
-    if rewards is None or not hasattr(dataset, "select"):  # A stream can be read only once.
+    if rewards is None or not hasattr(dataset, "select"):  # A stream has no rows to select.
         return
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         column = reference_column(function)

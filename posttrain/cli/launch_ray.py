@@ -24,7 +24,8 @@ class RayArguments:
     )
     ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = option(
         "PACK",
-        "Ray's placement strategy, in this order: few machines, many machines, one machine, one machine per command.",
+        "Ray's placement strategy. 'PACK': few machines. 'SPREAD': many machines. 'STRICT_PACK': one machine. "
+        "'STRICT_SPREAD': one machine per command.",
     )
     ray_timeout: PositiveFloat = option(900.0, "Seconds to wait for resources that are in use.")
     rollout_servers: NonNegativeInt = option(1, "Number of rollout servers. 0: the trainer itself generates.")

@@ -100,8 +100,8 @@ def create_reference_model(
 
     Args:
         model: The policy.
-        num_shared_layers: Number of layers to share instead of copy, from the first layer, with the embeddings. Shared
-            parameters are the same tensors, so they are frozen in ``model`` too. None (default) shares nothing.
+        num_shared_layers: Number of layers that are shared instead of copied, counted from the first layer. The embeddings are
+            then shared too. Shared parameters are the same tensors, so they are frozen in ``model`` too. None shares nothing.
         pattern: Path of a layer's parameters, with ``{layer}`` for the index of the layer. Needed for models whose paths are not
             in `LAYERS`.
 
@@ -275,7 +275,7 @@ class Reference:
                     ):  # PiSSA uses fewer ranks for layers narrower than r.
                         parameter.data = torch.empty_like(parameters[source])
                     parameter.copy_(parameters[source])
-                # Freeze parameters that the user froze, because peft sets requires_grad for the whole active adapter.
+                # Restore the user's requires_grad, because peft sets it for the whole active adapter.
                 parameter.requires_grad_(learns[source] and not twin)
         self.adapter = REF_ADAPTER
 

@@ -162,7 +162,7 @@ class Session:
     # What is trained ---------------------------------------------------------------------------------------------------
 
     def branches(self) -> list[Branch]:
-        """Return all branches. In exactly one branch, a sampled token of an answered call has mask 1. Context tokens have
+        """Return all branches. Each sampled token of an answered call has mask 1 in exactly one branch. Context tokens have
         mask 0.
         """
         branches: list[Branch] = []
