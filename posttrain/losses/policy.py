@@ -129,7 +129,7 @@ def sequence_weight(
 
     Args:
         weight: ``(B, T)`` weights from `rollout_correction`.
-        rollout_logp: ``(B, T)`` log-probs of the engine. Tokens with NaN have weight 0, which is not the weight of the sequence.
+        rollout_logp: ``(B, T)`` log-probs of the engine. Tokens with NaN are ignored, because their weight is always 0.
         mask: ``(B, T)`` bool, loss tokens.
         sequence: ``(B, T)`` sequence index.
         num_sequences: S.
