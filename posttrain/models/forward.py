@@ -54,17 +54,16 @@ def forward(
     Args:
         model: A language model or classifier, wrapped or not, with `install_token_head`.
         batch: Batch on the model's device.
-        needs: Requested outputs, any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``mean_logit``,
-            ``collision``, ``logits``, ``aux``; or only ``scores`` (a classifier's score at the last token of each
-            sequence).
-        temperature: Divides the logits, so that log-probs are those of the sampling distribution.
+        needs: Names of the requested outputs: any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``mean_logit``,
+            ``collision``, ``values``, ``logits`` and ``aux``. For classifiers, it is only ``scores``, the score at the last
+            token of each sequence.
+        temperature: Sampling temperature, by which the logits are divided.
         truncation: Truncation of the sampling distribution. ``log_mass`` is the log of the probability that remains.
         chunk_size: Number of positions per chunk of logits. None uses the default of `token_logprobs`.
         compare: See `TokenHead.compare`. Its result is returned as ``compared``.
 
     Returns:
-        Log-probs, entropies and correctness of each token, zero outside ``loss_mask``; scores ``(S,)``; and with
-        ``values`` in ``needs`` the value of the state before each completion token.
+        The requested outputs. Their shapes are described in `posttrain.types.ModelOutputs`.
     """
     install_token_head(model)
     asked = Pass(batch, needs, temperature, truncation, chunk_size, compare is not None)

@@ -222,7 +222,7 @@ def check_offloading(args: PostTrainingConfig) -> None:
 
 
 def get_act_offloading_ctx_manager(model: nn.Module, *, enabled: bool = True, **options: Any) -> AbstractContextManager:
-    """Return the offloading context for forward and backward of a training step; a null context unless ``enabled``."""
+    """Return the offloading context for the passes of a training step, or a context without effect unless ``enabled``."""
     if not enabled:
         return nullcontext()
     kept = frozenset(local_part(p.detach()).untyped_storage().data_ptr() for p in model.parameters())

@@ -202,7 +202,7 @@ def backward(accelerator: Accelerator, loss: torch.Tensor) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
-    """Defer gradient averaging until the last of several backward passes; with DeepSpeed, also the optimizer step."""
+    """Defer gradient averaging, and DeepSpeed's optimizer step, until the last of several backward passes."""
     if last or not hasattr(model, "no_sync"):
         yield
         return
