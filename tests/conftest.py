@@ -117,7 +117,7 @@ class BrokenChecks(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if "could not be made" in message or "cannot be estimated" in message:
+        if "failed with an error" in message or "cannot be estimated" in message:
             self.told.append(message)
 
 

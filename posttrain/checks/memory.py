@@ -1,4 +1,4 @@
-"""Checks of memory: whether the longest step fits, and whether a run uses its memory. `plan` builds the estimated workload."""
+"""Checks of memory: whether the longest step fits, and how much memory a run uses. `plan` builds the estimated workload."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Share of the memory that a run may plan with: estimates are accurate within 20 %, and allocators waste some memory.
+# Share of the memory that a run may use. Estimates are accurate within 20 %, and allocators waste some memory.
 PLANNED_SHARE = 0.9
-# Peaks as shares of the memory. Above the first a longer sample will probably run out; below the second, half is unused.
+# Shares of the total memory. A peak above the first leaves too little for longer rows; below the second, half is unused.
 FULL_SHARE, IDLE_SHARE = 0.94, 0.5
-# Share of the device's memory that is reserved but contains no tensor.
+# If more than this share of the device's memory is reserved but contains no tensor, memory is fragmented.
 FRAGMENTED = 0.15
-# Ratio of the busiest rank's tokens to the mean.
+# If the busiest rank has more than this multiple of the mean number of tokens, ranks are uneven.
 IMBALANCE = 1.25
-# Share of the step time that is spent on generation.
+# If generation takes more than this share of the step time, it dominates.
 GENERATION_SHARE = 0.75
 # Default maximum lengths of a row and of a prompt in tokens, if neither the data nor the config gives one.
 ASSUMED_ROW, ASSUMED_PROMPT = 1024, 256
@@ -50,27 +50,27 @@ ASSUMED_ROW, ASSUMED_PROMPT = 1024, 256
 def check_estimate(
     components: Mapping[str, int], available: int, *, total: int, where: str, fixes: Sequence[str] = ()
 ) -> Finding | None:
-    """Return a finding if an estimate exceeds the memory: an error if no lengths or batch sizes could help, else a warning.
+    """Return a finding if an estimate exceeds the memory, else None. It is an error if no batch size or length could help.
 
     Args:
         components: Bytes at the peak, by component.
         available: Bytes available to this process.
         total: Bytes of the device.
         where: Name of the device, for messages.
-        fixes: Possible fixes, the best first.
+        fixes: Possible fixes, best first.
     """
     peak = sum(components.values())
     largest = sorted(components.items(), key=lambda item: -item[1])
     named = ", ".join(f"{name} {gib(size)}" for name, size in largest[:4])
     standing = sum(components.get(name, 0) for name in ("weights", "optimizer states", "reference"))
-    advice = "; ".join(fixes) or "train an adapter, shorten rows, or shard the model over more processes"
+    advice = "; ".join(fixes) or "train an adapter, use shorter rows, or shard the model over more processes"
     if standing > total:
         return finding(
             "PT-M001",
             "error",
             f"weights, optimizer states and reference alone need {gib(standing)}, but {where} has {gib(total)}.",
             "the model and optim",
-            "the run would stop at its first update, for any batch size and lengths.",
+            "the run would stop at its first update, regardless of batch size and lengths.",
             f"{advice}.",
         )
     if peak <= PLANNED_SHARE * available:
@@ -88,15 +88,15 @@ def check_estimate(
 def check_dry_step(
     needed: int, available: int, *, tokens: int, where: str, failed: bool, divisible: bool = True
 ) -> Finding | None:
-    """Return a finding if a dry step ran out of memory, or needs more than the planned share; None otherwise.
+    """Return a finding if a dry step ran out of memory or needs more than the planned share, else None.
 
     Args:
-        needed: Bytes at its peak, including the optimizer states that the first update will add.
+        needed: Peak memory in bytes, including the optimizer states that the first update will add.
         available: Bytes available to this process.
-        tokens: Tokens of its largest micro-batch.
+        tokens: Number of tokens of the largest micro-batch.
         where: Name of the device, for messages.
-        failed: Whether memory ran out.
-        divisible: Whether training splits a micro-batch that does not fit.
+        failed: Whether the step ran out of memory.
+        divisible: Whether training can split a micro-batch that does not fit.
     """
     if not failed and needed <= PLANNED_SHARE * available:
         return None
@@ -111,7 +111,7 @@ def check_dry_step(
         f"{what}.",
         "the dry step before step 0",
         "training would run out of memory at such rows, possibly hours into the run."
-        + (" A micro-batch that does not fit is then split, which costs time." if divisible else ""),
+        + (" A micro-batch that does not fit is then split, which takes time." if divisible else ""),
         f"set max_row_tokens={max(tokens // 2, 1)} (or a smaller max_length or max_completion_length), keep "
         "gradient_checkpointing=True with kept_layers=0, or set per_device_train_batch_size='auto'.",
     )
@@ -119,20 +119,20 @@ def check_dry_step(
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements of some steps of a run.
+    """Measurements over some steps of a run.
 
     Attributes:
-        step: Number of optimizer steps done.
-        peak, total: Peak bytes in use, and bytes of the device.
-        reserved, allocated: Bytes reserved by the allocator, and bytes in tensors; 0 on a CPU.
+        step: Number of optimizer steps so far.
+        peak, total: Peak memory in use, and total memory of the device, in bytes.
+        reserved, allocated: Bytes reserved by the allocator, and bytes in tensors. 0 on a CPU.
         batch, accumulation: ``per_device_train_batch_size`` and ``gradient_accumulation_steps``.
-        pass_tokens, row_tokens: Tokens of the largest micro-batch, and token budget of a row.
+        pass_tokens, row_tokens: Number of tokens of the largest micro-batch, and maximum number of tokens of a row.
         standing: Bytes that do not depend on the batch size (weights, gradients, optimizer states).
-        longest_seen, longest: Tokens of the longest row trained so far, and of the longest row of the data (0: unknown).
-        tokens_per_second: Tokens without padding, over all processes.
-        mfu: Percentage of the hardware's peak FLOPS; None if unknown.
-        imbalance: Ratio of the busiest process's tokens to the mean. (Times would not show it, as all wait for the slowest.)
-        generation: Share of the time spent on generation; None for methods that do not sample.
+        longest_seen, longest: Tokens of the longest row trained so far, and of the longest row of the data (0 if unknown).
+        tokens_per_second: Number of tokens per second without padding, over all processes.
+        mfu: Model FLOPS utilization in percent, or None if it is unknown.
+        imbalance: Ratio of the busiest process's tokens to the mean. (Times are equal, because all processes wait.)
+        generation: Share of the time spent on generation, or None for methods that do not sample.
         checkpointing: Whether activations are recomputed.
     """
 
@@ -156,7 +156,7 @@ class Profile:
 
 
 def check_profile(seen: Profile) -> Iterator[Finding]:
-    """Find memory that is nearly full, unused or fragmented, uneven ranks, and steps that are mostly generation."""
+    """Find memory that is nearly full, unused or fragmented, uneven ranks, and steps that mostly generate."""
     here, share, wasted = f"step {seen.step}", seen.peak / max(seen.total, 1), seen.reserved - seen.allocated
     peak = f"peak memory {gib(seen.peak)} of {gib(seen.total)} ({100 * share:.0f} %) after {seen.step} steps"
     if share >= FULL_SHARE:
@@ -165,40 +165,40 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
         yield finding(
             "PT-M004", "warning", f"{peak}.{coming if longer > 1 else ''}", here,
             "a longer row, an evaluation or a checkpoint may not fit.",
-            f"set max_row_tokens={max(seen.pass_tokens // 2, 1)}, kept_layers=0 or a smaller max_length; posttrain estimate "
-            "shows what each saves.",
+            f"set max_row_tokens={max(seen.pass_tokens // 2, 1)}, kept_layers=0 or a smaller max_length. `posttrain estimate` "
+            "shows how much memory each setting saves.",
         )  # fmt: skip
     # The allocator of a CPU reserves no memory, and larger micro-batches are not faster there.
     elif share < IDLE_SHARE and seen.reserved and (advice := _larger_passes(seen)):
-        why = "each micro-batch has a fixed cost, so larger ones take less time per token."
+        why = "each micro-batch has a fixed cost, so larger micro-batches take less time per token."
         yield finding("PT-M005", "info", f"{peak}.", here, why, advice)
     if seen.reserved >= IDLE_SHARE * seen.total and wasted > FRAGMENTED * seen.total:
         yield finding(
             "PT-M006", "warning", f"{gib(wasted)} of {gib(seen.total)} are reserved but contain no tensors.", here,
-            "blocks of many sizes leave gaps, so memory runs out before it is full.",
+            "free memory is split into blocks of many sizes, so a large tensor may not fit although enough memory is free.",
             "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (for example under env: in the YAML config), or "
             "pad_to_multiple_of=128.",
         )  # fmt: skip
     if seen.imbalance > IMBALANCE:
         yield finding(
             "PT-M007", "warning", f"the busiest process computes {seen.imbalance:.2f} times as many tokens as the mean.", here,
-            f"the other processes wait for it, so {100 * (1 - 1 / seen.imbalance):.0f} % of the machine is idle.",
+            f"all other processes wait for it, so {100 * (1 - 1 / seen.imbalance):.0f} % of the machine's time is idle.",
             "group rows of similar length (group_by_length=True), pack them, or distribute completions by tokens "
             "(balance_ranks=True).",
         )  # fmt: skip
     if (seen.generation or 0.0) > GENERATION_SHARE:
         yield finding(
             "PT-M008", "info", f"{100 * (seen.generation or 0.0):.0f} % of the step time is generation.", here,
-            "a faster update would hardly shorten the step.",
+            "a faster update would hardly make the step faster.",
             "reduce max_completion_length if few completions reach it, train on each generation more than once "
             "(num_iterations=2), or generate for more prompts at a time (steps_per_generation).",
         )  # fmt: skip
 
 
 def _larger_passes(seen: Profile) -> str:
-    """Advise a larger row budget if micro-batches fill it, else a larger batch size; empty if nothing larger fits."""
+    """Advise a larger row budget if micro-batches fill it, else a larger batch size. Empty if nothing larger fits."""
     factor = min(max((PLANNED_SHARE * seen.total - seen.standing) / max(seen.peak - seen.standing, 1), 1.0), 64.0)
-    # Reserve memory for longer rows that have not occurred yet.
+    # Leave memory for rows that are longer than any row so far.
     factor /= max(seen.longest / max(seen.longest_seen, 1), 1.0)
     advice = (
         ["gradient_checkpointing=False (or a larger kept_layers) avoids recomputation"] if seen.checkpointing else []
@@ -217,15 +217,15 @@ def _larger_passes(seen: Profile) -> str:
 
 
 def batch_sizes(batch: int, accumulation: int) -> list[int]:
-    """Return all batch sizes that keep the effective batch size."""
+    """Return all batch sizes with which the effective batch size can stay the same."""
     whole = batch * accumulation
     return [size for size in range(1, whole + 1) if whole % size == 0]
 
 
 def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int] | None:
-    """Return the largest batch size, with its accumulation, up to ``factor`` times as large, for the same effective batch size.
+    """Return a larger batch size with its accumulation steps, for the same effective batch size, or None.
 
-    None if there is none.
+    The batch size is the largest that is up to ``factor`` times as large as ``batch``.
 
     >>> larger_batch(4, 8, 2.5), larger_batch(4, 1, 8.0)
     ((8, 4), None)
@@ -236,7 +236,7 @@ def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest prompt and completion, and the source of these numbers."""
+    """Number of tokens of the longest prompt and of the longest completion, and the source of these numbers."""
 
     prompt: int
     completion: int
@@ -244,7 +244,7 @@ class Lengths:
 
 
 def _compares(traits: Traits, args: PostTrainingConfig) -> bool:
-    """Return whether a frozen reference scores the rows."""
+    """Return whether a frozen reference model scores the rows."""
     if not traits.samples:
         return traits.compares_reference and not args.precompute_ref_log_probs
     kl = traits.beta_is_kl and (bool(args.beta) or args.log_ref_kl)
@@ -252,7 +252,7 @@ def _compares(traits: Traits, args: PostTrainingConfig) -> bool:
 
 
 def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
-    """Return the maximum lengths that the config allows, for use without data.
+    """Return the maximum lengths that the config allows. Used if there is no data.
 
     Args:
         traits: Traits of the method.
@@ -274,21 +274,21 @@ def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
 
 
 def group_sizes(args: PostTrainingConfig, size: int) -> list[int]:
-    """Return the number of completions per prompt in a micro-batch of ``size`` rows, for methods that sample."""
+    """Split a micro-batch of ``size`` rows into groups, and return their sizes. Only for methods that sample."""
     size *= int(args.train_batch_size) // int(args.per_device_train_batch_size) // max(args.n_gpu, 1) or 1
     group = min(int(args.num_generations), size)
     return [group] * (size // group) + ([size % group] if size % group else [])
 
 
 def _longest_rows(traits: Traits, args: PostTrainingConfig, lengths: Lengths, size: int) -> list[Row]:
-    """Return a micro-batch of one process in which every row has the maximum length; all tokens are 0."""
+    """Return a micro-batch of one process in which all rows have the maximum length. All token ids are 0."""
     counts = group_sizes(args, size) if traits.samples else [traits.answers] * size
     answer = [0] * max(lengths.completion, 1)
     return [Row([0] * lengths.prompt, [answer] * count, [[1] * len(answer)] * count) for count in counts]
 
 
 def _layout(args: PostTrainingConfig, config: Any, device: str) -> Layout:
-    """Return the layout of rows that the trainer will use, if the model supports tree attention."""
+    """Return the layout that the trainer will use, assuming that the model supports tree attention."""
     from posttrain.models.attention import layout_for
 
     backend = (args.model_init_kwargs or {}).get("attn_implementation")
@@ -325,17 +325,17 @@ def plan(
     Args:
         method: The algorithm, with its config.
         model_config: Configuration of the policy.
-        lengths: Lengths of the longest prompt and completion; None uses the maximum that the config allows.
-        peft_config: Config of the adapter that is trained.
-        parts: Configurations of other models, by ``reward_model``, ``value_model`` and ``teacher``.
+        lengths: Lengths of the longest prompt and completion. None uses the maximum lengths that the config allows.
+        peft_config: Config of the trained adapter.
+        parts: Configurations of other models: ``reward_model``, ``value_model`` and ``teacher``.
         device: ``cpu`` or ``cuda``.
-        process: Bytes of the interpreter and its libraries.
+        process: Bytes used by the interpreter and its libraries.
         processes: Number of ranks.
-        zero_stage: ZeRO stage of a launcher that has not started the ranks; 0 uses the config and the environment.
-        batch_size: Overrides the config's batch size.
-        bits: Bits of a quantized weight with its scales, see `posttrain.models.quantised.weight_bits`; None uses the configs.
-        pictures: Processor and images of the longest row; None if rows are text.
-        model: The policy, if it is loaded: its weights already have their dtype.
+        zero_stage: ZeRO stage, if the launcher has not started the ranks yet. 0 uses the config and the environment.
+        batch_size: Batch size. None uses the config's.
+        bits: Bits per quantized weight, including scales (see `posttrain.models.quantised.weight_bits`). None uses the configs.
+        pictures: Processor and images of the longest row. None if rows contain only text.
+        model: The policy, if it is loaded. Its weights already have their final dtype.
     """
     from posttrain.data.forest import collate
     from posttrain.models.memory import recomputes
@@ -385,7 +385,7 @@ def _kind(traits: Traits, args: PostTrainingConfig, *, images: bool) -> dict[str
 
 
 def _frozen_parts(policy: Part, reference: str, reward_model: Any) -> list[Part]:
-    """Return the frozen copies that stay in memory."""
+    """Return the frozen models that stay in memory."""
     frozen = replace(policy, trained=False, peft_config=None)
     parts = [replace(frozen, role="reference")] if reference == "copy" else []
     if reward_model is not None:
@@ -398,19 +398,19 @@ def _trees(batch: Batch) -> int:
 
 
 def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> dict[str, torch.Tensor]:
-    """Prepare the images of ``rows`` rows. Floating-point tensors are on the meta device, without values."""
+    """Prepare the images of ``rows`` rows. Floating-point tensors are created on the meta device."""
     reader, images = pictures
     joined = reader.join([reader.prepare(one) for one in images] * rows)
     return {name: one.to("meta") if one.is_floating_point() else one for name, one in joined.items()}
 
 
 def _dtype(args: PostTrainingConfig, config: Any, model: nn.Module | None = None) -> Any:
-    """Return the dtype of most weights of a loaded model, else the dtype in which it will be loaded."""
+    """Return the dtype of most weights of a loaded model, or the dtype in which the model will be loaded."""
     from posttrain.models.memory_estimate import named_dtype
 
     counts: Counter[torch.dtype] = Counter()
     for parameter in () if model is None else model.parameters():
-        # One-byte dtypes are packed weights, not the dtype of the computation.
+        # Dtypes of one byte are packed weights. They are not the dtype of the computation.
         counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() and parameter.itemsize > 1 else 0
     if counts.total():
         return counts.most_common(1)[0][0]
@@ -421,7 +421,7 @@ def _dtype(args: PostTrainingConfig, config: Any, model: nn.Module | None = None
 
 
 def _packing(args: PostTrainingConfig, config: PretrainedConfig) -> Any:
-    """Return the `quantization_config` from the run's arguments or from the checkpoint; None if there is none."""
+    """Return the `quantization_config` of the run's arguments or of the checkpoint, or None."""
     from posttrain.models.quantised import packing_of
 
     return (args.model_init_kwargs or {}).get("quantization_config") or packing_of(config)
@@ -434,7 +434,7 @@ def _autocast(args: PostTrainingConfig, dtype: Any) -> Any:
 
 
 def _generating(traits: Traits, args: PostTrainingConfig, lengths: Lengths, device: str) -> Generating | None:
-    """Return the largest generation call of an engine in this process; None if completions are given or workers sample."""
+    """Return the largest generation call of an engine in this process. None if no engine generates in this process."""
     from posttrain.models.memory_estimate import Generating
 
     if not traits.samples or traits.workers_sample:
@@ -452,12 +452,12 @@ def _generating(traits: Traits, args: PostTrainingConfig, lengths: Lengths, devi
 
 
 def _shards(args: PostTrainingConfig, processes: int, stage: int = 0) -> Shards:
-    """Return how ZeRO or FSDP shards the model, from the config or the variables that ``accelerate launch`` exports."""
+    """Return how ZeRO or FSDP shards the model, based on the config or on the variables of ``accelerate launch``."""
     from posttrain.models.memory_estimate import Shards
 
     stage = stage if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)
     fsdp = " ".join(args.fsdp) if isinstance(args.fsdp, list) else ""
-    if args.fsdp and not fsdp:  # transformers has replaced it by True, and stores the strategy in fsdp_config.
+    if args.fsdp and not fsdp:  # transformers has replaced it with True, and stores the strategy in fsdp_config.
         fsdp = "full_shard" if args.fsdp_config.get("reshard_after_forward", True) else "shard_grad_op"
     if not fsdp and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         fsdp = os.environ.get("FSDP_SHARDING_STRATEGY", "full_shard").lower()
@@ -467,7 +467,7 @@ def _shards(args: PostTrainingConfig, processes: int, stage: int = 0) -> Shards:
 
 
 def compare_weights(context: Context, has: Available) -> Finding | None:
-    """Compare weights and optimizer states of a fully trained model with the total memory.
+    """Compare the memory of weights and optimizer states of a fully trained model with the total memory.
 
     Args:
         context: Context of the run, whose model is not loaded yet.
@@ -520,17 +520,17 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
         trained = [(p.numel(), p.nbytes) for p in loaded if p.requires_grad]
         states = optimizer_bytes(args.optim, trained) // work.shards.optimizer
         estimate = replace(estimate, standing={**estimate.standing, "weights": weights, "optimizer states": states})
-    fixes = [f"see what each setting saves with posttrain estimate (the estimate is {gib(estimate.peak)})"]
+    fixes = [f"run posttrain estimate to see what each setting saves (the estimate is {gib(estimate.peak)})"]
     if work.policy.peft_config is None:
         fixes.append("train an adapter (peft_config)")
     if work.kept_layers != 0:
         fixes.append("kept_layers=0")
-    fixes.append("lower max_row_tokens, max_length or max_completion_length")
+    fixes.append("decrease max_row_tokens, max_length or max_completion_length")
     return check_estimate(estimate.components, has.free, total=has.total, where=has.where, fixes=fixes)
 
 
 def sampled_pictures(vision: Any, rows: Sequence[Row]) -> Any:
-    """Return the processor and the images of the row with the most image tokens; None if rows are text."""
+    """Return the processor and the images of the row with the most image tokens. None if rows contain only text."""
     placed = max(([image for part in row.pictures for image in part] for row in rows), key=_image_tokens, default=[])
     return (vision.reader, [image.picture for image in placed]) if placed else None
 
@@ -540,7 +540,7 @@ def _image_tokens(placed: Sequence[Any]) -> int:
 
 
 def longest_of(rows: Sequence[Row], traits: Traits, args: PostTrainingConfig) -> Lengths:
-    """Return the lengths of the longest row. Completions that are sampled later have the maximum length of the config."""
+    """Return the lengths of the longest row. For completions that are sampled later, use the config's maximum length."""
     known = assumed_lengths(traits, args)
     if not rows:
         return known

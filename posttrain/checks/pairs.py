@@ -1,4 +1,4 @@
-"""Checks of preference pairs: flipped labels, contradictions, and differences that are unrelated to quality."""
+"""Checks of preference pairs: flipped labels, contradictions, and differences that are not related to quality."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ AGREEMENT_CODES = ("PT-D036",)
 
 # Minimum number of pairs for which a percentage is reported.
 PAIRS_NEEDED = 20
-# Thresholds as shares of the pairs: one side longer, only one side ends, only one side truncated, reference prefers rejected.
+# Shares of pairs above which there is a finding: one side is longer, one side has no end token, one side is truncated, and the
+# reference prefers the rejected answer.
 SHARE_LONGER, SHARE_ENDING, CUT_ONE_SIDE, SHARE_FLIPPED = 0.85, 0.8, 0.05, 0.9
 
 
@@ -41,7 +42,7 @@ SHARE_LONGER, SHARE_ENDING, CUT_ONE_SIDE, SHARE_FLIPPED = 0.85, 0.8, 0.05, 0.9
 
 
 def check_pairs(rows: Sequence[Row], *, limit: int | None = None, stops: Sequence[int] = ()) -> list[Finding]:
-    """Find differences between chosen and rejected that are unrelated to quality: length, truncation, missing end tokens.
+    """Find differences between chosen and rejected answers other than quality: length, truncation, missing end tokens.
 
     Args:
         rows: Tokenized rows. Only rows with two completions are checked, chosen first.
@@ -63,7 +64,7 @@ def _length_bias(rows: Sequence[Row]) -> Iterator[Finding]:
             "warning",
             f"the {side} answer is the longer one in {share:.0%} of the pairs",
             f"{len(sizes)} pairs of different lengths",
-            "summed log-ratios depend on length, so the model can learn the difference in length instead of quality.",
+            "sums of log-ratios depend on length, so the model can learn the difference in length instead of quality.",
             "balance the lengths, or use loss_type='sigmoid_norm' or ld_alpha below 1, and watch the logged lengths.",
         )
 
@@ -71,10 +72,10 @@ def _length_bias(rows: Sequence[Row]) -> Iterator[Finding]:
 def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Iterator[Finding]:
     if not stops:
         return
-    # Templates may add one or two line breaks after the end-of-turn token.
+    # Some templates add one or two line breaks after the end-of-turn token.
     ended = [[not stops.isdisjoint(answer[-3:]) for answer in row.completions] for row in rows]
     odd = [index for index, (a, b) in enumerate(ended) if a != b]
-    # The answer without an end token reaches the limit, so it was truncated.
+    # An answer that reaches the limit and has no end token was truncated.
     cut = [
         i for i in odd if limit and len(rows[i].prompt_ids) + len(rows[i].completions[ended[i].index(False)]) >= limit
     ]
@@ -82,10 +83,10 @@ def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int
         yield finding(
             "PT-D023",
             "warning",
-            f"max_length={limit} truncates only one answer of the pair, in {count_of(len(cut), len(rows))}",
+            f"max_length={limit} truncates only one of the two answers, in {count_of(len(cut), len(rows))}",
             where(cut),
-            "the truncated answer has lost its end and its eos, so the pair teaches when to stop, not which answer is better.",
-            "raise max_length, or remove these pairs.",
+            "the truncated answer has no end token, so the model learns when to stop, and not which answer is better.",
+            "increase max_length, or remove these pairs.",
         )
     if len(rows) >= PAIRS_NEEDED and len(odd) >= SHARE_ENDING * len(rows):
         yield finding(
@@ -93,8 +94,8 @@ def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int
             "warning",
             f"only the {'chosen' if ended[odd[0]][0] else 'rejected'} answers end with an end-of-turn token",
             where(odd),
-            "the last token alone separates the two sides, so the model learns to stop, or never to stop.",
-            "end both answers the same way (pass messages, or strings without a template).",
+            "the last token alone separates the two sides, so the model learns to always stop, or to never stop.",
+            "end both answers in the same way: pass messages, or strings without a template.",
         )
 
 
@@ -118,18 +119,18 @@ def check_judged(rows: Sequence[Row]) -> Finding | None:
         "error" if len(against) == len(rows) else "warning",
         f"the same answer to the same prompt is labeled good and bad in {count_of(len(against), len(rows))}",
         where(against),
-        "the two labels cancel each other. In rows that come from pairs, chosen and rejected are equal.",
-        "remove these rows; if all rows are affected, check how answers and labels were made.",
+        "the two labels cancel each other. If the rows come from pairs, chosen and rejected are equal.",
+        "remove these rows. If all rows are affected, check how answers and labels were created.",
     )
 
 
-# Names of columns that hold prompts in public datasets.
+# Names that public datasets use for the column with the prompts.
 PROMPT_NAMES = ("question", "query", "instruction", "input", "problem", "user", "prompts", "prompt_text")
 
 
 @probe("data", "PT-D037")
 def prompt_left_over(context: Context) -> Iterator[Finding]:
-    """Find pairs of text without a prompt whose set has a column that looks like the prompt and is not in the answers."""
+    """Find text pairs without a prompt column in a dataset with another column that looks like the prompt."""
     names = {name.casefold(): name for name in known_columns(context.train_dataset)}
     found = next((names[name] for name in PROMPT_NAMES if name in names), None)
     if found is None or "prompt" in names or not {"chosen", "rejected"} <= set(names):
@@ -140,9 +141,9 @@ def prompt_left_over(context: Context) -> Iterator[Finding]:
         yield finding(
             "PT-D037",
             "warning",
-            f"the pairs have no column 'prompt', and the column {found!r} looks like one and is not read",
+            f"the pairs have no column 'prompt', but the column {found!r}, which is not read, looks like the prompt",
             f"row 0: {found}={asked[:60]!r}, chosen={chosen[:60]!r}",
-            "the prompt is the text that chosen and rejected begin with, so the model is trained without the question.",
+            "the common beginning of chosen and rejected is used as prompt, so the model is trained without the question.",
             f"rename the column: dataset = dataset.rename_column({found!r}, 'prompt').",
         )
 
@@ -151,21 +152,21 @@ def prompt_left_over(context: Context) -> Iterator[Finding]:
 
 # chosen_score, score_chosen, ...
 SCORES = ("score", "rating", "reward", "score_overall")
-# Maximum difference of nearly equal texts, as a share of the longer one; and the share of such pairs in any real dataset.
+# Maximum difference of nearly equal texts, as a share of the longer text; share of such pairs that is normal in real datasets.
 NEAR_DIFFERENCE, NEAR_SHARE = 0.02, 0.001
 
 
 @dataclass
 class PairScan:
-    """Result of a scan over all pairs of a dataset.
+    """Result of scanning all pairs of a dataset.
 
     Attributes:
         total: Number of pairs.
-        suspects: Reason by row number; the first reason that was found.
-        swapped: Rows of pairs that also appear with chosen and rejected swapped.
-        contradicted: Rows whose scores rate the rejected answer higher.
+        suspects: Reasons by row number. If a row has several, the first reason that was found.
+        swapped: Rows whose pair also occurs with chosen and rejected swapped.
+        contradicted: Rows in which the rejected answer has the higher score.
         near: Rows whose answers are nearly equal.
-        repeated: Number of repeated pairs, swapped or not.
+        repeated: Number of repeated pairs, whether swapped or not.
         scored: Number of pairs with scores.
     """
 
@@ -178,9 +179,9 @@ class PairScan:
     scored: int = 0
 
     def flip_rate(self) -> tuple[float, float] | None:
-        """Return the lowest and highest estimate of the share of flipped labels; None without evidence of flips.
+        """Return a lower and an upper estimate of the share of flipped labels, or None if there is no evidence of flips.
 
-        Two judgments of one pair, each flipped with probability p, disagree with probability 2 p (1 - p).
+        If each label is flipped with probability p, two labels of the same pair disagree with probability 2 p (1 - p).
         """
         estimates = []
         if self.scored and self.contradicted:
@@ -191,13 +192,13 @@ class PairScan:
         return (min(estimates), max(estimates)) if estimates else None
 
     def findings(self) -> list[Finding]:
-        """Return the findings of the scan."""
+        """Return the findings about all pairs."""
         rate = self.flip_rate()
         smoothing = f"label_smoothing={rate[1]:.2f}" if rate else "label_smoothing near the share of flips"
         estimate = f" Estimated flip rate {_span(*rate)}." if rate else ""
         robust = (
-            f", or use a loss that expects flips: loss_type='robust' (or 'sigmoid') with {smoothing}. bad_rows='drop' drops "
-            "pairs that appear both ways round."
+            f", or use a loss for noisy labels: loss_type='robust' (or 'sigmoid') with {smoothing}. bad_rows='drop' drops "
+            "pairs that also occur swapped."
         )
         near = self.near if len(self.near) > NEAR_SHARE * self.total else []
         return [
@@ -206,8 +207,8 @@ class PairScan:
                 "warning",
                 f"{count_of(len(rows), self.total)} {what}",
                 where(rows),
-                "the preference in such pairs is noise: they conflict with other pairs, and margins on them mean nothing.",
-                f"look at them in suspect_pairs.jsonl, and remove them{advice}",
+                "the labels of such pairs are noise: they contradict other pairs, or the answers hardly differ.",
+                f"look at the pairs in suspect_pairs.jsonl, and remove them{advice}",
             )
             for code, rows, what, advice in (
                 ("PT-D035", self.swapped, f"appear with chosen and rejected swapped.{estimate}", robust),
@@ -223,7 +224,7 @@ def _span(low: float, high: float) -> str:
 
 
 def score_columns(columns: Iterable[str]) -> tuple[str, str] | None:
-    """Return the columns with the scores of chosen and rejected, under common names; None if there are none.
+    """Return the names of the columns with the scores of chosen and rejected, or None if there are none.
 
     >>> score_columns(["chosen", "rejected", "score_chosen", "score_rejected"])
     ('score_chosen', 'score_rejected')
@@ -238,7 +239,7 @@ def score_columns(columns: Iterable[str]) -> tuple[str, str] | None:
 
 
 def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None = None) -> PairScan:
-    """Scan all pairs for swapped duplicates, scores that contradict the labels, and nearly equal answers.
+    """Scan all pairs for swapped duplicates, for scores that contradict the labels, and for nearly equal answers.
 
     Args:
         rows: Rows with ``chosen`` and ``rejected``, and optionally ``prompt``.
@@ -256,7 +257,7 @@ def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None
             _compare_scores(scan, index, row.get(scores[0]), row.get(scores[1]))
         if chosen == rejected:
             continue
-        # The same question about another image is another prompt.
+        # The same question with another image counts as another prompt.
         asked = (
             str([row.get(name) for name in PROMPT_COLUMNS]) if has_pictures([row]) else answers_of(row.get("prompt"))
         )
@@ -290,7 +291,7 @@ def _compare_scores(scan: PairScan, index: int, chosen: Any, rejected: Any) -> N
 
 
 def nearly_equal(first: str, second: str, share: float = NEAR_DIFFERENCE) -> bool:
-    """Return whether two texts differ in one place by at most a share of the longer one, ignoring white space and case.
+    """Return whether two texts differ in only one place, by at most a share of the longer text. Ignore whitespace and case.
 
     >>> nearly_equal("The answer to the question about the number of planets in our system is 8", "the  answer" +
     ...     " to the question about the number of planets in our system is 9")
@@ -305,21 +306,22 @@ def nearly_equal(first: str, second: str, share: float = NEAR_DIFFERENCE) -> boo
 
 # Policy, reference and judge, before and during training ---------------------------------------------------------------
 
-# Precomputed log-probs come from other batches and differ from the policy's by rounding: at most 0.063 nats per token (short
-# answers) and 0.0085 in the first loss, on a 135M model in bfloat16. The tolerances are twice and four times these values. A
-# reference with other weights differs more per token; one with another precision differs in the loss (by 0.055 in a test).
+# Precomputed log-probs come from batches of another shape, so they differ from the policy's by rounding. On a 135M model in
+# bfloat16, the maximum difference was 0.063 nats per token (for short answers), and 0.0085 in the first loss. The tolerances are
+# two and four times these values. A reference with other weights differs more per token. A reference with another precision
+# differs in the loss (by 0.055 in a test).
 TOLERANCE = {"float32": 1e-3, "half": 0.15}  # Nats per token between policy and reference.
 LOSS_OFF = {"float32": 0.02, "half": 0.04}  # Difference of the first sigmoid loss from ln 2.
 
 
 def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, given: bool = False) -> Finding | None:
-    """Check that policy and reference are equal before the first update: log-ratio 0, and sigmoid loss ln 2.
+    """Check that policy and reference are equal before the first update: the log-ratio is 0, and the sigmoid loss is ln 2.
 
     Args:
-        gap: Largest absolute log-ratio of a sequence, per token, in nats.
+        gap: Maximum absolute log-ratio of a sequence, per token, in nats.
         half: Whether the run computes in half precision.
-        loss: The first loss, if it is the plain sigmoid loss. Long answers can move it even if ``gap`` is small.
-        given: Whether the user chose the reference, so that it may differ.
+        loss: The first loss, if the loss is the plain sigmoid loss. Long answers can change it even if ``gap`` is small.
+        given: Whether the user passed the reference model. A difference may then be intended.
     """
     precision = "half" if half else "float32"
     tolerance = TOLERANCE[precision]
@@ -332,15 +334,15 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, giv
         "info" if given else "warning",
         f"policy and reference differ by {gap:.2g} nats per token before the first update{seen}",
         "the first training batch",
-        "the reference has other weights, another dtype or active dropout, or its precomputed log-probs are stale.",
-        "nothing, if you intend another ref_model; to start from the model's own weights, remove ref_model."
+        "the reference has other weights, another dtype or active dropout, or its precomputed log-probs are outdated.",
+        "do nothing if you intend to use another model as reference. To start from the model's own weights, remove ref_model."
         if given
         else "set disable_dropout=True, recompute the precomputed columns, or pass the intended model as ref_model.",
     )
 
 
 def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float]) -> Finding | None:
-    """Check the reference's summed log-probs: if it prefers nearly all rejected answers, labels may be flipped."""
+    """Check whether the reference prefers nearly all rejected answers, based on summed log-probs. Labels may be flipped."""
     if len(chosen) < PAIRS_NEEDED:
         return None
     share = sum(r > c for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
@@ -352,12 +354,12 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
         f"the reference gives the rejected answer a higher likelihood in {share:.0%} of the pairs",
         f"{len(chosen)} pairs",
         "the columns may be swapped, or the chosen answers are much longer.",
-        "look at some pairs with posttrain inspect, and rename the columns if they are swapped.",
+        "look at some pairs with posttrain inspect. Rename the columns if they are swapped.",
     )
 
 
-# Two careful people agree on the better answer in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs (arXiv:2203.02155,
-# section 3.4). A judge that agrees less often with the labels does not judge by the same criteria as people.
+# Two careful annotators agree on the better answer in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs
+# (arXiv:2203.02155, section 3.4). A judge that agrees less often with the labels uses other criteria than annotators.
 AGREES, INVERTED = 0.55, 0.45
 
 
@@ -382,35 +384,35 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
     if share < min(INVERTED, 0.5 - noise):
         why = "labels may be inverted, because it prefers the rejected answers."
     elif share < AGREES:
-        why = "people agree with each other more often. The labels are noisy, or this reward model uses other criteria."
+        why = "annotators agree more often. The labels are noisy, or this reward model uses other criteria."
     return finding(
         "PT-D036",
         "info" if share >= AGREES else "warning",
         f"{model} prefers the chosen answer in {agree:g} of {len(scores)} pairs ({100 * share:.0f} %).",
         "the pairs",
         why,
-        f"look at the pairs where it disagrees, in suspect_pairs.jsonl, and swap the columns if {model} is right.",
+        f"look at the pairs in suspect_pairs.jsonl, for which it disagrees. Swap the columns if {model} is right.",
     )
 
 
 # Checks of a run's pairs ----------------------------------------------------------------------------------------
 
-# Maximum number of pairs for the reward model, and of characters of a text in suspect_pairs.jsonl.
+# Maximum number of pairs that the reward model scores, and maximum length of a text in suspect_pairs.jsonl, in characters.
 PAIRS_JUDGED, EXCERPT = 512, 200
 # Row number, prompt, chosen, rejected.
 Pair = tuple[int, Any, Any, Any]
 
 
 class PairWatch:
-    """Check of a run's pairs: the opinion of a reward model, and equality of policy and reference at the start.
+    """Checks of a run's pairs: agreement of a reward model with the labels, and equality of policy and reference.
 
     Args:
-        args: `AnswerConfig`.
-        checks: Checks of the run; findings are reported through them.
+        args: The method's config (`AnswerConfig`).
+        checks: Checks of the run, through which findings are reported.
         tokenizer: Tokenizer of the policy.
-        branches: Columns of the answers.
+        branches: Columns with the answers.
         compared: Whether the loss compares policy and reference.
-        given: Whether the user passed the reference; otherwise it is a copy of the policy.
+        given: Whether the user passed the reference model. Otherwise it is a copy of the policy.
     """
 
     def __init__(
@@ -427,7 +429,7 @@ class PairWatch:
         self.compared, self.given = compared, given
         self._begun = False
 
-    # A reward model's opinion ------------------------------------------------------------------------------------
+    # Agreement with a reward model ------------------------------------------------------------------------------------
 
     def agreement(self, raw: object, accelerator: Accelerator) -> None:
         """Score up to 512 pairs with the reward model in ``pair_reward_model``. Every rank must call this."""
@@ -446,13 +448,13 @@ class PairWatch:
             note_suspects(self.args.output_dir, reason, [row for row in rows if row["row"] in against])
 
     def _text_pairs(self, raw: object) -> Iterator[Pair]:
-        """Iterate over raw pairs, evenly spaced over the dataset, or the first ones of a stream."""
+        """Yield raw pairs: evenly spaced over a dataset, or the first pairs of a stream."""
         from posttrain.data.preference import maybe_extract_prompt
 
         if not {"chosen", "rejected"} <= set(raw.column_names or ()):
             raise ConfigError(
                 f"pair_reward_model={self.args.pair_reward_model!r} needs the columns 'chosen' and 'rejected', but the training "
-                f"set has {raw.column_names}. Fix: remove pair_reward_model, or pass pairs."
+                f"set has the columns {raw.column_names}. Fix: remove pair_reward_model, or use a dataset with pairs."
             )
         rows: Iterable[tuple[int, Any]] = enumerate(raw)
         if isinstance(raw, Sized):
@@ -482,13 +484,13 @@ class PairWatch:
 
     @torch.no_grad()
     def first_pass(self, batch: Batch, log_ratio: Callable[[], Tensor], *, half: bool, loss: float | None) -> None:
-        """Check that policy and reference agree before the first update. Later calls do nothing.
+        """Check that policy and reference are equal before the first update. Later calls have no effect.
 
         Args:
             batch: The first micro-batch.
-            log_ratio: Function that returns ``(S,)`` log-ratios of policy to reference, summed as in the loss.
+            log_ratio: Function that returns the log-ratios ``(S,)`` of policy to reference, summed as in the loss.
             half: Whether the policy computes in half precision.
-            loss: The mean loss if it must be ln 2 before the first update; else None.
+            loss: The mean loss, if the loss must be ln 2 before the first update. Otherwise None.
         """
         if self._begun:
             return

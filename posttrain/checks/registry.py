@@ -1,7 +1,7 @@
-"""Registry of checks. Every finding has a stable code, a name, the moment at which it is checked, and a page in the docs.
+"""Registry of checks. Every check has a stable code, a name, a moment at which it runs, and a page in the documentation.
 
-A check consists of an entry in the registry (`register`), a function that looks for it at a moment (`probe`), and the text of its
-finding (`finding`). A new module in this package needs no further registration: `load` imports all modules.
+A check consists of an entry in the registry (`register`), a function that runs at a moment (`probe`), and the text of its finding
+(`finding`). A new module in this package does not need further registration, because `load` imports all modules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Severity = Literal["info", "warning", "error"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 CODE = re.compile(r"PT-([A-Z])\d{3}")
 
-# The letter of a code is the area of its check.
+# Areas of checks by the letter in the code.
 AREAS = {
     "C": "configuration",
     "D": "data: rows and pairs",
@@ -58,11 +58,12 @@ class Check:
 
     Attributes:
         code: ``PT-`` with a letter of `AREAS` and three digits. Codes are never reused.
-        name: A few words joined by hyphens. ``silence_findings`` accepts it instead of the code.
+        name: Name of a few words joined by hyphens. ``silence_findings`` accepts the name or the code.
         moment: When the check runs.
         title: Short description of the problem.
         page: Page of the documentation below ``assumptions/``, such as ``"f"``.
-        fatal: Whether the problem makes training or sampling impossible. It is raised where it occurs and cannot be silenced.
+        fatal: Whether the problem makes training or sampling impossible. It is then raised where it occurs, and cannot be
+            silenced.
     """
 
     code: str
@@ -75,7 +76,7 @@ class Check:
 
 @dataclass
 class Context:
-    """Information about a run at a moment; None (or empty) if it is not available yet.
+    """Information about a run at some moment. Fields that are not available yet are None or empty.
 
     Attributes:
         trainer: The trainer's command name, such as ``"grpo"``.
@@ -85,11 +86,11 @@ class Context:
         tokenizer: Tokenizer or processor.
         train_dataset, eval_dataset: The raw datasets.
         rows: A tokenized sample of the training set.
-        sample: The same rows with cached results of their checks (`posttrain.checks.rows.RowSample`), if shared.
+        sample: The same rows with cached results of checks (`posttrain.checks.rows.RowSample`), if available.
         limit: Maximum number of tokens to which these rows were truncated.
-        peft_config: Config of the adapter that is trained.
+        peft_config: Config of the trained adapter.
         processes: Number of ranks.
-        parts: Other arguments of the trainer, by name (``reward_funcs``, ``teacher_model``, ...).
+        parts: Other arguments of the trainer by name (``reward_funcs``, ``teacher_model``, ...).
     """
 
     trainer: str
@@ -109,7 +110,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Function that looks for some findings at a moment, on the main process."""
+    """Function that runs some checks at a moment, on the main process."""
 
     name: str
     moment: Moment
@@ -126,17 +127,17 @@ def register(code: str, name: str, *, moment: Moment, title: str, page: str = ""
     """Add an entry to the registry.
 
     Raises:
-        ConfigError: The code does not have the form ``PT-D013``, or the code or name is taken.
+        ConfigError: The code does not have the form ``PT-D013``, or the code or the name already exists.
     """
     match = CODE.fullmatch(code)
     if match is None or match[1] not in AREAS:
-        raise ConfigError(f"code={code!r} must be PT-, a letter of {''.join(AREAS)} and three digits, e.g. PT-D013.")
+        raise ConfigError(f"code={code!r} must be PT-, a letter of {''.join(AREAS)}, and three digits, e.g. PT-D013.")
     check_choice("moment", moment, MOMENTS)
     taken = next((check for check in REGISTRY.values() if check.code == code or check.name == name), None)
     if taken is not None:
         raise ConfigError(
-            f"the check {code} {name!r} cannot be registered: its code or name is taken by {taken.code} {taken.name!r} "
-            f"({taken.title}). Fix: choose a new code and name; they are never reused."
+            f"the check {code} {name!r} cannot be registered, because {taken.code} {taken.name!r} ({taken.title}) already has "
+            "this code or name. Fix: choose a new code and a new name. Neither can be reused."
         )
     REGISTRY[code] = Check(code, name, moment, title, page, fatal)
     return REGISTRY[code]
@@ -147,8 +148,9 @@ def finding(code: str, severity: Severity, what: str, where: str, why: str, fix:
 
     Args:
         code: Code of the check.
-        severity: ``error`` stops a run and is reserved for settings that cannot be intended. ``warning`` and ``info`` are logged.
-        what: The problem, with the values.
+        severity: ``error`` stops a run, and is used only for settings that cannot be intended. ``warning`` and ``info`` are
+            logged.
+        what: The problem, including the values.
         where: Rows, fields, or a step.
         why: The consequence.
         fix: What the user should do.
@@ -158,16 +160,16 @@ def finding(code: str, severity: Severity, what: str, where: str, why: str, fix:
     """
     if code not in REGISTRY:
         raise ConfigError(f"code={code!r} is not registered{did_you_mean(code, REGISTRY)}. Fix: call register() first.")
-    return Finding(code, severity, *map(visible, (what, where, why, fix)))  # The texts may quote rows.
+    return Finding(code, severity, *map(visible, (what, where, why, fix)))  # The texts may contain text of rows.
 
 
 def probe(moment: Moment, *codes: str, part: str | None = None) -> Callable[[Callable], Callable]:
-    """Register a function to be called at a moment by every trainer and by ``posttrain check``.
+    """Register a function that every trainer and ``posttrain check`` call at a moment.
 
     Args:
         moment: ``config`` (before the model is loaded), ``data`` (after the training set is prepared), or ``first_batch``.
-        codes: All codes that the function may return.
-        part: Call the function only for runs with this argument (`Context.parts`).
+        codes: Codes of all findings that the function can return.
+        part: Name of an argument of the trainer (`Context.parts`). The function is called only for runs with this argument.
 
     >>> @probe("config", "PT-V001")  # doctest: +SKIP
     ... def versions(context: Context) -> Iterable[Finding]: ...
@@ -183,7 +185,7 @@ def probe(moment: Moment, *codes: str, part: str | None = None) -> Callable[[Cal
 
 
 def codes_of(area: str, moment: Moment) -> tuple[str, ...]:
-    """Return the codes of one area (a letter of `AREAS`) that are checked at a moment.
+    """Return the codes of an area (a letter of `AREAS`) that are checked at a moment.
 
     >>> load()["PT-M003"].moment, codes_of("M", "first_batch")
     ('first_batch', ('PT-M003',))
@@ -203,16 +205,16 @@ def _import_checks() -> None:
 
 
 def load() -> dict[str, Check]:
-    """Import every module of this package and all registered checks; return the registry in the order of codes."""
+    """Import all modules of this package and all registered checks. Return the registry, sorted by code."""
     _import_checks()
     return dict(sorted(REGISTRY.items()))
 
 
 def lookup(key: str) -> Check:
-    """Return the check with this code or name, ignoring case.
+    """Return the check with this code or name. Case is ignored.
 
     Raises:
-        ConfigError: There is no such check. The error names the closest match.
+        ConfigError: There is no such check. The error contains the closest match.
     """
     checks = load().values()
     for check in checks:
@@ -363,7 +365,7 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-T005", "train-gradient-spikes", "log_step", "steps with a much larger gradient than usual", ""),
 )
 
-# Raised where they occur: rows whose placeholders and images do not match cannot be trained.
+# Codes that are raised where the problem occurs, because such rows or models cannot be trained at all.
 FATAL = ("PT-G002", "PT-G004", "PT-G008", "PT-G011", "PT-G013", "PT-G015", "PT-G016")
 
 for code, name, moment, title, page in CODES:
@@ -371,21 +373,21 @@ for code, name, moment, title, page in CODES:
 
 
 MODES = ("error", "warn", "off")
-REPEATED = 100  # A persistent finding is logged the first time, and then every 100th time.
-KEPT = 20  # Maximum number of recorded findings per code; further findings are only counted.
+REPEATED = 100  # A repeated finding is logged the first time, and then every 100th time.
+KEPT = 20  # Maximum number of recorded findings per code. Further findings are only counted.
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.WARNING}
 
 Told = Literal["told", "repeated", "silenced", "off"]
 
 
 def silenced_codes(silence: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the silenced codes with the reason of each.
+    """Return the codes of silenced findings with their reasons.
 
     Args:
         silence: Reasons by code or name.
 
     Raises:
-        ConfigError: A code or name does not exist or is fatal, or a reason is empty.
+        ConfigError: A code or a name does not exist or is fatal, or a reason is empty.
 
     >>> silenced_codes({"data-pair-identical": "a control group"})
     {'PT-D013': 'a control group'}
@@ -395,20 +397,20 @@ def silenced_codes(silence: Mapping[str, str] | None) -> dict[str, str]:
         check = lookup(str(key))
         if check.fatal:
             raise ConfigError(
-                f"silence_findings[{key!r}]: {check.code} ({check.title}) cannot be silenced, because rows with it cannot be "
-                "trained or sampled. Fix: remove it from silence_findings, and follow the fix in the error that ends the run."
+                f"silence_findings[{key!r}]: {check.code} ({check.title}) cannot be silenced, because affected rows cannot be "
+                "trained or sampled. Fix: remove it from silence_findings, and follow the fix in the error that stops the run."
             )
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigError(
-                f"silence_findings[{key!r}]={reason!r} must give a reason. Fix: write why {check.code} ({check.title}) is not a "
-                "problem here; the reason is saved in preflight.json."
+                f"silence_findings[{key!r}]={reason!r} must be a reason. Fix: write why {check.code} ({check.title}) is not a "
+                "problem in this run. The reason is saved in preflight.json."
             )
         codes[check.code] = reason.strip()
     return codes
 
 
 def describe(finding: Finding) -> str:
-    """Format a finding as one line: code, what, where, why, fix, and the name that silences it."""
+    """Format a finding as one line: code, problem, place, consequence, fix, and the name that silences it."""
     name = f" [{REGISTRY[finding.code].name}]" if finding.code in REGISTRY else ""
     return f"{finding.code}: {finding.what} ({finding.where}): {finding.why} Fix: {finding.fix}{name}"
 
@@ -419,9 +421,9 @@ class Result:
 
     Attributes:
         runs: Number of times the check ran.
-        seconds: Time it took. Checks of one function share its time equally.
-        findings: Findings, with the number of times each occurred.
-        failed: Error message of a check that could not run.
+        seconds: Duration. If one function implements several checks, they share its duration equally.
+        findings: Findings, and how often each occurred.
+        failed: Error message if the check raised an error.
     """
 
     runs: int = 0
@@ -431,7 +433,7 @@ class Result:
 
     @property
     def outcome(self) -> str:
-        """Outcome: ``nothing found``, ``found``, ``could not look``, or ``not looked for``."""
+        """Outcome: ``nothing found``, ``found``, ``could not look`` or ``not looked for``."""
         if self.findings:
             return "found"
         if self.failed:
@@ -440,11 +442,11 @@ class Result:
 
 
 class Preflight:
-    """Checks of one run at its four moments.
+    """Checks of one run, at four moments.
 
     Args:
-        mode: ``error`` ends the run on an error, ``warn`` logs the error and continues, ``off`` runs no checks.
-        silence: Reasons, by code or name, of findings that are not logged.
+        mode: ``error`` raises an error for findings of severity error, ``warn`` only logs them, ``off`` runs no checks.
+        silence: Findings that are not logged: reasons by code or name.
 
     >>> preflight = Preflight()
     >>> preflight.add(Finding("PT-T002", "warning", "w", "here", "y", "f"))
@@ -461,17 +463,17 @@ class Preflight:
         self.results: dict[str, Result] = {}
         self.seconds: dict[str, float] = {}
         self.told: list[Finding] = []
-        self.notes: dict[str, Any] = {}  # Further entries of preflight.json.
-        self.changed = True  # Whether anything changed since the file was last written.
+        self.notes: dict[str, Any] = {}  # Additional entries of preflight.json.
+        self.changed = True  # Whether there are changes since the file was last written.
 
     @property
     def active(self) -> bool:
-        """Whether checks run at all."""
+        """Whether any checks run."""
         return self.mode != "off"
 
     @contextmanager
     def record_check(self, moment: Moment, codes: Collection[str]) -> Iterator[None]:
-        """Record the enclosed block as one run of the checks with these codes."""
+        """Record the ``with`` block as one run of the checks with these codes."""
         if not self.active:
             yield
             return
@@ -489,7 +491,7 @@ class Preflight:
             self.changed = self.changed or new or moment != "log_step"
 
     def has(self, moment: Moment, context: Context) -> bool:
-        """Return whether a probe concerns this run at a moment."""
+        """Return whether there are checks for this run at a moment."""
         return any(self._concerns(probe, moment, context) for probe in PROBES.values())
 
     @staticmethod
@@ -497,7 +499,7 @@ class Preflight:
         return probe.moment == moment and (probe.part is None or context.parts.get(probe.part) is not None)
 
     def run(self, moment: Moment, context: Context) -> list[Finding]:
-        """Return the findings of all probes of a moment. A failed probe is recorded and logged; a `ConfigError` ends the run."""
+        """Run the checks of a moment and return the findings. A check that fails is logged; a `ConfigError` is raised."""
         findings: list[Finding] = []
         for probe in list(PROBES.values()) if self.active else ():
             if not self._concerns(probe, moment, context):
@@ -507,15 +509,15 @@ class Preflight:
                     findings += [finding for finding in probe.function(context) if finding is not None]
             except (PreflightError, ConfigError):
                 raise
-            except Exception as error:  # A broken check must not end a run.
+            except Exception as error:  # A bug in a check must not stop a run.
                 said = hide_secrets(f"{type(error).__name__}: {error}")
                 for code in probe.codes:
                     self.results[code].failed = said
-                logger.warning("the checks %s could not be made: %s", ", ".join(probe.codes), said)
+                logger.warning("the checks %s failed with an error: %s", ", ".join(probe.codes), said)
         return findings
 
     def add(self, finding: Finding) -> Told:
-        """Record a finding, and return whether it should be logged."""
+        """Record a finding. Return whether it is new, repeated or silenced, which decides whether it is logged."""
         if not self.active:
             return "off"
         result = self.results.setdefault(finding.code, Result())
@@ -533,21 +535,21 @@ class Preflight:
         return "told"
 
     def refuses(self, finding: Finding) -> bool:
-        """Return whether a finding ends the run."""
+        """Return whether a finding stops the run."""
         return finding.severity == "error" and self.mode == "error" and finding.code not in self.silenced
 
     def report(self, findings: Iterable[Finding | None], *, log: bool = True) -> list[Finding]:
-        """Log findings, each kind the first time and then every hundredth time. Raise one error for all errors among them.
+        """Log findings: each kind the first time, and then every 100th time. Raise an error if some findings are errors.
 
         Args:
-            findings: Findings; None entries are ignored.
-            log: False if another process logs the same findings.
+            findings: Findings. None entries are ignored.
+            log: Whether this process logs the findings. False if another process logs them.
 
         Returns:
-            The findings that are new or due to be logged.
+            The findings that were logged.
 
         Raises:
-            PreflightError: There are errors, and ``mode`` is ``error``. The message lists all of them.
+            PreflightError: There are findings of severity error, and ``mode`` is ``error``. The message lists all of them.
         """
         told, refused = [], []
         for finding in findings:
@@ -594,11 +596,11 @@ class Preflight:
 
 
 def refusal(findings: Sequence[Finding]) -> PreflightError:
-    """Build the error that ends a run, with all its findings."""
+    """Create the error that stops a run. It lists all findings."""
     listed = describe(findings[0]) if len(findings) == 1 else "".join(f"\n- {describe(f)}" for f in findings)
     first = findings[0].code
     error = PreflightError(
-        f"{listed}\nTo continue anyway: preflight='warn', or silence_findings={{{first!r}: 'why this is not a problem'}}."
+        f"{listed}\nTo continue anyway, set preflight='warn', or silence_findings={{{first!r}: 'why this is not a problem'}}."
     )
     error.findings = list(findings)
     return error

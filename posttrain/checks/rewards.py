@@ -1,4 +1,4 @@
-"""Checks of the rewards of a generation: their range, their standard deviation within groups, and whether there is a signal."""
+"""Checks of the rewards of a generation: their range, their variance within groups, and whether there is a learning signal."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from posttrain.rewards.call import ROWS, TRAINERS_ARGUMENTS, RewardTable, head, 
 from posttrain.types import Advantages, Finding
 
 FLAT_GENERATIONS = 20
-OUTLIER_RATIO, LARGE_REWARD = 50.0, 100.0  # Multiple of the median; limit of the size if advantages are not scaled.
+OUTLIER_RATIO, LARGE_REWARD = 50.0, 100.0  # Multiple of the median, and maximum reward if advantages are not scaled.
 HISTOGRAM_BINS = 8
 
 
 def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool) -> Iterator[Finding]:
-    """Find outliers, and rewards so large that they scale up a step whose advantages are not divided by a std.
+    """Find outliers, and rewards that are too large for advantages that are not divided by a standard deviation.
 
     Args:
-        rewards: Values of each function over a generation; NaN where it did not apply.
+        rewards: Rewards of each function in a generation. NaN means that the function did not score the completion.
         scaled: Whether advantages are divided by a standard deviation.
     """
     for name, column in rewards.items():
@@ -38,7 +38,7 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
             yield finding(
                 "PT-R019",
                 "warning",
-                f"{name} is {largest:g} for one completion and about {middle:g} for the others.",
+                f"{name} is {largest:g} for one completion, and about {middle:g} for the other completions.",
                 f"rewards/{name}",
                 "within a group, an outlier makes the advantages of all other completions nearly equal.",
                 "set reward_transform to 'log1p', 'rank' or 'clip:a:b' for this function.",
@@ -49,16 +49,16 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
                 "warning",
                 f"{name} reaches {largest:g}, and advantages are not divided by a standard deviation.",
                 f"rewards/{name}",
-                "the size of a step grows with the size of the reward.",
-                "divide the reward, set reward_transform ('running', 'log1p', 'tanh:s'), or set scale_rewards='group'.",
+                "the size of an update grows with the size of the reward.",
+                "divide the reward, or set reward_transform ('running', 'log1p', 'tanh:s') or scale_rewards='group'.",
             )
 
 
 def check_clipped(far: int, total: int, largest: float | None = None) -> Finding:
-    """Return a finding about standardized advantages that were clipped because they are very large.
+    """Return a finding about standardized advantages that were clipped.
 
     Args:
-        far: Number of clipped advantages of a generation.
+        far: Number of clipped advantages in a generation.
         total: Number of all advantages.
         largest: Largest absolute value before clipping, if known.
 
@@ -71,17 +71,17 @@ def check_clipped(far: int, total: int, largest: float | None = None) -> Finding
         "warning",
         f"{far} of {total} advantages were beyond {MOST_ADVANTAGE:g} standard deviations{reach} and were clipped.",
         "advantages/clipped_share",
-        "rare rewards are far from all others: in a group of over 100, one completion alone would determine the step.",
+        "a rare reward is very different from all other rewards. In a large group, one completion would determine the step.",
         "set reward_transform to 'rank' or 'clip:a:b' for the reward function, or sample smaller groups.",
     )
 
 
 def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
-    """Return a finding about a length penalty that no completion is long enough to reach, or None.
+    """Return a finding about a length penalty that no completion can reach, or None.
 
     Args:
         limit: Number of tokens at which the penalty is -1.
-        ramp: Number of tokens before the limit over which it grows.
+        ramp: Number of tokens before the limit over which the penalty increases.
         longest: Maximum number of tokens of a completion.
     """
     if limit <= longest:
@@ -93,13 +93,13 @@ def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
         f"soft_overlong_punishment_reward reaches -1 at {limit} tokens, but completions end at max_completion_length={longest}: "
         f"{reach}.",
         "reward_funcs",
-        "truncated completions are hardly penalized.",
-        f"use get_soft_overlong_punishment({longest}, {min(ramp, longest // 5)}), or raise max_completion_length.",
+        "truncated completions get almost no penalty.",
+        f"use get_soft_overlong_punishment({longest}, {min(ramp, longest // 5)}), or increase max_completion_length.",
     )
 
 
 def histogram(values: Sequence[float]) -> str:
-    """Format the counts of values, or of ranges if there are many different values.
+    """Format the number of occurrences of each value, or of each range if there are many different values.
 
     >>> histogram([0.0, 0.0, 1.0])
     '0: 2, 1: 1'
@@ -116,12 +116,12 @@ def histogram(values: Sequence[float]) -> str:
 
 
 def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GENERATIONS) -> Finding | None:
-    """Return a finding about consecutive generations in which all advantages were 0, or None.
+    """Return a finding if all advantages were 0 in many consecutive generations, or None.
 
     Args:
-        flat: Number of such generations.
+        flat: Number of consecutive generations without a nonzero advantage.
         rewards: Total rewards of their completions.
-        limit: Number of generations from which on it is a finding; 1 if no completion got any reward.
+        limit: Minimum number of generations for a finding. It is 1 if all rewards are 0.
     """
     unscored = bool(rewards) and all(math.isnan(reward) for reward in rewards)
     if flat < (1 if unscored else limit):
@@ -131,24 +131,24 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
         "warning",
         f"all advantages of {flat} consecutive generations were 0. Rewards of these completions: {histogram(rewards)}.",
         "rewards",
-        "there is no learning signal: all completions of a group had the same reward.",
-        "use prompts that the model solves sometimes, give partial credit, raise temperature, or check the reward function's "
-        "inputs. stop_without_signal=N ends such a run.",
+        "there is no learning signal: in each group, all completions had the same reward.",
+        "use prompts that the model sometimes solves, give partial credit, increase temperature, or check the inputs of the "
+        "reward function. To stop such runs, set stop_without_signal=N.",
     )
 
 
 SPREAD_RATIO = 20.0  # Ratio of two standard deviations.
-# Arguments that every reward function can have besides the dataset's columns.
+# Arguments that every reward function can have, in addition to the dataset's columns.
 SUPPLIED = frozenset([*ROWS, "prompt_ids", *TRAINERS_ARGUMENTS])
 
 
 @dataclass(frozen=True)
 class RunningReward:
-    """Range, mean and standard deviation of one function's rewards since the run began (Welford's algorithm).
+    """Range, mean and standard deviation of all rewards of a function since the start of the run (Welford's algorithm).
 
     Attributes:
-        count, missing: Number of rewards, and of rows without one.
-        mean, squares: Mean of the rewards, and sum of squared deviations from it.
+        count, missing: Number of scored and of unscored completions.
+        mean, squares: Mean of the rewards, and sum of squared deviations from the mean.
         low, high: Minimum and maximum.
 
     >>> running = RunningReward().add([1.0, 3.0, float("nan")])
@@ -164,7 +164,7 @@ class RunningReward:
     high: float = -math.inf
 
     def add(self, values: Sequence[float]) -> RunningReward:
-        """Return the statistics with the rewards of one more generation. NaN counts as missing."""
+        """Return the statistics including the rewards of one more generation. NaN counts as missing."""
         known = [value for value in values if not math.isnan(value)]
         count, mean, squares = self.count, self.mean, self.squares
         for value in known:
@@ -189,7 +189,7 @@ class RunningReward:
 
 
 def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[str, float]) -> Finding | None:
-    """Find one function whose weighted rewards have over twenty times the standard deviation of every other function's.
+    """Find a function whose weighted rewards have 20 times the standard deviation of those of any other function.
 
     Args:
         rewards: Statistics by name of the function.
@@ -209,29 +209,30 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
     return finding(
         "PT-R027",
         "warning",
-        f"`{top}` ranges {rewards[top].low:,.6g} to {rewards[top].high:,.6g} (others {low:,.6g} to {high:,.6g}): "
-        f"this function has {100 * share:.4g} % of the weighted sum's variance.",
+        f"`{top}` ranges from {rewards[top].low:,.6g} to {rewards[top].high:,.6g} (other functions: {low:,.6g} to {high:,.6g}). "
+        f"It has {100 * share:.4g} % of the variance of the weighted sum.",
         f"rewards/{top}",
-        "rewards are summed, so the function with the larger numbers determines every advantage, and the others have no effect.",
+        "the sum of rewards depends almost only on this function, so the other functions have no effect on advantages.",
         f"set reward_transform='{'log1p' if rewards[top].low >= 0 and large > 100 else 'zscore'}' (or 'rank') for it, or "
-        f"set its reward_weights entry to {1 / scale:.2g}, which makes the standard deviations equal.",
+        f"set its entry of reward_weights to {1 / scale:.2g}, which makes the standard deviations equal.",
     )
 
 
-# What the rewards of one generation show, together with those of earlier ones -----------------------------------------
+# Findings about one generation, compared with earlier generations ---------------------------------------------------------
 
-# Share of unscored rows, and number of consecutive batches with it, after which the run has no usable reward.
+# If more than this share of rows is unscored in this number of consecutive batches, the run has no usable reward.
 UNSCORED_SHARE, UNSCORED_BATCHES = 0.5, 5
-# Generations after which each function's share of the variance is logged.
+# Numbers of generations after which the variance share of each function is logged.
 GENERATIONS_REPORTED = (1, 10, 100)
-# Groups whose spread is below this share of the spread of all rewards are noise; reported above this share of such groups.
+# A group whose standard deviation is below this fraction of the standard deviation of all rewards counts as narrow. There is a
+# message if more than this share of the groups is narrow.
 NARROW_SPREAD, NARROW_SHARE = 1e-3, 0.2
-# Minimum number of groups for a report, and the number of latest groups that the share is computed over.
+# Minimum number of groups for this message, and number of latest groups over which the share is computed.
 GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
 
 
 class Notice(NamedTuple):
-    """A message without a code. The first message of a key is logged, and then every hundredth."""
+    """Message without a code. It is logged the first time, and then every 100th time, for each key."""
 
     key: str
     text: str
@@ -240,17 +241,17 @@ class Notice(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardHistory:
-    """Rewards of earlier training generations, as far as `findings` compares new ones with them.
+    """Statistics of earlier training generations, which `findings` needs for comparison.
 
     Attributes:
         generations: Number of generations.
-        unscored: Number of latest consecutive generations without any reward.
-        mostly_unscored: Number of latest consecutive generations with more than `UNSCORED_SHARE` unscored rows.
-        running: Statistics of each function's rewards.
-        flat: Number of latest consecutive generations in which all advantages were 0.
-        flat_rewards: Total rewards of the latest of them, at most `FLAT_GENERATIONS`.
+        unscored: Number of consecutive generations, up to the latest, without any reward.
+        mostly_unscored: Number of consecutive generations, up to the latest, with more than `UNSCORED_SHARE` unscored rows.
+        running: Statistics of the rewards of each function.
+        flat: Number of consecutive generations, up to the latest, in which all advantages were 0.
+        flat_rewards: Total rewards of up to `FLAT_GENERATIONS` of these generations.
         totals: Statistics of the total rewards.
-        spreads: Standard deviations of the latest groups, at most `GROUPS_REMEMBERED`.
+        spreads: Standard deviations of up to `GROUPS_REMEMBERED` latest groups.
     """
 
     generations: int = 0
@@ -264,7 +265,7 @@ class RewardHistory:
 
 
 def extended(history: RewardHistory, table: RewardTable, made: Advantages) -> RewardHistory:
-    """Return the history with one more training generation: ``table`` and ``made`` are of all ranks."""
+    """Return the history including one more training generation. ``table`` and ``made`` contain the rows of all ranks."""
     columns = zip(table.names, table.values.T.tolist(), strict=True)
     running = {name: history.running.get(name, RunningReward()).add(column) for name, column in columns}
     unscored = float(table.values.isnan().all(-1).float().mean()) if len(table.values) else 0.0
@@ -292,16 +293,16 @@ def findings(
     stop_after: int | None = None,
     min_group_std: float | None = None,
 ) -> Iterator[Finding | Notice | RewardError | None]:
-    """Find rewards of a training generation that cannot teach anything or teach the wrong thing.
+    """Find problems with the rewards of a training generation.
 
     Args:
         table: Rewards of all ranks.
-        history: What `extended` returned for this generation.
+        history: Result of `extended` for this generation.
         scaled: Whether advantages are divided by a standard deviation.
-        clipped: Number of clipped advantages, of all advantages, and the largest absolute value before clipping, if known.
+        clipped: Number of clipped advantages, number of advantages, and maximum absolute value before clipping, if known.
         columns: Names of the dataset columns that functions got.
-        stop_after: Number of consecutive generations without a signal that end the run; None ends no run.
-        min_group_std: Spread below which a group has no advantage; None if groups are not divided by their own spread.
+        stop_after: Number of consecutive generations without a signal after which the run stops. None never stops a run.
+        min_group_std: Standard deviation below which a group has no advantages. None if groups are not scaled separately.
     """
     if history.mostly_unscored:
         yield from _unscored_generations(table, history, columns)
@@ -309,7 +310,7 @@ def findings(
         from posttrain.rewards.runner import describe_shares
 
         shares = describe_shares(table.names, table.values, table.weights)
-        text = f"share of the rewards' variance at generation {history.generations}: {shares}"
+        text = f"variance share of each reward function at generation {history.generations}: {shares}"
         yield Notice(f"shares {history.generations}", text, logging.INFO)
     if clipped is not None and clipped[0]:
         yield check_clipped(*clipped)
@@ -322,7 +323,7 @@ def findings(
         silent = check_no_signal(history.flat, rewards, limit=1 if ends else FLAT_GENERATIONS)
         if silent is not None and ends:
             yield replace(silent, severity="error")
-            yield RewardError(f"{describe(silent)} stop_without_signal={stop_after} ends the run here.")
+            yield RewardError(f"{describe(silent)} The run stops because stop_without_signal={stop_after}.")
         yield silent
     if min_group_std is not None:
         yield _narrow_groups(history, min_group_std)
@@ -331,7 +332,7 @@ def findings(
 def unscored_rows(
     table: RewardTable, groups: Tensor, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]
 ) -> Iterator[Notice]:
-    """Find rows that no function scored, and groups that a function scored in part.
+    """Find rows that no function scored, and groups in which a function scored only some of the rows.
 
     Args:
         table: Rewards of all processes.
@@ -349,25 +350,25 @@ def unscored_rows(
         text = f"All reward functions returned None for row {rows[0]} (and {len(rows) - 1} more). Prompt: {prompt}."
         yield Notice("none", f"{text} Its columns: {head(row, 300)}")
     for name, lacks in zip(table.names, missing.unbind(1), strict=True):
-        # Totals within a group are not comparable if a function scored only some of its rows.
+        # Total rewards within a group are not comparable if a function scored only some of its rows.
         if partly := len(set(groups[~lacks].tolist()) & set(groups[lacks & ~unscored].tolist())):
             yield Notice(
                 f"partial {name}",
-                f"{name} returned None for some completions of a prompt and a number for others, in {partly} groups: their "
-                "totals are not comparable. Fix: return 0.0 instead of None, or None for the whole group.",
+                f"in {partly} groups, {name} returned None for some completions of a prompt and a number for others. Their total "
+                "rewards are not comparable. Fix: return 0.0 instead of None, or None for all completions of the prompt.",
             )
 
 
 def _unscored_generations(
     table: RewardTable, history: RewardHistory, columns: Sequence[str]
 ) -> Iterator[Notice | RewardError]:
-    """Find consecutive generations that are mostly unscored, and the end of all rewards."""
+    """Find consecutive generations in which most or all rows are unscored."""
     names, count = ", ".join(table.names), history.mostly_unscored
     if any(running.count for running in history.running.values()) and history.unscored >= 2 * UNSCORED_BATCHES:
         yield RewardError(
             f"no completion got a reward in {history.unscored} consecutive batches: {names} returned None or NaN for every row, "
-            "so the policy no longer learns. Fix: check the divisions in the function and the last completions (posttrain "
-            "report), then resume from the checkpoint before."
+            "so the policy cannot learn. Fix: check the function for divisions by zero, and look at the last completions with "
+            "posttrain report. Then resume from an earlier checkpoint."
         )
     first = history.generations == history.unscored == 1
     if first or count >= UNSCORED_BATCHES:
@@ -375,22 +376,23 @@ def _unscored_generations(
         which = "every row of the first batch" if first else share
         yield Notice(
             "unscored",
-            f"NO USABLE REWARD: all reward functions ({names}) returned None for {which}, so nothing can be learned. They got "
-            f"the columns {columns}. The usual cause is a value that never occurs in the data (a task called 'code' in the data "
-            "and 'coding' in the function, or a reference answer that cannot be parsed). stop_without_signal=N ends such a run.",
+            f"NO USABLE REWARD: all reward functions ({names}) returned None for {which}, so the policy cannot learn. They got "
+            f"the columns {columns}. The usual cause is a value that never occurs in the data, e.g. a task that is called 'code' "
+            "in the data and 'coding' in the function, or references that cannot be parsed. To stop such runs, set "
+            "stop_without_signal=N.",
         )
 
 
 def _narrow_groups(history: RewardHistory, least: float) -> Notice | None:
-    """Find groups that spread little compared with all rewards so far: division turns their noise into updates."""
+    """Find groups with a tiny standard deviation. Dividing by it would turn noise into full-size updates."""
     known, whole = len(history.spreads), history.totals.std
     narrow = sum(std > 0 and least <= std < NARROW_SPREAD * whole for std in history.spreads)
     if known < GROUPS_NEEDED or narrow <= NARROW_SHARE * known:
         return None
     return Notice(
         "narrow",
-        f"{narrow} of the last {known} groups spread less than a thousandth of the rewards' std so far ({whole:.3g}), and "
-        "scale_rewards='group' blows that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",
+        f"{narrow} of the last {known} groups have a standard deviation below a thousandth of that of all rewards ({whole:.3g}), "
+        "and scale_rewards='group' amplifies it to full updates. If it is noise, set min_group_std or scale_rewards='batch'.",
     )
 
 
@@ -399,7 +401,7 @@ def _narrow_groups(history: RewardHistory, least: float) -> Notice | None:
 
 @probe("data", "PT-R029", part="rewards")
 def columns_of_rewards(context: Context) -> Iterable[Finding]:
-    """Find columns that reward functions require and the set lacks, in ``posttrain check``. Trainers call the functions."""
+    """Find columns that reward functions require but the dataset lacks. Only `posttrain check` runs this check."""
     rewards: Any = context.parts.get("rewards")
     columns = known_columns(context.train_dataset)
     if "run" not in context.parts and columns:
@@ -419,19 +421,19 @@ def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[st
                 yield finding(
                     "PT-R029",
                     "error",
-                    f"reward function `{name}` needs column `{column}`; the dataset has {sorted(columns)}.",
+                    f"reward function `{name}` needs the column `{column}`, but the dataset has {sorted(columns)}.",
                     "reward_funcs",
                     "the function would fail after the first generation, when data and model are already loaded.",
-                    f"add a column `{column}` or rename one to it (dataset.rename_column), or give the parameter a default.",
+                    f"add a column `{column}`, rename a column to it (dataset.rename_column), or give the parameter a default.",
                 )
 
 
-# Maximum share of rows whose reference is unreadable, and maximum number of rows that are read.
+# Maximum share of references that cannot be parsed, and maximum number of rows that are read.
 UNREADABLE_SHARE, ROWS_READ = 0.05, 100_000
 
 
 def reference_column(function: Callable) -> str | None:
-    """Return the column that a reward of this package compares answers with; None for any other function.
+    """Return the column with the references of a reward function of this package, or None for any other function.
 
     >>> from posttrain.rewards import accuracy_reward
     >>> reference_column(accuracy_reward)
@@ -447,7 +449,7 @@ def reference_column(function: Callable) -> str | None:
 
 
 def check_references(name: str, column: str, golds: Sequence[Any]) -> Finding | None:
-    """Find rows whose reference cannot be parsed: over 5 % is a warning, all of them an error.
+    """Find references that cannot be parsed. More than 5 % is a warning, and 100 % is an error.
 
     Args:
         name: Name of the reward function.
@@ -465,17 +467,17 @@ def check_references(name: str, column: str, golds: Sequence[Any]) -> Finding | 
         "error" if len(unread) == len(golds) else "warning",
         f"{len(unread)} of {len(golds)} references in `{column}` cannot be parsed by {name} ({shown}).",
         f"column {column!r}",
-        "the function returns None for such rows, so their completions get no reward and the model learns nothing from them.",
-        f"drop these rows, repair the column, or pass {name} the column that contains the answers.",
+        "the function returns None for these rows, so the model learns nothing from their completions.",
+        f"remove these rows, repair the column, or pass {name} the column that contains the answers.",
     )
 
 
 @probe("data", "PT-R030", part="rewards")
 def references_of_rewards(context: Context) -> Iterable[Finding | None]:
-    """Check the reference column of each reward function whose column is known."""
+    """Check the references of each reward function for which the column with the references is known."""
     rewards: Any = context.parts.get("rewards")
     dataset: Any = context.train_dataset
-    if rewards is None or not hasattr(dataset, "select"):  # A stream cannot be read ahead.
+    if rewards is None or not hasattr(dataset, "select"):  # A stream has no rows to select.
         return
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         column = reference_column(function)

@@ -1,7 +1,7 @@
-"""Checks of tokenized rows. Each finding has a code, the affected rows, the consequence and the fix.
+"""Checks of tokenized rows. Each finding has a code, the affected rows, the consequence, and the fix.
 
-A *sequence* is a prompt with one completion (or a prompt alone, if completions are sampled later). Findings count rows. Their
-indices are those of the list that was passed.
+A *sequence* is a prompt with one completion, or only a prompt if completions are sampled later. Findings count rows. Row numbers
+are indices into the list of rows that was passed, unless other numbers are passed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from posttrain.types import Finding, Row
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-ROWS_NAMED = 8  # Maximum number of row indices in a finding; the rest is "and n more".
+ROWS_NAMED = 8  # Maximum number of row numbers in a finding. Further rows are only counted.
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Prompt with one completion.
+    """One completion with its prompt.
 
     Attributes:
         row: Index of its row.
-        completion: Index of the completion in its row; None for a prompt whose completion is sampled later.
+        completion: Index of the completion in its row, or None if the completion is sampled later.
         ids: Token ids of prompt and completion.
-        trained: One bool per token. The first token is never trained, because nothing predicts it.
-        start: Start of the completion; ``len(ids)`` if there is none.
+        trained: Whether each token is trained. The first token is never trained, because no token predicts it.
+        start: Index of the first token of the completion. ``len(ids)`` if there is no completion.
     """
 
     row: int
@@ -50,14 +50,14 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class RowSample:
-    """Rows with cached properties of their tokenizer and the findings about them.
+    """Rows, with cached properties of their tokenizer and cached findings.
 
     Attributes:
-        rows: The rows; never changed.
+        rows: The rows. They are never changed.
         tokenizer: Tokenizer of the rows.
         limit: Maximum number of tokens to which rows were truncated, or None.
-        numbers: Row numbers for messages; None uses indices.
-        examples: Index of one row of each finding, by code; filled while checks run.
+        numbers: Row numbers for messages. None uses indices.
+        examples: Index of an affected row by code of the finding. Filled by the checks.
     """
 
     rows: Sequence[Row]
@@ -77,7 +77,7 @@ class RowSample:
         """Token ids that end a turn or a text."""
         try:
             return frozenset(terminal_token_ids(self.tokenizer))
-        except PosttrainError:  # A template that rejects the probe does not show how a turn ends.
+        except PosttrainError:  # The template rejects the conversation with which the end of a turn is detected.
             eos = self.tokenizer.eos_token_id
             return frozenset() if eos is None else frozenset({int(eos)})
 
@@ -107,18 +107,18 @@ class RowSample:
         return encode(self.tokenizer, [text], special=False)[0]
 
     def blank(self, token: int) -> bool:
-        """Return whether a token is only white space."""
+        """Return whether a token consists only of whitespace."""
         if token not in self._blank:
             self._blank[token] = token not in self.special and not self.decode([token]).strip()
         return self._blank[token]
 
     def cut(self, sequence: TokenSequence) -> bool:
-        """Return whether a sequence reaches the limit."""
+        """Return whether a sequence reaches the maximum length, so that it was probably truncated."""
         return self.limit is not None and len(sequence.ids) >= self.limit
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """Findings of `RULES`, at most one per code, most severe first."""
+        """Findings of all `RULES`, at most one per code, most severe first."""
         findings = [finding for rule in RULES if (finding := self._finding(rule)) is not None]
         return sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
@@ -143,7 +143,7 @@ class RowSample:
 
 
 def sequences_of(rows: Sequence[Row]) -> list[TokenSequence]:
-    """Return all sequences of all rows, in order. The prompt counts as untrained context."""
+    """Return all sequences of all rows, in order. Prompt tokens count as not trained."""
     sequences = []
     for index, row in enumerate(rows):
         prompt = list(row.prompt_ids)
@@ -157,7 +157,7 @@ def sequences_of(rows: Sequence[Row]) -> list[TokenSequence]:
 
 
 def quantiles(sizes: Iterable[int]) -> dict[str, float]:
-    """Return minimum, median, mean, 95th percentile and maximum; an empty dict for no values.
+    """Return minimum, median, mean, 95th percentile and maximum of values, or an empty dict if there are no values.
 
     >>> quantiles([3, 1, 2])
     {'min': 1, 'median': 2, 'mean': 2.0, 'p95': 3, 'max': 3}
@@ -176,15 +176,15 @@ def count_of(part: int, total: int) -> str:
 
 
 def where(rows: Sequence[int]) -> str:
-    """Format row indices, e.g. ``"rows 3, 5"``, followed by the number of further rows if there are many."""
+    """Format row numbers, e.g. ``"rows 3, 5"``. If there are many, the remaining rows are only counted."""
     named = ", ".join(map(str, rows[:ROWS_NAMED]))
     more = f" and {len(rows) - ROWS_NAMED} more" if len(rows) > ROWS_NAMED else ""
     return f"row{'s' if len(rows) > 1 else ''} {named}{more}"
 
 
-# Duplicates and identical pairs are common in real datasets up to this share of the rows.
+# Duplicates and identical pairs are only a warning up to this share of the rows, because they are common in real datasets.
 SHARE_OF_NOISE = 0.01
-# Number of tokens on each side of a boundary that are tokenized again. A tokenizer merges characters within a word only.
+# Number of tokens on each side of the prompt's end that are tokenized again. Tokenizers merge characters only within a word.
 BOUNDARY_TOKENS = 8
 DAMAGED = re.compile("[\ufffd\ud800-\udfff]")
 
@@ -198,7 +198,7 @@ def _outside(sample: RowSample) -> Seen:
 
 
 def _bos_double(sample: RowSample) -> Seen:
-    """Find two adjacent bos tokens, or a second bos further on if the template does not open turns with it."""
+    """Find two adjacent bos tokens. Also find any later bos token, unless the template begins every turn with bos."""
     bos = sample.tokenizer.bos_token_id
     several = [s for s in sample.sequences if bos is not None and s.ids.count(bos) > 1]
     once = bool(several) and not sample.bos_opens_turns and bos != sample.tokenizer.eos_token_id
@@ -206,7 +206,7 @@ def _bos_double(sample: RowSample) -> Seen:
 
 
 def _eos_double(sample: RowSample) -> Seen:
-    """Find two eos tokens with only white space between them. A first token that is both bos and eos ends nothing."""
+    """Find two eos tokens with only whitespace between them. Ignore a first token that is both bos and eos."""
     eos, bos = sample.tokenizer.eos_token_id, sample.tokenizer.bos_token_id
 
     def twice(ids: list[int]) -> bool:
@@ -217,7 +217,7 @@ def _eos_double(sample: RowSample) -> Seen:
 
 
 def _eos_untrained(sample: RowSample) -> Seen:
-    """Find rows whose last trained token (ignoring white space) ends no turn. Truncated rows are not counted."""
+    """Find rows whose last trained token, ignoring whitespace, does not end a turn. Truncated rows are ignored."""
     asked = [s for s in sample.sequences if any(s.trained) and not sample.cut(s)]
 
     def last(s: TokenSequence) -> int | None:
@@ -235,7 +235,7 @@ def _untrained(sample: RowSample) -> Seen:
 
 
 def _empty(sample: RowSample) -> Seen:
-    """Find completions without tokens, or whose trained tokens are all special or white space."""
+    """Find completions without tokens, and completions whose trained tokens are all special tokens or whitespace."""
 
     def wordless(s: TokenSequence) -> bool:
         trained = list(itertools.compress(s.ids, s.trained))
@@ -247,7 +247,7 @@ def _empty(sample: RowSample) -> Seen:
 
 
 def _pair_identical(sample: RowSample) -> Seen:
-    """Find preference pairs with equal answers. Sampled groups (which have advantages) may contain equal completions."""
+    """Find preference pairs with equal answers. Groups of sampled completions, which have advantages, are ignored."""
     pairs = [
         (i, row.completions)
         for i, row in enumerate(sample.rows)
@@ -258,7 +258,7 @@ def _pair_identical(sample: RowSample) -> Seen:
 
 
 def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
-    """Return whether a prompt ends in a space that the tokenizer would merge with the next word."""
+    """Return whether a prompt ends with a space that the tokenizer would merge with the next word."""
     boundary = sequence.trained.index(True) if any(sequence.trained) else sequence.start
     if boundary == 0 or sequence.ids[boundary - 1] in sample.special:
         return False
@@ -275,13 +275,13 @@ def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
 
 
 def _damaged(sample: RowSample) -> Seen:
-    """Find replacement characters or lone surrogates. A character that truncation split is not counted."""
+    """Find replacement characters and lone surrogates. Ignore a character that was split by truncation."""
     texts = ((s, sample.decode(s.ids)) for s in sample.sequences)
     return (s.row for s, t in texts if DAMAGED.search(t.strip("\ufffd") if sample.cut(s) else t)), "warning"
 
 
 def _unknown(sample: RowSample) -> Seen:
-    """Find the unknown token, unless it is also bos, eos or pad."""
+    """Find the unknown token, unless the same token is also bos, eos or pad."""
     tokenizer = sample.tokenizer
     unk = tokenizer.unk_token_id
     if unk is None or unk in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
@@ -290,7 +290,7 @@ def _unknown(sample: RowSample) -> Seen:
 
 
 def _duplicate(sample: RowSample) -> Seen:
-    """Find rows that equal an earlier row, token by token and mask by mask."""
+    """Find rows with the same tokens and masks as an earlier row."""
     seen: set[Any] = set()
     bad = []
     for index, row in enumerate(sample.rows):
@@ -304,12 +304,12 @@ def _duplicate(sample: RowSample) -> Seen:
 
 @dataclass(frozen=True)
 class RowRule:
-    """Rule that finds one kind of problem in rows.
+    """Rule that finds one kind of problem in tokenized rows.
 
     Attributes:
         code: Code in the registry of checks, which has its name and title.
-        look: Function that returns the affected rows and the severity.
-        what: Text after the count of rows; ``{bos}``, ``{limit}`` and others are filled in.
+        look: Function that returns the affected rows, and the severity of the finding.
+        what: Text that follows the number of rows. Placeholders such as ``{bos}`` and ``{limit}`` are replaced.
         why: The consequence.
         fix: What the user should do.
     """
@@ -324,76 +324,76 @@ class RowRule:
 RULES: tuple[RowRule, ...] = (
     RowRule(
         "PT-D001", _outside, "have token ids outside the vocabulary of {size}.",
-        "the rows were tokenized with another tokenizer, or contain labels instead of ids. The model fails on them, or trains "
-        "embeddings that belong to no token.",
+        "the rows were tokenized with another tokenizer, or contain labels instead of ids. The model fails on such ids, or "
+        "trains embeddings that belong to no token.",
         "tokenize the rows with this model's tokenizer.",
     ),
     RowRule(
         "PT-D002", _bos_double, "contain {bos} more than once.",
-        "text that already contains the token was tokenized with special tokens, or prompt and completion each got one. The "
-        "model has never seen two of them, and answers differently after them.",
+        "the text already contained bos when special tokens were added, or bos was added to both prompt and completion. Models "
+        "are not trained on two bos tokens, and give other answers after them.",
         "pass messages and let the chat template add special tokens, or remove the token from the text; tokenize completions "
         "with add_special_tokens=False.",
     ),
     RowRule(
-        "PT-D003", _eos_double, "contain {eos} twice with only white space between.",
+        "PT-D003", _eos_double, "contain {eos} twice with only whitespace between.",
         "the text already ended with the token when another one was appended, or rows were padded with it beforehand. The model "
-        "learns to generate it twice, and padding counts in the loss.",
+        "learns to generate the token twice, and padding counts in the loss.",
         "remove the token from the text (it is appended automatically), remove newlines after it, and pass rows without "
         "padding.",
     ),
     RowRule(
-        "PT-D004", _eos_untrained, "train no end token (end tokens: {ends}).",
-        "the loss looks normal, but the model does not learn to stop, so completions run to the length limit.",
+        "PT-D004", _eos_untrained, "have no trained end token (end tokens: {ends}).",
+        "the loss looks normal, but the model does not learn to stop. Its completions continue to the length limit.",
         "include the end of each turn in the loss mask (inside {% generation %} for assistant_only_loss), or set eos_token to "
         "the token with which the template ends a turn.",
     ),
     RowRule(
-        "PT-D005", _untrained, "train no token at all.",
-        "they cost time without a gradient; a batch of them has loss 0 or no loss at all. Usually the answer was truncated, or "
-        "the mask is empty.",
-        "raise max_length, shorten prompts, or check completion_mask, assistant_masks and labels.",
+        "PT-D005", _untrained, "have no trained token at all.",
+        "such rows take time but have no gradient. A batch of such rows has loss 0 or no loss. The usual causes are an answer "
+        "that was truncated, and an empty mask.",
+        "increase max_length, shorten prompts, or check completion_mask, assistant_masks and labels.",
     ),
     RowRule(
-        "PT-D006", _empty, "have an empty completion: no words are trained.",
-        "the model learns to answer nothing. Usual causes are empty answers, or a wrong boundary between prompt and completion.",
-        "remove rows with empty answers; if the answers are there, check where the prompt ends.",
+        "PT-D006", _empty, "have an empty completion, in which no words are trained.",
+        "the model learns to give empty answers. The usual causes are empty answers, and a wrong boundary after the prompt.",
+        "remove rows with empty answers. If the rows have answers, check where the prompt ends.",
     ),
     RowRule(
         "PT-D013", _pair_identical, "have chosen and rejected answers with the same tokens.",
         "such a pair has a constant loss and no gradient. Answers that differ as text may be equal after truncation.",
-        "remove pairs with equal answers; if they differ only beyond the limit, raise max_length.",
+        "remove pairs with equal answers. If they differ only beyond the limit, increase max_length.",
     ),
     RowRule(
         "PT-D008",
         lambda sample: ((s.row for s in sample.sequences if _space_would_merge(sample, s)), "warning"),
         "have a prompt that ends in a separate space token, although the tokenizer merges spaces with the next word.",
-        "the model knows words with the space in front. After a separate space it has to continue with tokens it has rarely "
-        "seen, and answers get worse.",
-        "end prompts without a space and begin completions with it: 'The sky is' and ' blue'.",
+        "most words are tokenized together with the space before them. After a separate space, the model must continue with "
+        "tokens that are rare at this position, which makes answers worse.",
+        "end prompts without a space, and begin completions with the space: 'The sky is' and ' blue'.",
     ),
     RowRule(
         "PT-D009", _damaged, "decode to text with replacement characters (U+FFFD) or lone surrogates.",
-        "the file was read with a wrong encoding, or a character was split; the model learns the damaged text.",
-        "read the source again with its encoding (usually UTF-8), and split text between characters, never between bytes.",
+        "the file was read with a wrong encoding, or a character was split. The model learns the damaged text.",
+        "read the source again with the right encoding (usually UTF-8). Split text between characters, not between bytes.",
     ),
     RowRule(
-        "PT-D010", _unknown, "contain {unk}: characters that the tokenizer cannot encode.",
-        "the model does not see these characters, and it learns to answer with the unknown token.",
+        "PT-D010", _unknown, "contain {unk}, i.e. characters that the tokenizer cannot encode.",
+        "the model does not receive these characters, and it learns to generate the unknown token.",
         "normalize or remove these characters, or add them to the tokenizer and train the embeddings.",
     ),
     RowRule(
         "PT-D011",
         lambda sample: ((s.row for s in sample.sequences if sample.cut(s)), "warning"),
         "reach the limit of {limit} tokens.",
-        "text beyond the limit was truncated (a row of exactly that length may be complete). The end is lost, with the token "
-        "that ends the answer; under truncation_mode='keep_end' the beginning is lost, with the prompt.",
-        "raise max_length, split long rows, or drop them.",
+        "longer text was truncated (a row of exactly this length may be complete). The end of the answer is missing, including "
+        "the end token. With truncation_mode='keep_end', the beginning of the prompt is missing.",
+        "increase max_length, split long rows, or remove them.",
     ),
     RowRule(
         "PT-D007", _duplicate, "repeat an earlier row exactly.",
-        "repeated rows are trained several times per epoch and memorized. A repeated row in a held-out split inflates its score.",
-        "remove repeats before training, e.g. with dataset.to_pandas().drop_duplicates(), unless they are intended as weights.",
+        "repeated rows are trained several times per epoch and are memorized. In a held-out split, they inflate the score.",
+        "remove repeated rows, e.g. with dataset.to_pandas().drop_duplicates(), unless they are repeated on purpose.",
     ),
 )  # fmt: skip
 
@@ -406,7 +406,7 @@ def check_rows(
     numbers: Sequence[int] | None = None,
     examples: dict[str, int] | None = None,
 ) -> list[Finding]:
-    """Return all findings about ``rows``, most severe first; see `RowSample`."""
+    """Return all findings about ``rows``, most severe first. `RowSample` describes the arguments."""
     return RowSample(rows, tokenizer, limit, numbers, {} if examples is None else examples).findings
 
 
@@ -426,31 +426,31 @@ def dropped_rows(before: int, after: int, *, reasons: str = "", missing: Sequenc
         "warning",
         f"{count_of(before - after, before)} were dropped during preparation{f': {reasons}' if reasons else ''}.",
         where(missing) if missing else "the sampled rows",
-        "truncation and masking left no trained token in them (or made the answers of a pair equal). Training drops them "
-        "too.",
-        "raise max_length, or check completion_only_loss, assistant_only_loss, the masks, and empty or equal answers.",
+        "after truncation and masking, these rows have no trained token (or the answers of a pair are equal). Training drops "
+        "them too.",
+        "increase max_length, or check completion_only_loss, assistant_only_loss, the masks, and empty or equal answers.",
     )
 
 
 def diverged_prompts(diverged: int, total: int) -> Finding | None:
-    """Return a finding about prompts that tokenize differently with their completion, from the counts of preparation."""
+    """Return a finding about prompts that are tokenized differently alone than before their completion, or None."""
     if not diverged:
         return None
     return Finding(
         "PT-D015",
         "warning",
-        f"{count_of(diverged, total)} have a prompt whose end tokenizes differently when the completion follows.",
+        f"{count_of(diverged, total)} have a prompt whose end is tokenized differently when the completion follows.",
         "the sampled rows",
-        "in training, tokens merge across the boundary (a space at the end of the prompt, or a template that renders them "
-        "differently). At generation the prompt stands alone, so the model starts from tokens that never preceded a completion "
-        "in training.",
-        "move the space to the start of the completion; for chat rows, check how the template renders the last turn.",
+        "in training, tokens merge at the boundary, because the prompt ends with a space or the template renders it differently. "
+        "In generation, the prompt is tokenized alone, so it ends with tokens after which the model was never trained to write a "
+        "completion.",
+        "move the space to the start of the completion. For chat rows, check how the template renders the last turn.",
     )
 
 
 @probe("data", *(f"PT-D{number:03}" for number in (*range(1, 12), 13)))
 def sampled_rows(context: Context) -> Iterable[Finding]:
-    """Check a sample of the training set. Only rows that are all untrained or have unknown ids are an error."""
+    """Check a sample of the training set. Findings are errors only if all rows are untrained, or if ids are unknown."""
     if not context.rows:
         return
     sample = context.sample or RowSample(context.rows, context.tokenizer, context.limit)
@@ -466,13 +466,13 @@ CONTROLS_READ = 1000  # Number of rows that are searched for control tokens.
 
 @probe("data", "PT-D016")
 def typed_control_tokens(context: Context) -> Iterable[Finding]:
-    """Find control tokens in the text of messages from users, systems and tools, where they act as control tokens."""
+    """Find control tokens in the text of user, system and tool messages. They would be tokenized as control tokens."""
     dataset, tokenizer = context.train_dataset, inner_tokenizer(context.tokenizer)
     words = {
         t.content for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special and len(t.content) > 1
     }
     names = [n for n in (*CONVERSATIONS, "prompt", *ANSWERS) if n in (getattr(dataset, "column_names", None) or ())]
-    if not words or not names or not hasattr(dataset, "select"):  # A stream is not searched.
+    if not words or not names or not hasattr(dataset, "select"):  # Streams are not searched.
         return
     pattern = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
     found: dict[int, str] = {}
@@ -492,7 +492,7 @@ def typed_control_tokens(context: Context) -> Iterable[Finding]:
             f"{count_of(len(found), min(len(dataset), CONTROLS_READ))} have control tokens in the text of a message that is not "
             f"the assistant's: {shown}.",
             "the training set",
-            "the tokenizer encodes such text as control tokens, so its author can end a turn or begin one of another role.",
+            "the tokenizer encodes such text as control tokens, so the author of the text can end a turn, or begin another turn.",
             "remove these tokens from the text before the conversation is rendered, or remove these rows.",
         )  # fmt: skip
 
@@ -502,7 +502,7 @@ def _messages(value: object) -> list[Mapping[str, Any]]:
 
 
 def _beyond_model(context: Context) -> bool:
-    """Return whether an id has no embedding. A tokenizer may have fewer tokens than the model has embeddings."""
+    """Return whether an id has no embedding. A model can have more embeddings than the tokenizer has tokens."""
     text = text_of(context.model_config)
     size = None if text is None else text.vocab_size
     ids = (token for row in context.rows for part in (row.prompt_ids, *row.completions) for token in part)
@@ -511,22 +511,22 @@ def _beyond_model(context: Context) -> bool:
 
 ROW_CODES = ("PT-D030", "PT-D031", "PT-D032")
 CONVERSATIONS = ("messages", "conversations")
-WHOLE = (*CONVERSATIONS, "text")  # Columns that contain a complete row.
+WHOLE = (*CONVERSATIONS, "text")  # Columns that contain a whole row.
 ANSWERS = ("completion", "chosen", "rejected", "reference")
-SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")  # Keys of a turn that may have content.
+SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")  # Keys of a turn that can contain content.
 SPEAKERS = frozenset({"system", "user", "assistant", "tool", "developer", *ROLES})
 
 
 def columns_of(
     columns: Sequence[str], *, prompts_only: bool, unread: Collection[str] = (), ids: Collection[str] = TOKENIZED
 ) -> list[str]:
-    """Return the columns that decide whether a row can be trained; none if rows contain token ids.
+    """Return the columns that decide whether a row can be trained. Return no columns if rows contain token ids.
 
     Args:
         columns: Columns of the dataset.
-        prompts_only: Whether completions are sampled. Then only reward functions read the other columns.
+        prompts_only: Whether completions are sampled. Only reward functions then read columns other than the prompt.
         unread: Columns of other tasks.
-        ids: Columns of token ids that the method reads instead of text.
+        ids: Columns with token ids that the method reads instead of text.
     """
     if set(columns) & set(ids):
         return []
@@ -535,7 +535,7 @@ def columns_of(
 
 
 def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return why a row cannot be trained (an empty required column, a message without a role); "" if it can.
+    """Return the reason why a row cannot be trained, e.g. an empty required column, or "" if it can be trained.
 
     >>> fault({"messages": []}, ["messages"]), fault({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
     ('empty `messages`', '')
@@ -549,7 +549,7 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
         if value is None and (
             (name == "prompt" and pair) or whole or (name in WHOLE and row.get("prompt") is not None)
         ):
-            continue  # A common prompt is extracted from both answers; and a row needs only one of the formats.
+            continue  # The common prompt is extracted from both answers. Also, one of several formats is enough.
         if value is None:
             return f"no `{name}`"
         if isinstance(value, list):
@@ -561,12 +561,12 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 
 def is_open(row: Mapping[str, Any], filled: bool) -> bool:
-    """Return whether a row's prompt is empty for an environment to fill. ``filled``: there is such an environment."""
+    """Return whether the prompt of a row is empty, and an environment will fill it. ``filled``: an environment exists."""
     return filled and row.get("prompt") == [{"role": "user", "content": ""}]
 
 
 def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return why a row is probably a mistake (no assistant turn, an odd turn, a blank answer, two equal answers); "" if not.
+    """Return the reason why a row is probably a mistake (e.g. no assistant turn, a blank answer, equal answers), or "".
 
     >>> doubt({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
     'no assistant turn in `messages`'
@@ -588,7 +588,7 @@ def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 
 def _odd_turn(turn: Mapping[str, Any]) -> str:
-    """Find a role that no template knows, or an empty turn. An empty system message is common and harmless."""
+    """Return a description of a turn with an unknown role or without content. Empty system messages are allowed."""
     role = turn.get("role") or turn.get("from")
     if role not in SPEAKERS:
         return f"the role {role!r}"
@@ -598,7 +598,7 @@ def _odd_turn(turn: Mapping[str, Any]) -> str:
 
 
 def _answers(turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the assistant has content or calls a tool in any turn."""
+    """Return whether an assistant turn has content or a tool call."""
     return any(
         ROLES.get(role := turn.get("role") or turn.get("from"), role) == "assistant"
         and any(_filled(turn.get(name)) for name in SAID)
@@ -617,28 +617,28 @@ def answers_of(value: object) -> str:
     return "" if value is None else str(value)
 
 
-# Rows that are written to files for the user -----------------------------------------------------------------------------
+# Files with rows for the user -----------------------------------------------------------------------------------------
 
 SUSPECTS = "suspect_pairs.jsonl"
 
 
 def write_lines(folder: str | None, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write a JSON Lines file into the run's folder."""
+    """Write a JSON Lines file to the run's folder."""
     path = Path(folder or ".").expanduser() / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
 
 def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write pairs to ``suspect_pairs.jsonl``, replacing earlier entries with the same reason.
+    """Write pairs to ``suspect_pairs.jsonl``. They replace earlier entries with the same reason.
 
     Args:
         folder: Folder of the run.
-        reason: Why the pairs are suspect.
+        reason: Why the pairs are suspicious.
         rows: Row numbers and texts.
     """
     path = Path(folder or ".").expanduser() / SUSPECTS
-    # Not splitlines: a text may contain other line separators.
+    # Do not use splitlines, because a text may contain other line separators.
     there = list(filter(None, path.read_text(encoding="utf-8").split("\n"))) if path.is_file() else []
     kept = [line for line in map(json.loads, there) if line["reason"] != reason]
     if there or rows:

@@ -1,8 +1,8 @@
-"""Rules that find problems in the log of a run. They are applied during training and on the page of a run.
+"""Rules that find problems in the log of a run. They are applied during training, and when the page of a run is built.
 
-A rule has a code, the metrics that it reads, a window in optimizer steps, a predicate and the texts of its finding. `check_log`
-applies the rules to the newest row of a log; `review` applies the same rules to every row of a whole log. A row of the log that
-covers ten steps counts as ten. Thresholds are starting values; those without a source were chosen here.
+A rule consists of a code, the metrics that it reads, a window in optimizer steps, a predicate, and the texts of its finding.
+`check_log` applies the rules to the newest row of a log. `review` applies the same rules to every row of a log. A row that covers
+ten steps counts as ten steps. Thresholds without a cited source are defaults of this project.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from dataclasses import dataclass, field
 from posttrain.checks.registry import REGISTRY, Severity
 from posttrain.types import Finding
 
-FLAT_SHARE = 0.8  # Share of the groups with equal rewards.
-KL_LARGE, KL_GROWTH = 0.5, 5.0  # KL in nats per token, and its growth relative to the start.
-ENTROPY_LEFT = 0.1  # Share of the initial entropy.
-CUT_SHARE = 0.5  # Share of the completions that reach the length limit.
-CUT_AT_FIRST = 0.9  # The same share in the first generation.
-LENGTH_GROWTH = 1.5  # Growth of the mean length, while the reward changes by less than a tenth of its std.
-MASKED_SHARE, MASKED_MOST = 0.2, 0.9  # Share of the tokens with weight 0: warning, and advice to stop.
-REWARD_SHARE = 0.3  # Share of the step time.
-DRIFT_STEPS = 50  # Optimizer steps.
-# Policy mismatch in nats per token: minimum for a rise to count, minimum growth, and limit without a rise.
+FLAT_SHARE = 0.8  # Share of groups with equal rewards.
+KL_LARGE, KL_GROWTH = 0.5, 5.0  # KL divergence in nats per token, and its growth since the start.
+ENTROPY_LEFT = 0.1  # Entropy as a fraction of the initial entropy.
+CUT_SHARE = 0.5  # Share of completions that reach the length limit.
+CUT_AT_FIRST = 0.9  # Share of completions that reach the length limit in the first generation.
+LENGTH_GROWTH = 1.5  # Growth of the mean length while the reward changes by less than a tenth of its std.
+MASKED_SHARE, MASKED_MOST = 0.2, 0.9  # Share of tokens with weight 0, for a warning and for the advice to stop the run.
+REWARD_SHARE = 0.3  # Share of the step time that a reward function takes.
+DRIFT_STEPS = 50  # Window in optimizer steps.
+# Policy mismatch in nats per token: minimum for a finding about growth, minimum growth, and maximum without growth.
 DRIFT, DRIFT_GROWTH, DRIFT_ALONE = 0.1, 1.5, 0.5
-UNPAIRED = 0.5  # Share of the bytes of a step's answers.
-DISCARDED = 0.3  # Share of the rollouts.
-SINKING = 5  # Consecutive logs in which both rewards fall.
-SATURATED = 10.0  # Margin.
-EVALUATIONS, BACKWARDS = 3, 0.45  # Consecutive evaluations, and the accuracy below which labels may be inverted.
-SPIKE = 10.0  # Multiple of the median before it.
-ROWS_NEEDED = 6  # Minimum number of rows for a verdict on a whole log.
-MOST_ROWS = 5000  # Maximum number of rows of a whole log that are checked.
+UNPAIRED = 0.5  # Share of bytes of the answers that are not aligned.
+DISCARDED = 0.3  # Share of discarded rollouts.
+SINKING = 5  # Number of consecutive log rows in which both rewards decrease.
+SATURATED = 10.0  # Margin of the rewards.
+EVALUATIONS, BACKWARDS = 3, 0.45  # Number of consecutive evaluations, and the maximum accuracy for a finding.
+SPIKE = 10.0  # Gradient norm as a multiple of the median before it.
+ROWS_NEEDED = 6  # Minimum number of rows for a result about a whole log.
+MOST_ROWS = 5000  # Maximum number of rows of a log that are checked.
 
 
 History = Sequence[Mapping[str, float]]
 
 
 def training_rows(history: History) -> list[Mapping[str, float]]:
-    """Return the rows that training logged, without rows of evaluations and the final summary."""
+    """Return the log rows of training steps, without rows of evaluations and without the final summary."""
     return list(rows_backwards(history))[::-1]
 
 
 def rows_backwards(history: History) -> Iterator[Mapping[str, float]]:
-    """Iterate over the training rows, newest first. A rule runs at every row, but reads only a few."""
+    """Yield the training rows, newest first. It is lazy because a rule runs at every row but reads only a few rows."""
     return (row for row in reversed(history) if "loss" in row and "step" in row)
 
 
 def window(history: History, name: str, steps: int) -> list[float] | None:
-    """Return the values of the latest rows that together cover at least ``steps`` optimizer steps; None if there are fewer.
+    """Return a metric's values in the latest rows that cover at least ``steps`` optimizer steps, or None if there are too few.
 
     >>> rows = [{"loss": 0.0, "step": 5, "kl": 1.0}, {"loss": 0.0, "step": 10, "kl": 2.0}]
     >>> window(rows, "kl", 5), window(rows, "kl", 10), window(rows, "kl", 11)
@@ -87,13 +87,13 @@ def columns(history: History, ending: str) -> list[str]:
 
 @dataclass(frozen=True)
 class View:
-    """Log up to one row, as seen by a rule.
+    """Log up to some row, as a rule reads it.
 
     Attributes:
         history: Rows with ``step``, oldest first.
-        name: The metric that the rule reads.
+        name: Name of the metric that the rule reads.
         steps: Window in optimizer steps.
-        generations_per_step: Less than 1 if a generation serves several optimizer steps.
+        generations_per_step: Number of generations per optimizer step. Below 1 if a generation is used for several steps.
     """
 
     history: History
@@ -102,23 +102,23 @@ class View:
     generations_per_step: float = 1.0
 
     def values(self, name: str | None = None) -> list[float] | None:
-        """Return the values of a metric in the window; None if the log is shorter, or a row has no value."""
+        """Return a metric's values in the window. None if the log is shorter than the window or a row lacks the metric."""
         return window(self.history, name or self.name, self.steps)
 
     def last(self, name: str, count: int) -> list[float]:
-        """Return up to ``count`` values of a metric, from the newest training rows that have it, newest last."""
+        """Return up to ``count`` values of a metric from the newest training rows that contain it, newest value last."""
         rows = (row for row in reversed(self.history) if name in row and ("loss" in row or name.startswith("eval_")))
         return [float(row[name]) for row in itertools.islice(rows, count)][::-1]
 
     def mean(self, name: str | None = None) -> float:
-        """Return the mean of a metric in the window; 0 if it has no values there."""
+        """Return the mean of a metric in the window, or 0 if the window has no values."""
         values = self.values(name)
         return statistics.fmean(values) if values else 0.0
 
 
 @dataclass(frozen=True)
 class Sign:
-    """Result of a predicate: a sentence with numbers. The other fields override those of the rule."""
+    """Result of a predicate: a sentence with numbers. All other fields override the fields of the rule if they are set."""
 
     what: str
     where: str = ""
@@ -132,14 +132,15 @@ class Rule:
 
     Attributes:
         code: Code in the registry of checks, which has its name and title.
-        metrics: Metrics that the rule reads, each separately, if the log has them. Empty: the rule finds its metrics itself.
+        metrics: Metrics that the rule reads, each separately, if the log contains them. If empty, the predicate selects metrics.
         steps: Window in optimizer steps.
-        holds: Predicate that yields a `Sign` for each problem in a `View`.
+        holds: Predicate that takes a `View` and yields a `Sign` for each problem.
         why: The consequence.
         fix: What the user should do.
-        severity: ``error`` stops a run, ``warning`` and ``info`` are logged.
-        live: Whether it is applied during training. If not, another check finds the problem, or only a whole curve shows it.
-        title: Title on the page of a run; empty uses the registry's.
+        severity: ``error`` stops a run. ``warning`` and ``info`` are logged.
+        live: Whether the rule is applied during training. False if another check finds the problem, or if the whole log is
+            needed.
+        title: Title on the page of a run. If empty, the title in the registry is used.
     """
 
     code: str
@@ -153,7 +154,7 @@ class Rule:
     title: str = ""
 
     def names_in(self, row: Mapping[str, float]) -> list[str]:
-        """Return the rule's metrics that a row has. Evaluation metrics include those of each named evaluation set."""
+        """Return the rule's metrics that a row contains. Evaluation metrics include those of each named evaluation set."""
         named = tuple(name.removeprefix("eval") for name in self.metrics if name.startswith("eval_"))
         of_sets = [
             name for name in row if name not in self.metrics and name.startswith("eval_") and name.endswith(named)
@@ -161,9 +162,9 @@ class Rule:
         return [*(name for name in self.metrics if name in row), *of_sets]
 
     def findings(self, history: History, steps: int, generations_per_step: float = 1.0) -> Iterator[Finding]:
-        """Return the rule's findings at the newest row of a log."""
+        """Yield the rule's findings at the newest row of a log."""
         newest = next((row for row in reversed(history) if "loss" in row), {})
-        # Evaluation metrics are read only from the row of an evaluation.
+        # Evaluation metrics are read only from the row that an evaluation wrote.
         newest = dict(newest) | {
             name: value for name, value in (history[-1] if history else {}).items() if "eval_" in name
         }
@@ -174,7 +175,10 @@ class Rule:
 
 
 def _above(most: float, what: str, *, newest: bool = False) -> Callable[[View], Iterator[Sign]]:
-    """Return a predicate for the mean over the window, or the newest value. Fill in ``{value}``, ``{percent}``, ``{steps}``."""
+    """Return a predicate that holds if a metric's mean over the window, or its newest value, exceeds ``most``.
+
+    The text can contain ``{value}``, ``{percent}`` and ``{steps}``.
+    """
 
     def holds(view: View) -> Iterator[Sign]:
         values = view.values() or [0.0]
@@ -193,7 +197,7 @@ def _length_grows(view: View) -> Iterator[Sign]:
     scale = statistics.fmean(spread) if spread else abs(before)
     if last > LENGTH_GROWTH * max(first, 1.0) and after - before < 0.1 * scale:
         yield Sign(
-            f"the mean length grew from {first:.0f} to {last:.0f} tokens in {view.steps} steps, while the reward went from "
+            f"the mean length increased from {first:.0f} to {last:.0f} tokens in {view.steps} steps, while the reward went from "
             f"{before:.3g} to {after:.3g}."
         )
 
@@ -204,7 +208,7 @@ def _kl_grows(view: View) -> Iterator[Sign]:
         return
     first, last = ends(values)
     if last > KL_LARGE and last > KL_GROWTH * first:
-        yield Sign(f"the KL to the reference grew from {first:.3g} to {last:.3g} nats per token in {view.steps} steps.")
+        yield Sign(f"the KL to the reference rose from {first:.3g} to {last:.3g} nats per token in {view.steps} steps.")
 
 
 def _certain(view: View) -> Iterator[Sign]:
@@ -254,16 +258,16 @@ def _never_applies(view: View) -> Iterator[Sign]:
 def _constant(view: View) -> Iterator[Sign]:
     spreads = {name: view.values(f"rewards/{name}/std") for name in columns(view.history, "std")}
     if not any(map(any, filter(None, spreads.values()))):
-        return  # PT-R002 and PT-R022 report that no function varies.
+        return  # PT-R002 and PT-R022 already report that all rewards are constant.
     for name, spread in spreads.items():
         means = view.values(f"rewards/{name}/mean")
         if not spread or not means or any(spread) or len({*means}) > 1:
             continue
         span, where = f"for every completion of the last {view.steps} steps.", f"rewards/{name}/std"
         if means[0] == 0:
-            yield Sign(f"{name} never paid: its reward was 0 {span}", where)
+            yield Sign(f"{name} was never above 0: its reward was 0 {span}", where)
         else:
-            fix = "nothing, if this is its maximum; otherwise check how the function reads completions."
+            fix = "do nothing if this is its maximum. Otherwise check how the function parses completions."
             yield Sign(f"{name} is constant: its reward was {means[0]:g} {span}", where, fix, "info")
 
 
@@ -333,7 +337,7 @@ def _spikes(view: View) -> Iterator[Sign]:
 
 def _mismatch(view: View) -> Iterator[Sign]:
     newest = next(rows_backwards(view.history))
-    # Without the sampler's log-probs and without a staleness metric, "kl" is the KL to the reference.
+    # Unless there are log-probs of the sampler or a staleness metric, "kl" is the KL divergence from the reference.
     if view.name == "kl" and ("sampling/kl" in newest or "sample/staleness_mean" not in newest):
         return
     recent, trend = view.values(), window(view.history, view.name, DRIFT_STEPS)
@@ -351,7 +355,7 @@ def _discarded(view: View) -> Iterator[Sign]:
     dropped, produced = view.values(), view.values("async/produced")
     if dropped is None or produced is None or len(dropped) < 2:
         return
-    # Both metrics count from the start of the run.
+    # Both metrics are totals since the start of the run.
     old, new = dropped[-1] - dropped[0], produced[-1] - produced[0]
     if new > 0 and old > DISCARDED * new:
         yield Sign(
@@ -366,64 +370,64 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT-R002", ("frac_reward_zero_std",), 10,
         _above(FLAT_SHARE, "{percent:.0f} % of the groups of the last {steps} steps have equal rewards."),
-        "completions of a group are compared with each other. Equal rewards have advantage 0 and no gradient, but they still "
-        "count in the denominator (and a KL penalty still applies).",
-        "raise temperature or num_generations, use prompts that the model solves sometimes (harder ones if the reward is at its "
-        "maximum), or give partial credit.",
+        "the completions of a group are compared with each other. With equal rewards, they have advantage 0 and no gradient, but "
+        "they still count in the denominator of the loss, and in a KL penalty.",
+        "increase temperature or num_generations, use prompts that the model sometimes solves (harder prompts if rewards are "
+        "always at their maximum), or give partial credit.",
     ),
     Rule(
         "PT-R003", ("completions/mean_length",), 100, _length_grows,
-        "a loss that divides by each completion's length penalizes long wrong answers less, and rewards may depend on length.",
+        "a loss that divides by each completion's length penalizes long wrong answers less. Or the rewards depend on length.",
         "use loss_type='dapo' or 'dr_grpo', check rewards/length_corr, or add get_soft_overlong_punishment.",
     ),
     Rule(
         "PT-R004", ("kl",), 50, _kl_grows,
-        "the policy moves far from the text of its reference, and rewards are often wrong for such text.",
-        "raise beta, lower learning_rate, or resume from an earlier checkpoint.",
+        "the policy's text becomes very different from that of the reference, and rewards are often wrong for such text.",
+        "increase beta, decrease learning_rate, or resume from an earlier checkpoint.",
     ),
     Rule(
         "PT-R007", ("entropy", "policy/entropy_avg", "objective/entropy"), 10, _certain,
-        "completions of a group become equal, so there is nothing left to compare. The policy does not recover from this.",
-        "raise epsilon_high, entropy_coef or temperature, set use_adaptive_entropy=True, or resume from an earlier checkpoint.",
+        "the completions of a group become equal and cannot be compared. The policy does not recover from this.",
+        "increase epsilon_high, entropy_coef or temperature, set use_adaptive_entropy=True, or resume from a checkpoint.",
     ),
     Rule(
         "PT-R008", ("completions/clipped_ratio",), 10, _cut,
-        "the model never sees an end-of-text token in these completions, and an answer that is not reached earns no reward.",
-        "raise max_completion_length, ask for shorter answers, or check that the model's eos token is among the stop tokens.",
+        "truncated completions have no end token, and usually get no reward because they do not reach the answer.",
+        "increase max_completion_length, ask for shorter answers, or check that the model's eos token is among the stop tokens.",
     ),
     Rule(
         "PT-R009", ("completions/duplicate_ratio",), 1,
-        _above(0.8, "{percent:.0f} % of the completions repeat another one of their group.", newest=True),
-        "identical completions have equal rewards and no advantage, but cost as much as different ones.",
-        "raise temperature, remove top_k, top_p or min_p, and check that the engine samples each completion with a new seed.",
+        _above(0.8, "{percent:.0f} % of the completions are identical to another one of their group.", newest=True),
+        "identical completions have equal rewards and no advantage, but take as much time as different ones.",
+        "increase temperature, remove top_k, top_p or min_p, and check that the engine uses another seed for each completion.",
     ),
     Rule(
         "PT-R032", ("completions/no_token_ratio",), 1,
         _above(0.0, "{percent:.2g} % of the sampled ids have no token in the tokenizer.", newest=True),
-        "the model's embedding has more rows than the tokenizer has tokens, and reward functions do not see such ids.",
-        "set mask_ids_without_token=True, so that they are never sampled.",
+        "the model's embedding has more rows than the tokenizer has tokens. Reward functions do not receive these ids as text.",
+        "set mask_ids_without_token=True, so that these ids are never sampled.",
     ),
     Rule(
         "PT-R012", ("grad_norm",), 20, _no_gradient,
-        "a loss of 0 is normal here (the ratio is 1), but a gradient of 0 is not: the policy does not learn.",
+        "a loss of 0 is normal here (the ratio is 1), but a gradient of 0 means that the policy does not learn.",
         "check frac_reward_zero_std, completions/masked_ratio, and which parameters are frozen.",
     ),
     Rule(
         "PT-R005", ("ratio/max",), 1,
         _above(10.0, "a token is {value:.3g} times as likely as when it was sampled.", newest=True),
-        "with a negative advantage such a token's loss is unbounded, so a single token can dominate the step.",
-        "set delta (2 to 4), or lower learning_rate, num_iterations or steps_per_generation.",
+        "if its advantage is negative, the loss of this token is unbounded, so that one token can dominate the step.",
+        "set delta (2 to 4), or decrease learning_rate, num_iterations or steps_per_generation.",
     ),
     Rule(
         "PT-R006", ("clip_ratio/region_mean", "cispo_clip_ratio", "policy/clipfrac_avg"), 10,
         _above(0.3, "{percent:.0f} % of the tokens of the last {steps} steps were clipped."),
-        "clipped tokens have no gradient. The policy moves further per generation than the clip range allows.",
-        "lower learning_rate or num_iterations, generate more often (steps_per_generation), or widen epsilon.",
+        "clipped tokens have no gradient. The policy changes more per generation than the clip range allows.",
+        "decrease learning_rate or num_iterations, generate more often (steps_per_generation), or increase epsilon.",
     ),
     Rule(
         "PT-R010", ("sampling/frac_masked",), 10, _masked,
-        "the bound applies to the product over a whole completion. A gap of 0.012 per token exceeds a bound of 3 after 100 "
-        "tokens, so long completions are masked only because of their length.",
+        "the bound applies to the product of all token ratios of a completion. A difference of 0.012 nats per token exceeds a "
+        "bound of 3 after 100 tokens, so completions are masked only because they are long.",
         MASKED_FIX,
     ),
     Rule(
@@ -435,53 +439,53 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT-R014", (), 10, _never_applies,
-        "the function has no effect. The usual cause is a value that never occurs in its column.",
-        "compare the column's values with those in the function, or remove the function.",
+        "the function has no effect. Usually it compares a column with a value that does not occur in the data.",
+        "compare the column's values with the values in the function, or remove the function.",
     ),
     Rule(
         "PT-R033", (), 20, _constant,
-        "the function has 0 % of the rewards' variance, so it does not change what the policy learns.",
-        "give partial credit, sample more often (num_generations, temperature), use easier prompts, or check how the function "
-        "reads completions (posttrain report shows the last ones).",
+        "the function has 0 % of the variance of the rewards, so it does not affect what the policy learns.",
+        "give partial credit, sample more diverse completions (num_generations, temperature), use easier prompts, or check how "
+        "the function parses completions (posttrain report shows the latest ones).",
     ),
     Rule(
         "PT-R016", (), 1, _nan_rewards,
-        "NaN is treated as None (does not apply), but it usually comes from an unintended division by zero.",
-        "return a number, or None if the function does not apply.",
+        "NaN counts as None (not scored), but usually it comes from an unintended division by zero.",
+        "return a number, or None for completions that the function cannot score.",
     ),
     Rule(
         "PT-R017", (), 10, _slow_reward,
-        "generation and training wait for it.",
-        "make it `async def` if it waits for something, or mark it with posttrain.rewards.parallel.",
+        "generation and training wait for this function.",
+        "make it `async def` if it waits for something, or decorate it with posttrain.rewards.parallel.",
     ),
     Rule(
         "PT-R031", ("align/dropped_bytes_fraction",), 1,
-        _above(UNPAIRED, "{percent:.0f} % of the text has no token group in common with the teacher's tokens.", newest=True),
-        "the loss is the mean over the rest. Without any common group it is 0, and the student does not learn.",
-        "compare how both tokenizers split an answer; use a teacher whose tokenizer keeps the text as is, or more rows per step.",
+        _above(UNPAIRED, "{percent:.0f} % of the text cannot be aligned with the teacher's tokens.", newest=True),
+        "the loss is the mean over the aligned text. If no text can be aligned, it is 0 and the student does not learn.",
+        "compare how both tokenizers split an answer. Use a teacher whose tokenizer preserves the text, or more rows per step.",
     ),
     Rule(
         "PT-B002", ("loss", "grad_norm"), 1, _not_finite,
-        "a gap in the curve is NaN or infinity. One skipped step is harmless, but several consecutive ones end a run.",
-        "lower learning_rate, use bf16 instead of fp16, and check the rows of these steps.",
+        "the gap in the curve is NaN or infinity. A single skipped step is harmless, but several consecutive ones stop a run.",
+        "decrease learning_rate, use bf16 instead of fp16, and check the rows of these steps.",
         live=False, title="loss or gradient is not a number",
     ),
     Rule(
         "PT-P003", ("rewards/chosen",), 1, _sinking,
-        "the margin grows while the chosen answers become less likely too. The model unlearns both, and its samples get worse "
-        "while the accuracy rises.",
-        "raise the weight of a likelihood term ('sft' in DPO's loss_type, cpo_alpha, tpo_alpha), or try apo_zero, a larger beta "
-        "or a lower learning rate.",
+        "the margin increases although chosen answers become less likely too. The model unlearns both answers, so its samples "
+        "get worse while the accuracy increases.",
+        "increase the weight of a likelihood term ('sft' in DPO's loss_type, cpo_alpha, tpo_alpha), or try apo_zero, a larger "
+        "beta or a smaller learning rate.",
     ),
     Rule(
         "PT-P004", ("rewards/margins",), 1, _saturated,
-        "further steps only move pairs that are already separated, or fit noise.",
-        "stop here, or lower the learning rate or the number of epochs; with a larger beta the margin reaches this value sooner.",
+        "further steps only change pairs that are already separated, or fit noise.",
+        "stop training, or decrease the learning rate or the number of epochs. With a larger beta, margins get large sooner.",
     ),
     Rule(
         "PT-P005", ("rewards/accuracies",), 1, _backwards,
-        "the policy moves towards the rejected answers: labels are flipped, or batches contradict each other.",
-        "look at chosen and rejected of some rows with posttrain inspect, or lower the learning rate.",
+        "the policy becomes more likely to give the rejected answers. Labels may be flipped, or batches contradict each other.",
+        "look at chosen and rejected answers of some rows with posttrain inspect, or decrease the learning rate.",
     ),
     Rule(
         "PT-P006", ("rewards/margins",), 1, _still,
@@ -491,44 +495,44 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT-P007", ("eval_rewards/accuracies",), 1, _inverted,
         "labels may be inverted: the policy prefers the rejected answer on held-out pairs.",
-        "look at chosen and rejected of some rows with posttrain inspect; swap the columns if they are swapped.",
+        "look at chosen and rejected answers of some rows with posttrain inspect. If the columns are swapped, rename them.",
     ),
     Rule(
         "PT-T005", ("grad_norm",), 25, _spikes,
-        "single steps have ten times the usual gradient norm. Clipping bounds their size, but not their direction.",
-        "check the rows of these steps (very long, broken or mislabeled ones), or use a longer warmup or a lower max_grad_norm.",
+        "some steps have ten times the usual gradient norm. Clipping limits the size of such a step, but not its direction.",
+        "check the rows of these steps for very long, broken or mislabeled texts, use a longer warmup, or a lower max_grad_norm.",
         live=False,
     ),
     Rule(
         "PT-R024", ("sampling/kl", "kl"), 10, _mismatch,
-        "this is mean(rho - 1 - log rho) between policy and sampler. The training data was written by a different policy, and "
-        "importance weights mask more and more of it.",
-        "lower learning_rate, max_staleness, num_iterations or steps_per_generation, or push weights more often. Check that the "
-        "engine samples from the pushed weights, at the same temperature.",
+        "the value is mean(rho - 1 - log rho), where rho is the ratio between policy and sampler. Rollouts come from a policy "
+        "that is increasingly different from the trained one, so importance weights mask more and more tokens.",
+        "decrease learning_rate, max_staleness, num_iterations or steps_per_generation, or push weights more often. Check that "
+        "the engine uses the pushed weights and the same temperature.",
     ),
     Rule(
         "PT-R025", ("async/stale_dropped",), 10, _discarded,
-        "generation is faster than training, and the time for discarded rollouts is wasted.",
-        "lower max_inflight_tasks, raise max_staleness, or raise weight_sync_steps so that versions change less often.",
+        "generation is faster than training, so the time for discarded rollouts is wasted.",
+        "decrease max_inflight_tasks, increase max_staleness, or increase weight_sync_steps so that weights change less often.",
     ),
     Rule(
         "PT-R026", ("async/at_staleness_bound",), 10,
         _above(
             0.8, "{percent:.0f} % of the rollouts of the last {steps} steps are as old as max_staleness_hard allows."
         ),
-        "every step trains on the output of old weights. This adds bias without speed, and the next delay discards the rollouts.",
-        "lower max_inflight_tasks, set staleness_policy='pace', or give generation more devices.",
+        "all steps train on rollouts from old weights, which adds bias without speed. With any delay, rollouts are discarded.",
+        "decrease max_inflight_tasks, set staleness_policy='pace', or use more devices for generation.",
     ),
 )  # fmt: skip
 
 
 def check_log(history: History, area: str = "R", *, generations_per_step: float = 1.0) -> Iterator[Finding]:
-    """Return all findings at the newest row of a log.
+    """Yield all findings at the newest row of a log.
 
     Args:
         history: Rows with ``step``, oldest first.
-        area: Letter of the codes: ``R`` for rollouts, ``P`` for preferences.
-        generations_per_step: Generations per optimizer step (less than 1 if a generation serves several steps).
+        area: First letter of the codes: ``R`` for rollouts, ``P`` for preferences.
+        generations_per_step: Number of generations per optimizer step. Below 1 if a generation is used for several steps.
     """
     for rule in RULES:
         if rule.live and rule.code[3] == area:
@@ -541,9 +545,9 @@ class Verdict:
 
     Attributes:
         rule: The rule.
-        status: ``seen``, ``clear``, or ``unknown`` if the log is too short.
-        evidence: Text of the last finding; "" unless seen.
-        spans: Steps ``(first, last)`` of the rows at which the rule holds, oldest first.
+        status: ``seen`` if the rule found the problem, ``clear`` if it did not, ``unknown`` if the log is too short.
+        evidence: Text of the last finding. Empty unless the status is ``seen``.
+        spans: Ranges ``(first, last)`` of steps at which the rule holds, in order.
     """
 
     rule: Rule
@@ -558,9 +562,9 @@ class Verdict:
 
 
 def review(history: History) -> list[Verdict]:
-    """Apply every rule with named metrics to every row of a log. Return rules that hold somewhere first.
+    """Apply every rule with named metrics to every row of a log. Rules that found a problem come first.
 
-    A window is at most a quarter of the log, so that short runs are judged too.
+    The window of a rule is at most a quarter of the log, so that short runs are checked too.
 
     Args:
         history: Rows with ``step``, oldest first.

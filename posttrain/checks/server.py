@@ -1,4 +1,4 @@
-"""Checks of a rollout server: its model, its flags, and its log-probs before and after a weight push."""
+"""Checks of a rollout server: its model, its options, and its log-probs before and after a weight push."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ from posttrain.types import Finding
 if TYPE_CHECKING:
     pass
 
-SEQUENCES, LENGTH, LONGEST = 4, 64, 2048  # Number of sequences of the parity probe, and lengths in tokens.
+SEQUENCES, LENGTH, LONGEST = 4, 64, 2048  # Number of sequences of the parity probe, and their lengths in tokens.
 
 
-# Maximum gap in nats per token: mean and 99th percentile. Measured on 4 x 63 random tokens with SmolLM2-135M: float32 on both
-# sides below 1e-3; bfloat16 vs. float32 0.054 and 0.31; bfloat16 on both sides 0.085 and 0.48 (likely tokens: ten times closer).
+# Maximum difference in nats per token: mean and 99th percentile. Measured on 4 x 63 random tokens with SmolLM2-135M: below 1e-3
+# with float32 on both sides, 0.054 and 0.31 with bfloat16 vs. float32, 0.085 and 0.48 with bfloat16 on both sides. For likely
+# tokens, differences are ten times smaller.
 GAPS = {"float32": (0.02, 0.5), "float16": (0.05, 0.5), "bfloat16": (0.15, 1.0)}
 
 
 GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
 
 
-# The same maxima as multiples of the mean gap that rounding alone makes; the larger ones hold. Rounding sends a token of a
-# mixture of experts to another expert. Measured in bfloat16 on tiny mixtures of six families: noise 0.03 to 0.16 nats,
-# complete pushes up to 1.3 (mean) and 14 (99th percentile) times that.
+# The same maxima as multiples of the measured rounding noise. The larger of the two limits applies. In a mixture of experts,
+# rounding can send a token to another expert. Measured in bfloat16 on tiny models of six families: the noise is 0.03 to 0.16
+# nats, and after complete pushes the difference is up to 1.3 times (mean) and 14 times (99th percentile) the noise.
 NOISY = (2.0, 20.0)
 
 
-# A movement is lost where the engine missed more than the share MISSED of it, more than CONCLUSIVE times the rounding noise
-# of both sides, and more than MOVED nats.
+# An update counts as lost if the engine misses more than the fraction MISSED of the change in log-probs, more than CONCLUSIVE
+# times the rounding noise of both sides, and more than MOVED nats.
 CONCLUSIVE, MISSED, MOVED = 3.0, 0.1, 1e-4
 
 
-COST_SHARE = 0.01  # Maximum share of a run's time for comparisons.
+COST_SHARE = 0.01  # Maximum share of a run's time that comparisons may take.
 
 
 def probe_sequences(vocabulary: int, context: int | None, window: int | None = None) -> list[list[int]]:
-    """Return the token ids of the parity probe, the same in every run: 4 sequences of up to 64 tokens.
+    """Return the token ids of the parity probe: 4 sequences of up to 64 tokens, which are the same in every run.
 
-    The last sequence extends 64 tokens beyond a sliding window of up to `LONGEST` tokens, as far as the context allows. One token
-    of the context stays free, because vLLM generates a token where it scores a prompt.
+    If the model has a sliding window of up to `LONGEST` tokens, the last sequence is 64 tokens longer than the window, as far as
+    the context allows. One token of the context is left free, because vLLM generates one token when it scores a prompt.
     """
     generator, context = torch.Generator().manual_seed(0), context and context - 1
     length = min(LENGTH, context or LENGTH)
@@ -57,11 +58,11 @@ def probe_sequences(vocabulary: int, context: int | None, window: int | None = N
     return sequences
 
 
-Logps = Sequence[Sequence[float]]  # One list per sequence.
+Logps = Sequence[Sequence[float]]  # One list of log-probs per sequence.
 
 
 def mean_gap(left: Logps, right: Logps) -> float:
-    """Return the mean absolute difference of two sets of log-probs of the same tokens."""
+    """Return the mean absolute difference between two sets of log-probs of the same tokens."""
     return statistics.fmean(abs(a - b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
 
 
@@ -69,20 +70,21 @@ def check_parity(
     where: str, ours: Logps, theirs: Logps, *, dtype: Any, version: int, computed: Any = "float32",
     first: tuple[Logps, Logps] | None = None, noise: float = 0.0,
 ) -> Finding | None:  # fmt: skip
-    """Compare the log-probs of the same tokens on both sides.
+    """Compare the log-probs of the same tokens in the trainer and in an engine.
 
-    There are two tests. The gap must be within the bounds of the dtypes, or of the measured rounding noise if that is larger.
-    And the change since the first comparison must be the same on both sides; this test finds a lost update much earlier.
+    There are two tests. First, the difference must be within the limits for the dtypes, or for the measured rounding noise if
+    this limit is larger. Second, the change since the first comparison must be the same on both sides. The second test detects a
+    lost update much earlier.
 
     Args:
-        where: The server or worker.
+        where: Name of the server or worker.
         ours: Log-probs computed by the trainer.
         theirs: Log-probs computed by the engine.
-        dtype: Dtype of the engine's weights; None uses the widest bound.
+        dtype: Dtype of the engine's weights. None uses the largest limit.
         version: Version of the weights.
-        computed: Dtype of the trainer's forward pass. The narrower dtype of both sides sets the bounds.
-        first: ``(ours, theirs)`` of the first comparison; None if this is the first.
-        noise: Mean gap by rounding, where it is known to be larger than that of the first comparison.
+        computed: Dtype of the trainer's forward pass. The dtype with less precision decides the limits.
+        first: ``(ours, theirs)`` of the first comparison, or None if this is the first.
+        noise: Mean difference caused by rounding, if it is known to be larger than that of the first comparison.
     """
     gaps = [abs(a - b) for mine, its in zip(ours, theirs, strict=True) for a, b in zip(mine, its, strict=True)]
     sides = [GAPS.get(str(side).removeprefix("torch."), GAPS_QUANTISED) for side in (dtype, computed)]
@@ -90,37 +92,37 @@ def check_parity(
     average = statistics.fmean(gaps)
     far = sorted(gaps)[min(int(FAR_SHARE * len(gaps)), len(gaps) - 1)]
     what = ""
-    if not (average <= limit and far <= far_limit):  # Also true for NaN.
-        what = f"mean log-prob gap {average:.3g} over {len(gaps)} tokens (limit {limit:.3g}), "
-        what += f"99th percentile {far:.3g} (limit {far_limit:.3g})"
+    if not (average <= limit and far <= far_limit):  # This form is also True for NaN.
+        what = f"the mean difference of log-probs over {len(gaps)} tokens is {average:.3g} (limit {limit:.3g}), the "
+        what += f"99th percentile is {far:.3g} (limit {far_limit:.3g})"
     elif first is not None:
         noise, moved = max(noise, mean_gap(*first)), mean_gap(ours, first[0])
         change = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(theirs, first[1], strict=True)]
         followed = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(first[0], change, strict=True)]
         missed = mean_gap(ours, followed)
         if missed > max(MISSED * moved, CONCLUSIVE * noise, MOVED):
-            what = f"training changed the trainer's log-probs by {moved:.3g} on average, and the engine's change differs by "
+            what = f"training changed the trainer's log-probs by {moved:.3g} on average, but the engine's differ by "
             what += f"{missed:.3g}"
     if not what:
         return None
     return finding(
         "PT-S004", "error", f"the engine's weights differ from the trainer's after the push of version {version}: {what}.", where,
         "rollouts would come from another policy. Possible causes: weights that are reloaded from disk after sleep mode, weight "
-        "names that the engine ignores, an adapter that is not merged, another trainer that pushes to the same server.",
+        "names that the engine ignores, an adapter that is not merged, or another trainer that pushes to the same server.",
         "restart the server with the trained model, and use one server per trainer.",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Token sequences with their log-probs under the trainer's current weights.
+    """Token sequences, and their log-probs under the trainer's current weights.
 
     Attributes:
         sequences: Token ids.
-        logps: One log-prob for each token of a sequence except the first.
+        logps: Log-probs of all tokens of each sequence except the first token.
         computed: Dtype of the trainer's forward pass.
-        noise: Mean gap between these log-probs and those with other rounding errors, see `rounded_otherwise`.
-            A new adapter is zero and both sides round alike, so the first gap has no noise of merged weights.
+        noise: Mean difference between these log-probs and log-probs with other rounding errors, see `rounded_otherwise`.
+            The first comparison underestimates it: a new adapter is zero, so merging it does not cause rounding errors.
     """
 
     sequences: Sequence[Sequence[int]]
@@ -130,20 +132,20 @@ class Probe:
 
 
 class Parity:
-    """Schedule of the comparisons between trainer and engines, with the first comparison of each engine.
+    """Comparisons between trainer and engines: when they are made, and the first comparison of each engine.
 
     Args:
-        every: Pushes between two comparisons; None compares as often as `COST_SHARE` of the time allows.
+        every: Number of pushes between two comparisons. None compares as often as possible within `COST_SHARE` of the time.
     """
 
     def __init__(self, every: int | None) -> None:
         self.every, self.first = every, dict[str, tuple[Logps, Logps]]()
-        self.moved = False  # Whether a comparison was made after training had changed the log-probs.
+        self.moved = False  # Whether there was a comparison after training had changed the log-probs.
         self.ended: float | None = None
         self._cost, self._pushes = 0.0, 0
 
     def due(self) -> bool:
-        """Return whether to compare after this push; call it once per push."""
+        """Return whether to compare after this push. Call this once per push."""
         self._pushes += 1
         if self.ended is None or not self.moved:
             return True
@@ -153,14 +155,14 @@ class Parity:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure one comparison."""
+        """Measure the duration of a comparison."""
         began = time.monotonic()
         yield
         self.ended = time.monotonic()
         self._cost, self._pushes = self.ended - began, 0
 
     def compare(self, probe: Probe, where: str, theirs: Logps, *, dtype: Any, version: int) -> Finding | None:
-        """Compare an engine's log-probs with the probe's and with those of its first comparison; see `check_parity`."""
+        """Compare an engine's log-probs with the trainer's, now and at the engine's first comparison (see `check_parity`)."""
         first = self.first.get(where)
         self.moved = self.moved or (first is not None and mean_gap(probe.logps, first[0]) > 0)
         found = check_parity(
@@ -168,17 +170,17 @@ class Parity:
             noise=probe.noise,
         )  # fmt: skip
         if found is None:
-            # An engine that differs, as before the first push of a resumed run, is no start to measure from.
+            # An engine with other weights, as before the first push of a resumed run, is not a valid first comparison.
             self.first.setdefault(where, (probe.logps, theirs))
         return found
 
 
 def check_negative_control(where: str, before: Finding | None) -> Finding | None:
-    """Check that a resumed run's server does not have the weights before the push; otherwise the push proves nothing."""
+    """Warn if the server of a resumed run already has the new weights before the push, because pushes are then not tested."""
     if before is not None:
         return None
     return finding(
         "PT-S005", "warning", "the server's log-probs equaled the trainer's before the weights of this resumed run were pushed.",
-        where, "the server already has them, or training has hardly changed them, so the check does not prove that pushes work.",
+        where, "the server already has these weights, or training hardly changed them. The check does not show that pushes work.",
         "watch the reward and sampling/sampling_logp_difference over the next steps.",
     )  # fmt: skip

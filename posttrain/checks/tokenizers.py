@@ -1,4 +1,4 @@
-"""Checks of tokenizers: every id has an embedding, and ids of two models stand for the same tokens."""
+"""Checks of tokenizers: every id has an embedding, and ids have the same meaning in two models."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 Verdict = Literal["identical", "identical-padded", "superset", "cross-tokenizer", "incompatible"]
 IDS_SHOWN = 5
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # A byte of a SentencePiece vocabulary.
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # Token for a single byte in a SentencePiece vocabulary.
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
-# Texts that tokenizers are known to treat differently; version 1.
+# Texts that tokenizers are known to tokenize differently; version 1.
 PROBE_TEXTS = (
     "", "The quick brown fox jumps over the lazy dog.", " leading", "trailing ", "two  spaces", "   ", "a\tb", "line\r\nend",
     "three\n\n\nnewlines", "7", "1234567", "3.14159", "-0.5e-10", "1,000,000", "2/3 = 66.7 %", "$42.00", "2024-02-29T23:59:60Z",
@@ -56,21 +56,21 @@ CONVERSATIONS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class TokenizerMatch:
-    """Result of `compare_tokenizers`. Pairs are in the order of the two tokenizers.
+    """Result of `compare_tokenizers`. Pairs contain a value for the first and a value for the second tokenizer.
 
     Attributes:
-        verdict: ``identical``, ``identical-padded`` (only the models' widths differ), ``superset`` (one has additional ids),
-            ``cross-tokenizer`` (different vocabularies over the same bytes) or ``incompatible``.
-        sizes: Number of tokens of each.
-        widths: Number of logits of each model; None if unknown.
-        different: Number of ids that stand for different bytes, including ids that only one tokenizer has.
-        common: Number of tokens with the same bytes in both, under any id.
-        examples: Id, bytes in the first, bytes in the second (None: absent), of the first few differences.
+        verdict: ``identical``; ``identical-padded`` (only the number of logits differs); ``superset`` (one tokenizer has
+            additional ids); ``cross-tokenizer`` (different vocabularies, but both represent all bytes); or ``incompatible``.
+        sizes: Number of tokens of each tokenizer.
+        widths: Number of logits of each model, or None if it is unknown.
+        different: Number of ids that represent different bytes, including ids that only one tokenizer has.
+        common: Number of tokens whose bytes are in both vocabularies, under any id.
+        examples: The first differences, as (id, bytes in the first tokenizer, bytes in the second). None if an id is absent.
         special: Ids of bos, eos, pad and unk that differ, by name.
-        stops: Ids at which each model stops generating, if they differ; else empty.
+        stops: Ids at which each model stops generating. Empty if they are equal.
         texts: Probe texts that are encoded to different ids.
-        templates: Number of conversations that the chat templates render differently; None if one has no template.
-        bytes: How each represents text: ``bytes``, ``byte-fallback``, ``pieces`` or ``unknown``.
+        templates: Number of conversations that the two chat templates render differently. None if a template is missing.
+        bytes: How each tokenizer represents text: ``bytes``, ``byte-fallback``, ``pieces`` or ``unknown``.
     """
 
     verdict: Verdict
@@ -87,12 +87,12 @@ class TokenizerMatch:
 
     @property
     def columns(self) -> int:
-        """Number V* of logits with a token in both models. The other logits are padding and are sliced off before any softmax."""
+        """Number of logits that have a token in both models. All other logits are padding, and are removed before a softmax."""
         return min(*self.sizes, *(width for width in self.widths if width is not None))
 
 
 def _byte_table() -> dict[str, int]:
-    """Return the inverse of the character table with which byte-level tokenizers represent bytes."""
+    """Return the inverse of the table that byte-level tokenizers use to represent bytes as characters."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table, extra = {chr(code): code for code in kept}, 256
     for code in sorted(set(range(256)) - set(kept)):
@@ -101,9 +101,9 @@ def _byte_table() -> dict[str, int]:
 
 
 def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """Return the bytes that each id represents; for added tokens, their literal text.
+    """Return the bytes that each id represents. For added tokens, this is their literal text.
 
-    Both ``Ġ`` of byte-level tokenizers and ``▁`` of SentencePiece are a space, and ``<0x0A>`` is a byte.
+    Both ``Ġ`` of byte-level tokenizers and ``▁`` of SentencePiece represent a space, and ``<0x0A>`` represents a byte.
     """
     spelling, table = _spelling(tokenizer), _byte_table()
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
@@ -121,7 +121,7 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 
 def probe_texts(first: Any, second: Any, extra: Iterable[str] = ()) -> list[str]:
-    """Return at least 200 texts: the fixed ones, combinations of them, and the literal text of both sides' special tokens."""
+    """Return at least 200 texts: fixed texts, combinations of these, and the literal text of all special tokens."""
     fixed = [text for text in PROBE_TEXTS if text]
     joined = [f"{a} {b}" for a, b in zip(fixed, fixed[7:] + fixed[:7], strict=True)]
     tight = [f"{a}{b}" for a, b in zip(fixed, fixed[13:] + fixed[:13], strict=True)]
@@ -131,7 +131,7 @@ def probe_texts(first: Any, second: Any, extra: Iterable[str] = ()) -> list[str]
 
 
 def probe_conversations() -> list[list[dict[str, str]]]:
-    """Return eight conversations of one to three turns, with and without a system prompt, ending with either role."""
+    """Return eight conversations of one to three turns, with and without a system prompt, and with either role last."""
     return [
         [{"role": role, "content": f"{role} says {number}: What is 6 × 7?"} for number, role in enumerate(roles)]
         for roles in CONVERSATIONS
@@ -146,14 +146,14 @@ def compare_tokenizers(
     stops: tuple[Iterable[int], Iterable[int]] | None = None,
     extra: Sequence[str] = (),
 ) -> TokenizerMatch:
-    """Compare two tokenizers by the bytes of their ids, their special tokens, and their ids for some two hundred texts.
+    """Compare two tokenizers: the bytes of their ids, their special tokens, and the ids of about 200 texts.
 
     Args:
-        first: The tokenizer whose ids are trained (the student's, the policy's).
-        second: The other tokenizer (the teacher's).
+        first: Tokenizer whose ids are trained (of the student or the policy).
+        second: The other tokenizer (of the teacher).
         widths: Number of logits of both models (``config.get_text_config().vocab_size``).
         stops: Ids at which each model stops generating.
-        extra: Texts from the user's own data.
+        extra: Additional texts from the user's data.
     """
     one, two = token_bytes(first), token_bytes(second)
     odd = sorted(i for i in one.keys() | two.keys() if one.get(i) != two.get(i))
@@ -185,7 +185,7 @@ def _verdict(
 ) -> Verdict:
     small, large = sorted(maps, key=len)
     added = [large[i].decode(errors="replace") for i in large.keys() - small.keys()]
-    # Texts that differ only because of an added token of the larger vocabulary do not count as a difference.
+    # Texts that are tokenized differently only because of an added token of the larger vocabulary are not counted.
     same_texts = all(any(token in text for token in added) for text in written)
     if all(large.get(i) == spelled for i, spelled in small.items()) and same_texts:
         if added:
@@ -208,18 +208,18 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
     prompt = messages[-1]["role"] == "user"
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    except Exception as error:  # A template may reject a role; then both should.
+    except Exception as error:  # A template can reject a role. Both templates should then reject it.
         return f"refused: {type(error).__name__}"
 
 
 def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a fast tokenizer's serialized components; empty for a slow tokenizer."""
+    """Return the serialized components of a fast tokenizer, or an empty dict for a slow tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {} if backend is None else json.loads(backend.to_str())
 
 
 def _spelling(tokenizer: Tokenizer) -> str:
-    """Classify tokens: bytes of the text, characters with bytes as a fallback, or pieces that may lose some of the text."""
+    """Return how tokens represent text: as bytes, as characters with a byte fallback, or as pieces that may lose some text."""
     parts = _pipeline(tokenizer)
     text = json.dumps([parts.get("pre_tokenizer"), parts.get("decoder")])
     if '"ByteLevel"' in text:
@@ -243,16 +243,16 @@ def check_tokenizers(
     names: tuple[str, str] = ("student", "teacher"),
     extra: Sequence[str] = (),
 ) -> list[Finding]:
-    """Check whether losses over token ids may compare two models.
+    """Check whether a loss over token ids can compare two models.
 
     Args:
         student: Tokenizer whose ids are trained.
-        teacher: Tokenizer of the model that it is compared with.
+        teacher: Tokenizer of the other model.
         widths: Number of logits of both models.
         stops: Ids at which each model stops generating.
-        on_policy: Whether the student generates. Then different stop tokens are an error.
+        on_policy: Whether the student generates. Different stop tokens are then an error.
         names: Names of the two models in messages.
-        extra: Further probe texts, from the user's data.
+        extra: Additional probe texts, from the user's data.
     """
     match = compare_tokenizers(student, teacher, widths=widths, stops=stops, extra=extra)
     return check_match(match, on_policy=on_policy, names=names)
@@ -264,7 +264,7 @@ def check_match(
     """Return the findings about a comparison of two tokenizers.
 
     Args:
-        match: See `compare_tokenizers`.
+        match: Result of `compare_tokenizers`.
         on_policy: Whether the first model generates.
         names: Names of the two models in messages.
     """
@@ -277,7 +277,7 @@ def check_match(
 def _different(match: TokenizerMatch, names: tuple[str, str]) -> Finding:
     shown = ", ".join(f"{i} is {_spelled(a)} vs {_spelled(b)}" for i, a, b in match.examples) or "none of them"
     probes = (
-        f" {len(match.texts)} of the probe texts have different ids, the first is {match.texts[0][:30]!r}."
+        f" {len(match.texts)} of the probe texts have different ids. The first of these texts is {match.texts[0][:30]!r}."
         if match.texts
         else ""
     )
@@ -287,13 +287,13 @@ def _different(match: TokenizerMatch, names: tuple[str, str]) -> Finding:
     return finding(
         "PT-K001",
         "error",
-        f"{names[1]} and {names[0]} disagree on {match.different} token ids (first: {shown}). Of {match.sizes[0]} and "
-        f"{match.sizes[1]} tokens, {match.common} are common.{probes}",
+        f"{names[1]} and {names[0]} disagree on {match.different} token ids (first: {shown}). They have {match.sizes[1]} and "
+        f"{match.sizes[0]} tokens, of which {match.common} are common.{probes}",
         f"the tokenizers of {names[0]} and {names[1]}",
-        "a loss over token ids would compare unrelated tokens, although its value may fall.",
+        "a loss over token ids would compare unrelated tokens, although its value may decrease.",
         f"{ROUTE}, or models of the same family."
         if not lossy
-        else f"use models of the same family. Texts cannot be aligned by bytes: {' and '.join(lossy)} tokens may lose text.",
+        else f"use models of the same family. Bytes cannot be aligned: {' and '.join(lossy)} tokens may lose text.",
     )
 
 
@@ -305,8 +305,8 @@ def _superset(match: TokenizerMatch, names: tuple[str, str]) -> Finding | None:
         "warning",
         f"{names[0]} has {match.sizes[0]} tokens and {names[1]} {match.sizes[1]}. The common tokens have the same ids.",
         f"the tokenizers of {names[0]} and {names[1]}",
-        "probabilities of tokens that only one model has cannot be compared, so they are excluded.",
-        f"compare only the first {match.columns} logits, and make sure that data and templates use no other tokens.",
+        "probabilities of tokens that only one of the models has cannot be compared, so these tokens are excluded.",
+        f"compare only the first {match.columns} logits, and make sure that data and templates do not use other tokens.",
     )
 
 
@@ -328,7 +328,7 @@ def _special(match: TokenizerMatch, names: tuple[str, str], *, on_policy: bool) 
         f"{names[1]} would continue after the end of a text, because it does not treat that token as an end."
         if ends
         else "padding is masked by position, so the loss is not affected.",
-        "give both the same eos_token and generation_config.eos_token_id, or map one to the other.",
+        "give both models the same eos_token and generation_config.eos_token_id, or map one token to the other.",
     )
 
 
@@ -340,8 +340,8 @@ def _template(match: TokenizerMatch, names: tuple[str, str]) -> Finding | None:
         "warning",
         f"the chat templates of {names[0]} and {names[1]} render {match.templates} of 8 conversations differently.",
         f"the chat templates of {names[0]} and {names[1]}",
-        f"{names[1]} gets the {names[0]}'s template, with which it was not trained, so its predictions may be worse.",
-        f"before training, switch both to one template, preferably the one with which {names[1]} was trained.",
+        f"{names[1]} gets text rendered with {names[0]}'s template, with which it was not trained. Its predictions may be worse.",
+        f"use one template for both, preferably the template with which {names[1]} was trained.",
     )
 
 
@@ -354,16 +354,16 @@ def _id(value: int | None) -> str:
 
 
 def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_policy: bool = True) -> None:
-    """Raise if two models cannot be compared id by id; log other findings.
+    """Raise an error if the token ids of two models have different meanings. Log all other findings.
 
     Args:
-        match: See `compare_tokenizers`. Padding rows of a model's embedding do not count as a difference.
+        match: Result of `compare_tokenizers`. Padding rows of a model's embedding do not count as a difference.
         mode: ``error`` or ``warn``.
         method: Name of the method whose loss compares the models.
-        on_policy: Whether the first model generates, so that both must stop at a common token.
+        on_policy: Whether the first model generates. Both models must then have a common stop token.
 
     Raises:
-        ConfigError: Ids stand for different tokens, and ``mode`` is ``error``.
+        ConfigError: Ids have different meanings, and ``mode`` is ``error``.
     """
     findings = check_match(match, on_policy=on_policy)
     for item in findings:
@@ -376,7 +376,7 @@ def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_pol
 
 
 def special_token_findings(model: nn.Module, tokenizer: Tokenizer) -> list[Finding]:
-    """Check padding and stop tokens of the configs that are saved."""
+    """Check the padding and stop tokens in the configs that are saved with the model."""
     generation = generation_config_of(causal_lm(model))
     if generation is None:
         return []
@@ -398,25 +398,25 @@ def check_special_tokens(
     generation_eos: int | Collection[int] | None = None,
     turn_end: int | None = None,
 ) -> list[Finding]:
-    """Check pad and eos against the generation config: generation must stop where trained texts end, and only there.
+    """Check that generation stops at the token that ends trained texts, and that padding has its own token.
 
     Args:
-        pad: Pad token id of the tokenizer.
-        eos: Eos token id of the tokenizer.
-        generation_pad: Pad token id of the model's generation config.
-        generation_eos: Eos token ids of the same config: one id, several, or None.
-        turn_end: The token with which the chat template ends a turn.
+        pad: Padding token id of the tokenizer.
+        eos: End-of-text token id of the tokenizer.
+        generation_pad: Padding token id of the model's generation config.
+        generation_eos: End-of-text token ids of the generation config: one id, several ids, or None.
+        turn_end: Token with which the chat template ends a turn.
     """
     stops = {generation_eos} if isinstance(generation_eos, int) else set(generation_eos or ())
     findings = []
     if generation_pad is not None and generation_pad in stops:
         what = f"the generation config pads with token {generation_pad}, which also ends a text ({sorted(stops)})."
         why = (
-            "programs that detect padding by token id will treat the end of a text as padding: they remove it, or do not stop at "
+            "programs that detect padding by token id will treat the end of a text as padding. They remove it, or do not stop at "
             "it. Training here is not affected, because masks are positional."
         )
         fix = "set tokenizer.pad_token, or the option pad_token (--pad_token), to a token with no other use."
-        # Many models are published like this; this run did not change it.
+        # Many models are published like this, so it is not a problem of this run.
         findings.append(Finding("PT-K101", "info", what, "generation_config", why, fix))
     if pad is None:
         why = "programs that load this model cannot batch texts of different lengths."

@@ -20,21 +20,23 @@ class RayArguments:
 
     launcher: Literal["ray"] = option("ray", "ray: start servers and trainer on a Ray cluster.")
     ray_address: str = option(
-        "auto", "auto: $RAY_ADDRESS, or this machine; host:port; local: a cluster for this run only."
+        "auto", "host:port of a cluster; auto: $RAY_ADDRESS or this machine; local: a new cluster for this run only."
     )
     ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = option(
-        "PACK", "Placement strategy: few machines, many machines, one machine, or one machine per command."
+        "PACK",
+        "Ray's placement strategy. 'PACK': few machines. 'SPREAD': many machines. 'STRICT_PACK': one machine. "
+        "'STRICT_SPREAD': one machine per command.",
     )
     ray_timeout: PositiveFloat = option(900.0, "Seconds to wait for resources that are in use.")
-    rollout_servers: NonNegativeInt = option(1, "Number of rollout servers. 0: the trainer generates.")
-    rollout_server_args: str = option("", "Further options of the servers as one string: '--max_num_seqs 128'.")
+    rollout_servers: NonNegativeInt = option(1, "Number of rollout servers. 0: the trainer itself generates.")
+    rollout_server_args: str = option("", "Additional options of the servers as one string: '--max_num_seqs 128'.")
     rollout_server_cpus: NonNegativeFloat = option(1.0, "CPU cores of each server.")
     rollout_server_gpus: NonNegativeFloat | None = option(
         None, "Number of GPUs per server. None: 1, or 0 on machines without GPUs."
     )
     trainer_cpus: NonNegativeFloat = option(1.0, "CPU cores of the trainer, for all its processes together.")
     trainer_gpus: NonNegativeFloat | None = option(
-        None, "GPUs of the trainer. None: --num_processes, or 1; 0 if there are no GPUs."
+        None, "Number of GPUs of the trainer. None: value of --num_processes, or 1 if it is not set, or 0 without GPUs."
     )
 
     def __post_init__(self) -> None:

@@ -19,13 +19,17 @@ class TeacherScoresArguments:
     output: str = field(metadata={"help": "Path of the output file. Set teacher_scores to it in a config."})
     dataset_config: str | None = option(None, "Configuration of a Hub dataset.")
     dataset_train_split: str = option("train", "Split to score.")
-    top_k: int = option(64, "Number of ids per position. The remaining probability mass is stored as one number.")
-    max_length: int | None = option(1024, "Same value as in the config that reads the file; GKD's default is 1024.")
+    top_k: int = option(
+        64, "Number of token ids stored per position. The remaining probability is stored as one number."
+    )
+    max_length: int | None = option(1024, "Same value as in the config that reads the file. GKD's default is 1024.")
     max_prompt_length: int | None = option(None, "Same value as in the config that reads the file.")
     chat_template_kwargs: str | None = option(None, "Same value as in the config that reads the file, as JSON.")
     batch_size: int = option(16, "Number of rows per forward pass of the teacher.")
-    tokenizer_check: Literal["error", "warn", "off"] = option("error", "Action if the tokenizers differ.")
-    trust_remote_code: bool = option(False, "Allow code from the models' repositories.")
+    tokenizer_check: Literal["error", "warn", "off"] = option(
+        "error", "What to do if the two tokenizers differ: 'error' stops, 'warn' logs a warning, 'off' does not check."
+    )
+    trust_remote_code: bool = option(False, "Run Python code from the models' repositories.")
 
 
 def run(argv: list[str]) -> int:

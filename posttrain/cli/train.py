@@ -151,38 +151,42 @@ class ScriptArguments:
 
     gradient_checkpointing_use_reentrant: ClassVar[bool] = False  # An option of older releases, which scripts read.
 
-    dataset_name: str | None = option(None, "Hub id, folder, or .jsonl, .json, .csv, .parquet file.")
+    dataset_name: str | None = option(None, "Hub id of a dataset, a folder, or a .jsonl, .json, .csv or .parquet file.")
     dataset_config: str | None = option(None, "Configuration of a Hub dataset.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
-    dataset_streaming: bool = option(False, "Stream the dataset.")
-    ignore_bias_buffers: bool = option(False, "Exclude bool buffers from DDP's broadcasts.")
+    dataset_streaming: bool = option(False, "Read rows while training instead of loading the dataset first.")
+    ignore_bias_buffers: bool = option(False, "Exclude boolean buffers from the broadcasts of DDP.")
 
 
 @dataclass
 class GRPOScriptArguments(ScriptArguments):
     """Arguments that select the dataset and the rewards."""
 
-    reward_model_name_or_path: str | None = option(None, "Sequence-classification model used as reward.")
-    reward_funcs: list[str] | None = option(None, "Reward names, dotted paths module.function, or file.py:function.")
+    reward_model_name_or_path: str | None = option(None, "Sequence-classification model to use as reward.")
+    reward_funcs: list[str] | None = option(
+        None, "Names of built-in rewards, or functions: module.function, file.py:function."
+    )
 
 
 @dataclass
 class EpisodeScriptArguments(GRPOScriptArguments):
     """Arguments that select the dataset, the rewards, and tools or environments for rollouts."""
 
-    tools: list[str] | None = option(None, "Functions that the model may call: module.function, or file.py:function.")
+    tools: list[str] | None = option(None, "Functions that the model can call: module.function, or file.py:function.")
     environment_factory: str | None = option(
-        None, "Class or function that makes an environment. With it, a dataset is optional."
+        None, "Class or function that creates an environment. A dataset is then optional."
     )
-    rollout_func: str | None = option(None, "Function (prompts, trainer) that generates instead of the engine.")
+    rollout_func: str | None = option(None, "Function (prompts, trainer) that replaces the engine.")
 
 
 @dataclass
 class JudgedScriptArguments(GRPOScriptArguments):
     """Arguments that select the dataset, and the rewards or judge that rank two completions."""
 
-    judge_url: str | None = option(None, "OpenAI-compatible server of a judge, instead of rewards: http://host:8000/v1")
+    judge_url: str | None = option(
+        None, "URL of a judge with OpenAI's API, used instead of rewards: http://host:8000/v1"
+    )
     judge_model: str = option("judge", "Model name of the judge on that server.")
 
 

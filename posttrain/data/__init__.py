@@ -1,1 +1,1 @@
-"""Rows before the model: formats, templates, tokens, packing, collating, sampling."""
+"""Data pipeline: dataset formats, chat templates, tokenization, packing, collation and sampling."""

@@ -35,12 +35,12 @@ def _default(template: str | dict[str, str] | None) -> str | None:
 
 
 def inner_tokenizer(processing_class: Tokenizer) -> Any:
-    """Return the tokenizer of a processor, or the tokenizer itself."""
+    """Return the tokenizer of a processor. A tokenizer is returned unchanged."""
     return getattr(processing_class, "tokenizer", None) or processing_class
 
 
 def ids_without_token(processing_class: Tokenizer, size: int) -> frozenset[int]:
-    """Return the ids below ``size`` that have no token in the tokenizer: rows of a padded embedding."""
+    """Return the ids below ``size`` for which the tokenizer has no token. They belong to rows of a padded embedding."""
     return frozenset(range(size)) - frozenset(inner_tokenizer(processing_class).get_vocab().values())
 
 
@@ -50,19 +50,19 @@ def is_processor(processing_class: Tokenizer) -> bool:
 
 
 def with_template(processing_class: Tokenizer, template: str | None) -> Any:
-    """Return a shallow copy of the (inner) tokenizer with chat template ``template``."""
+    """Return a shallow copy of the (inner) tokenizer with the chat template ``template``."""
     shadow = copy.copy(inner_tokenizer(processing_class))
     shadow.chat_template = template
     return shadow
 
 
 def tool_call(name: Any, arguments: Any) -> dict[str, Any]:
-    """Return a tool call in the form that messages use."""
+    """Return a tool call in OpenAI's message format."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with tool call arguments encoded as JSON text, for templates that concatenate them as strings."""
+    """Return messages whose tool call arguments are JSON text, for templates that concatenate arguments with strings."""
     converted = []
     for message in messages:
         calls = [
@@ -73,7 +73,7 @@ def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return converted
 
 
-# Message keys for the model's reasoning. A template reads one of them and silently ignores the others.
+# Message keys for the model's reasoning. A template reads one of these keys and silently ignores the other two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -81,23 +81,23 @@ def check_unicode(text: str, where: str) -> None:
     """Reject text with lone surrogates, which no tokenizer can encode.
 
     Raises:
-        DataError: The text cannot be encoded as UTF-8. The error names ``where`` and shows the surrounding text.
+        DataError: The text cannot be encoded as UTF-8. The message contains ``where`` and the surrounding text.
     """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         shown = text[max(0, error.start - 30) : error.end + 10]
         raise DataError(
-            f"{where}: text that is not valid Unicode (character {error.start}: {error.reason}): {shown!r}. Fix: read its source "
-            "as UTF-8 again, or repair it with text.encode('utf-8', 'replace').decode()."
+            f"{where}: the text is not valid Unicode (character {error.start}: {error.reason}): {shown!r}. Fix: read the text "
+            "from its source as UTF-8 again, or repair it with text.encode('utf-8', 'replace').decode()."
         ) from error
 
 
 def check_messages(messages: Any) -> None:
-    """Reject messages that many templates would render as nothing, or as the word None.
+    """Check that each message has a role and some content. Many templates render an empty message as nothing or as "None".
 
     Raises:
-        DataError: A message is not a mapping with a role, or has no content, tool call or reasoning.
+        DataError: A message is not a mapping with a role, or has neither content nor a tool call nor reasoning.
     """
     for number, message in enumerate(messages):
         plain = (
@@ -115,10 +115,10 @@ def check_messages(messages: Any) -> None:
 
 
 def fit_messages(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: Any = None) -> list[dict[str, Any]]:
-    """Convert messages to the form that the chat template reads. The input is not changed.
+    """Adapt messages to the chat template. The input is not changed.
 
     Reasoning is moved to the key that the template reads. Tool arguments stored as JSON text are decoded if the template would
-    encode the text a second time.
+    encode them a second time.
     """
     if not any(m.get(name) for m in messages for name in ("tool_calls", *REASONING) if name in m):
         return messages
@@ -135,13 +135,13 @@ def _under_read_name(message: dict[str, Any], reads: list[str]) -> dict[str, Any
     if not spelled or not reads or set(spelled) & set(reads):
         return message
     warn_once(
-        logger, "messages contain %r, which the chat template does not read; it is renamed to %r.", spelled[0], reads[0]
+        logger, "messages contain %r, which the chat template does not read. It is renamed to %r.", spelled[0], reads[0]
     )
     return {**{k: v for k, v in message.items() if k != spelled[0]}, reads[0]: message[spelled[0]]}
 
 
 def _arguments(call: Any) -> Any:
-    """Decode the JSON arguments of a call; return None if they are not an object."""
+    """Decode the JSON arguments of a tool call, or return None if they are not a JSON object."""
     function = call.get("function", call) if isinstance(call, dict) else {}
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return None
@@ -172,7 +172,7 @@ def _decoded(message: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
-    """Test whether a template takes arguments as an object and encodes JSON text a second time (or rejects it)."""
+    """Return whether a template expects arguments as an object, and rejects JSON text or encodes it a second time."""
 
     def rendered(arguments: Any) -> str | None:
         calls = [tool_call("zq_find", arguments)]
@@ -187,12 +187,12 @@ def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
     twice = fits and (as_text is None or '\\"zq_key\\"' in as_text)
     if twice:
         logger.warning(
-            "tool arguments are stored as JSON text, which the chat template would encode again; they are decoded first."
+            "tool arguments are stored as JSON text, which the chat template would encode again. They are decoded first."
         )
     return twice
 
 
-PROBE = "7f3a probe 9c1e"  # Content that no template produces by itself.
+PROBE = "7f3a probe 9c1e"  # Content that does not occur in any template.
 
 
 def render(
@@ -204,7 +204,7 @@ def render(
     tools: Any = None,
     **template_kwargs: Any,
 ) -> str:
-    """Render a conversation as the text that the model reads.
+    """Render a conversation with the chat template.
 
     Raises:
         ModelError: The tokenizer has no chat template, or its template is not valid Jinja.
@@ -213,7 +213,7 @@ def render(
     if not tokenizer.chat_template:
         raise ModelError(
             "the rows are conversational, but the tokenizer has no chat template. Fix: set tokenizer.chat_template, use an "
-            "instruction-tuned checkpoint, or give the rows as strings."
+            "instruction-tuned checkpoint, or convert the rows to strings."
         )
     text = _template(
         tokenizer,
@@ -229,7 +229,7 @@ def render(
 
 
 def _template(tokenizer: Tokenizer, messages: list[dict[str, Any]], *, tools: Any, **options: Any) -> Any:
-    """Run the tokenizer's `apply_chat_template` on checked and fitted messages; raise errors that state a fix."""
+    """Run `apply_chat_template` on checked and adapted messages. Convert its exceptions to errors that contain a fix."""
     check_messages(messages)
     fitted = fit_messages(tokenizer, messages, options.get("chat_template"))
     try:
@@ -258,25 +258,25 @@ def render_prompt(
     answered: bool = False,
     **template_kwargs: Any,
 ) -> str:
-    """Render a prompt with the generation prompt, or with an unfinished assistant message as the last turn.
+    """Render a prompt with the generation prompt. If the last message is an assistant message, leave it open instead.
 
     Args:
         tokenizer: Tokenizer with a chat template.
         prompt: Messages.
         tools: Schemas or functions.
-        answered: The row contains an answer, so the prompt may end with a message of any role.
+        answered: Whether the row contains an answer. The prompt may then end with a message of any role.
         template_kwargs: Passed to the template.
 
     Raises:
-        DataError: The prompt is empty, or ends with a message that is neither to be answered nor continued.
+        DataError: The prompt is empty, or the role of its last message is neither user nor tool nor assistant.
     """
     if not prompt:
-        raise DataError("the row has an empty prompt. It needs at least one message.")
+        raise DataError("the prompt of the row is empty. Fix: add at least one message.")
     last = prompt[-1].get("role")
     if not answered and last not in ("user", "tool", "assistant"):
         raise DataError(
-            f"the prompt ends with a message of role {last!r}. It must end with 'user' or 'tool' (to be answered) or "
-            "'assistant' (to be continued)."
+            f"the prompt ends with a message of role {last!r}. Fix: end it with a 'user' or 'tool' message, which the model "
+            "answers, or with an 'assistant' message, which the model continues."
         )
     mode = {"continue_final_message": True} if last == "assistant" else {"add_generation_prompt": True}
     return render(tokenizer, prompt, tools=tools, **mode, **template_kwargs)
@@ -301,33 +301,34 @@ def apply_chat_template(
     tokenizer: Tokenizer | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:
-    """Render a conversational row as text: ``messages`` becomes ``text``, other columns keep their names.
+    """Render a conversational row as text. ``messages`` becomes ``text``; other columns keep their names.
 
-    A prompt and its answers are split at the longest common prefix of their renderings. ``prompt + answer`` is therefore always
-    equal to the rendering of the whole conversation.
+    Prompt and answers are split at the end of the longest common prefix of their renderings. Therefore ``prompt + answer`` always
+    equals the rendering of the whole conversation.
 
     Args:
         example: Row with ``messages``; ``prompt``; ``prompt`` with ``completion`` (and ``label``); ``prompt`` with ``chosen``
             and ``rejected``; or ``chosen`` and ``rejected`` alone. Other columns are dropped.
         processing_class: Tokenizer with a chat template.
         tools: Schemas or functions. An empty list is the same as None.
-        merge_prefill: Join a prompt that ends with an assistant message and the answer into one turn. False keeps two turns.
+        merge_prefill: If the prompt ends with an assistant message, whether to join it with the answer into one turn. By default
+            they are two turns.
         tokenizer: Deprecated name of ``processing_class``.
         template_kwargs: Passed to the template.
 
     Raises:
         ArgumentTypeError: Neither or both of ``processing_class`` and ``tokenizer`` are given.
-        KeyError: The row has a different set of columns.
-        DataError: The prompt is empty, or ends with a message that is neither to be answered nor continued.
+        KeyError: The row's columns do not match any of these types.
+        DataError: The prompt is empty or ends with a message of another role.
     """
     if (processing_class is None) == (tokenizer is None):
         raise ArgumentTypeError(
-            "give processing_class (a tokenizer), or tokenizer, its name in older releases; one of the two."
+            "pass the tokenizer as processing_class, or by its deprecated name tokenizer, but not both."
         )
     processing_class = processing_class or tokenizer
     row = {k: example[k] for k in ("prompt", "chosen", "rejected", "completion", "messages", "label") if k in example}
     if set(row) not in KEY_SETS:
-        raise KeyError(f"columns {sorted(row)} match no conversational type; see the documentation of dataset formats.")
+        raise KeyError(f"columns {sorted(row)} do not match a conversational type. See docs/dataset_formats.md.")
     twice = sorted(set(template_kwargs) & set(example.get("chat_template_kwargs") or {}))
     if twice:
         raise TypeError(f"{twice} are passed both as arguments and in the row's chat_template_kwargs.")
@@ -349,8 +350,8 @@ def _appended(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> lis
     if prompt[-1].get("role") == "assistant":
         warn_once(
             logger,
-            "a prompt ends with an assistant message and its answer is a separate turn, so the model reads two assistant turns. "
-            "Pass merge_prefill=True to join them.",
+            "a prompt ends with an assistant message, and the answer is a separate assistant turn. The model therefore reads two "
+            "assistant turns in a row. To join them, pass merge_prefill=True.",
         )
     return prompt + answer
 
@@ -360,7 +361,7 @@ def _merged(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[
         return prompt + answer
     if not isinstance(prompt[-1].get("content"), str) or not isinstance(answer[0].get("content"), str):
         raise ConfigError(
-            "merge_prefill=True joins text, but the prompt's last or the answer's first message has none."
+            "merge_prefill=True joins texts, but the last message of the prompt or the first of the answer has no text."
         )
     joined = {**answer[0], "content": prompt[-1]["content"] + answer[0]["content"]}
     return [*prompt[:-1], joined, *answer[1:]]
@@ -369,7 +370,7 @@ def _merged(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[
 def maybe_apply_chat_template(
     example: dict[str, Any], processing_class: Tokenizer | None = None, tools: Any = None, **kwargs: Any
 ) -> dict:
-    """Apply `apply_chat_template` to a conversational row; return other rows unchanged."""
+    """Apply `apply_chat_template` to a conversational row. Other rows are returned unchanged."""
     return apply_chat_template(example, processing_class, tools, **kwargs) if is_conversational(example) else example
 
 
@@ -387,12 +388,12 @@ def has_generation_markers(template: str | dict | None) -> bool:
 
 
 def as_blocks(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose text content is a list with one text block, as templates of vision-language models read it."""
+    """Return messages whose text is a list with one text block, which is the form that vision-language templates expect."""
     return [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
 def turn_end(tokenizer: Tokenizer, rendered: Callable[..., str] | None = None) -> str:
-    """Return the end-of-turn token that the template writes after an assistant message, or ``""``."""
+    """Return the end-of-turn token that the template writes after an assistant message, or an empty string."""
     return _turn_end(tokenizer, str(tokenizer.chat_template or ""), rendered)
 
 
@@ -406,7 +407,7 @@ def _turn_end(tokenizer: Tokenizer, template: str, rendered: Callable[..., str] 
         text = rendered(messages)
     except DataError:
         text = ""
-    if PROBE not in text:  # The template reads blocks only.
+    if PROBE not in text:  # The template accepts only content blocks.
         text = rendered(as_blocks(messages))
     after = text.rpartition(PROBE)[-1] if PROBE in text else ""
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
@@ -415,10 +416,10 @@ def _turn_end(tokenizer: Tokenizer, template: str, rendered: Callable[..., str] 
 
 
 def terminal_token_ids(tokenizer: Tokenizer, generation_config: Any = None) -> tuple[int, ...]:
-    """Return all tokens that end generation: the eos tokens of tokenizer, generation config and chat template.
+    """Return all token ids that end generation: the eos tokens of the tokenizer, the generation config and the chat template.
 
-    The tokenizer's eos alone is not enough: Gemma ends a turn with ``<end_of_turn>`` and Phi with ``<|end|>``. A trainer that
-    checks only the tokenizer's eos counts nearly every completion as truncated.
+    The tokenizer's eos token is not enough. For example, Gemma ends a turn with ``<end_of_turn>`` and Phi with ``<|end|>``. A
+    trainer that checks only the tokenizer's eos token counts nearly every completion as truncated.
     """
     ids = set()
     if tokenizer.eos_token_id is not None:
@@ -436,9 +437,11 @@ def assistant_mask(
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of a conversation, and a mask that is 1 on assistant tokens, including end-of-turn tokens.
 
-    If the template has generation markers, they define the mask. Otherwise each assistant turn is located by rendering the
-    conversation twice: before the turn, with the generation prompt, and through the end of the turn. ``rendered`` replaces
-    `render` if given.
+    If the template has generation markers, the markers define the mask. Otherwise the conversation is rendered twice for each
+    assistant turn: up to the turn (with the generation prompt), and up to the end of the turn. The assistant's text is the
+    difference.
+
+    ``rendered`` replaces `render` if it is not None.
     """
     if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
         out = _template(
@@ -465,16 +468,16 @@ def assistant_mask(
 def assistant_spans(
     rendered: Callable[..., str], messages: list[dict[str, Any]], end: str, **kwargs: Any
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the rendered text, and the character span of each assistant turn including its end-of-turn token.
+    """Return the rendered text and the character range of each assistant turn, including its end-of-turn token.
 
     Args:
         rendered: Function that renders messages as text, such as `render`.
         messages: A conversation.
-        end: Return value of `turn_end`.
+        end: End-of-turn token, as returned by `turn_end`.
         kwargs: Passed to ``rendered``.
 
     Raises:
-        ModelError: The template renders earlier turns differently once later turns follow.
+        ModelError: The template changes earlier turns when later turns follow.
     """
     text, spans = rendered(messages, **kwargs), []
     for index, message in enumerate(messages):
@@ -482,12 +485,12 @@ def assistant_spans(
             continue
         before = rendered(messages[:index], add_generation_prompt=True, **kwargs)
         through = text if index == len(messages) - 1 else rendered(messages[: index + 1], **kwargs)
-        # A turn may end differently: after a tool call, for example, some templates write the tool result immediately.
+        # The end-of-turn token may be missing. After a tool call, for example, some templates write the result immediately.
         stop = through.rfind(end, len(before)) + len(end) if end in through[len(before) :] else len(through)
         if not (text.startswith(before) and text.startswith(through[:stop])):
             raise ModelError(
-                "the chat template renders earlier turns differently once later turns follow, so the assistant's tokens "
-                "cannot be located. Fix: use a template with {% generation %} markers (chat_template_path)."
+                "the chat template changes earlier turns when later turns follow, so the assistant's tokens cannot be located. "
+                "Fix: use a template with {% generation %} markers (chat_template_path)."
             )
         spans.append((len(before), stop))
     return text, spans
@@ -503,13 +506,13 @@ def encode(
     special: bool,
     where: Callable[[int], str] = "text {} of the batch".format,
 ) -> list[list[int]]:
-    """Tokenize a batch of texts, with or without the tokenizer's own special tokens.
+    """Tokenize a batch of texts.
 
     Args:
-        tokenizer: Tokenizer. Texts longer than its ``model_max_length`` cause no warning, because rows are truncated later.
+        tokenizer: Tokenizer. Its warning about texts longer than ``model_max_length`` is disabled.
         texts: Texts to encode.
         special: Whether the tokenizer adds its special tokens.
-        where: Returns the name of a text, given its index in ``texts``, for error messages.
+        where: Function that returns a name for the text at an index of ``texts``, for error messages.
 
     Raises:
         DataError: A text is not valid Unicode.
@@ -527,7 +530,7 @@ def encode(
     except Exception as error:
         for index, text in enumerate(texts):
             if not isinstance(text, str):
-                raise DataError(f"{where(index)}: it must be text, not {type(text).__name__}.") from error
+                raise DataError(f"{where(index)}: expected a string, but got {type(text).__name__}.") from error
             check_unicode(text, where(index))
         raise DataError(f"the tokenizer failed on a batch of {len(texts)} texts: {error}") from error
 
@@ -535,11 +538,13 @@ def encode(
 def encode_rows(
     tokenizer: Tokenizer, rows: Sequence[tuple[bool, Sequence[str]]], indices: Sequence[int]
 ) -> list[list[list[int]]]:
-    """Tokenize the texts of rows in two calls: plain texts with the tokenizer's special tokens, rendered texts without.
+    """Tokenize the texts of several rows with two calls: one for plain texts, and one for rendered texts.
+
+    Plain texts get the tokenizer's special tokens. Rendered texts already contain special tokens.
 
     Args:
-        tokenizer: See `encode`.
-        rows: For each row, whether it is plain text, and its texts.
+        tokenizer: Tokenizer.
+        rows: For each row, whether it is plain text, and the row's texts.
         indices: Row numbers for error messages.
 
     Raises:
@@ -556,12 +561,12 @@ def encode_rows(
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """Remove a duplicate bos token. A text that contains the token gets a second one from the tokenizer."""
+    """Remove a duplicate bos token. It occurs if the text itself begins with the token."""
     return ids[1:] if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos else ids
 
 
 def open_end(ids: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
-    """Remove the eos token that some tokenizers append to every text, because a prompt must be continued."""
+    """Remove the eos token that some tokenizers append to every text. A prompt must not end with it."""
     eos = tokenizer.eos_token_id
     if eos is None or len(ids) < 2 or ids[-1] != eos or text.rstrip().endswith(tokenizer.eos_token):
         return ids
@@ -569,7 +574,7 @@ def open_end(ids: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def parse_tools(value: object) -> Any:
-    """Parse a ``tools`` column: schemas, or a JSON string of them. An empty list is the same as None.
+    """Parse a ``tools`` column, which contains a list of schemas or the list as JSON text. An empty list becomes None.
 
     Raises:
         DataError: The string is not valid JSON.
@@ -579,11 +584,11 @@ def parse_tools(value: object) -> Any:
     try:
         return json.loads(value) or None
     except ValueError as error:
-        raise DataError(f"column 'tools' is text that is not valid JSON ({error}): {value[:80]!r}") from error
+        raise DataError(f"column 'tools' contains text that is not valid JSON ({error}): {value[:80]!r}") from error
 
 
 def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the template arguments that a row contains: its tools and ``chat_template_kwargs``."""
+    """Return the arguments for the chat template that a row contains: ``tools`` and ``chat_template_kwargs``."""
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         raise DataError(
@@ -594,17 +599,17 @@ def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_text(tokenizer: Tokenizer, row: dict[str, Any], kwargs: dict[str, Any], *, answered: bool = False) -> str:
-    """Render a conversational row's prompt for generation. The row's template arguments take precedence over ``kwargs``."""
+    """Render the prompt of a conversational row for generation. The row's template arguments override ``kwargs``."""
     return render_prompt(tokenizer, row["prompt"], answered=answered, **(kwargs | template_arguments(row)))
 
 
 def tokenize_prompts(
     rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, *, chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
-    """Tokenize a batch of prompts for the generation engine. Equal neighbors are tokenized once.
+    """Tokenize a batch of prompts for generation. Consecutive equal prompts are tokenized once.
 
-    Conversational prompts end with the generation prompt (or with an unfinished assistant message). Their special tokens come
-    from the template alone; plain prompts get the tokenizer's own special tokens.
+    Conversational prompts end with the generation prompt, or with an open assistant message. The template writes their special
+    tokens. Plain prompts get the tokenizer's special tokens.
     """
     chat = is_messages(rows[0]["prompt"])
     alike = [list(group) for _, group in groupby(rows, key=lambda row: [row.get(name) for name in RENDERED])]
@@ -617,16 +622,16 @@ def tokenize_prompts(
 
 
 def cut_prompt(ids: list[int], most: int | None) -> list[int]:
-    """Return the last ``most`` tokens of a prompt.
+    """Truncate a prompt from the left to ``most`` tokens.
 
     Raises:
-        DataError: The prompt is longer and has images; truncation could split an image.
+        DataError: The prompt contains images and is longer than ``most``. Truncation could split an image.
     """
     if most is None or len(ids) <= most:
         return ids
     if Prompt.pictures_of(ids):
         raise DataError(
-            f"a prompt with images has {len(ids)} tokens, but max_length and max_prompt_length allow {most}, and truncation "
-            "could split an image. Fix: set larger limits, or use smaller images."
+            f"a prompt with images has {len(ids)} tokens, but max_length and max_prompt_length allow only {most}. A prompt with "
+            "images is not truncated, because truncation could split an image. Fix: increase the limits, or use smaller images."
         )
     return ids[-most:]

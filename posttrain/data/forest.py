@@ -1,4 +1,4 @@
-"""Collate rows into batches of packed prefix trees: each prompt is computed once, and little is padded."""
+"""Collate rows into batches of packed prefix trees. Each prompt is computed once, and batches contain little padding."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from posttrain.data.trie import Member, Node, Tree
 from posttrain.errors import DataError
 from posttrain.types import Batch, Leaf, Row, Segment
 
-PADDED_MOST = 0.05  # Share of a stacked pass that may be padding: less than what another pass costs.
+PADDED_MOST = 0.05  # Maximum share of padding in a stacked pass. More padding would cost more than another pass.
 FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")  # Columns that are fields of `Batch` by name.
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of rows in a batch, for one model and attention backend.
+    """Arrangement of sequences in a batch. It depends on the model and the attention backend.
 
     Attributes:
         kind: ``tree`` computes common prefixes once and packs several prefix trees into a batch row. ``padded`` gives every
-            sequence its own padded row with a copy of the prompt, for models whose attention cannot separate sequences.
-        dense_mask: The attention of a ``tree`` takes a dense mask instead of segments (see `posttrain.models.tree_attention`).
-            Its time and memory grow with the square of the row length.
+            sequence its own padded row with a copy of the prompt. It is for models whose attention cannot separate sequences.
+        dense_mask: Whether the attention for ``tree`` takes a dense mask instead of segments (see
+            `posttrain.models.tree_attention`). Its time and memory grow with the square of the row length.
         row_tokens: Maximum number of tokens of a packed batch row, and of a tree that joins several rows with a common prefix.
-            Should be small with a dense mask.
+            It should be small with a dense mask.
         pass_tokens: Maximum number of tokens of a forward pass with a dense mask. Batch rows of similar width are stacked,
             because every pass has a fixed cost (reading weights, accumulating gradients). At most 5 % of a pass is padding.
-        max_tree_tokens: Maximum number of tokens of a tree. A longer group is split and its prompt repeated. With segments,
-            groups longer than ``row_tokens`` are also split if that repeats few tokens (`posttrain.data.trie.REPEATED_MOST`).
-        joins_rows: Compute rows with a common prefix as one tree. Must be False for models that read prompts bidirectionally
-            or attend across all images of a row.
-        pad_to_multiple_of: Round T up to a multiple of this number.
-        rope_switch: Sequence length above which the model uses different rotary frequencies (longrope). A pass uses the same
-            frequencies for all of its sequences, so longer and shorter sequences never share a pass. None: no such length.
-        rope_end: Maximum sequence length. Longer sequences raise an error, because with ``dynamic`` rotary embeddings their
-            log-probs depend on earlier passes.
+        max_tree_tokens: Maximum number of tokens of a tree. If the sequences of a row need more, they are split into several
+            trees and the prompt is repeated. Without a dense mask, trees longer than ``row_tokens`` are also split if this
+            repeats few tokens (see `posttrain.data.trie.REPEATED_MOST`).
+        joins_rows: Whether rows with a common prefix are computed as one tree. Must be False for models that read prompts
+            bidirectionally or attend across all images of a row.
+        pad_to_multiple_of: The length T of a batch is rounded up to a multiple of this number.
+        rope_switch: Sequence length above which the model uses different rotary frequencies (longrope). All sequences of a pass
+            use the same frequencies, so shorter and longer sequences are never in the same pass. None if there is no such length.
+        rope_end: Maximum sequence length. With ``dynamic`` rotary embeddings, the log-probs of longer sequences would depend on
+            earlier passes, so longer sequences raise an error.
     """
 
     kind: Literal["tree", "padded"] = "tree"
@@ -61,8 +62,8 @@ def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
     Rows with ``model_kwargs`` are not merged.
 
     Returns:
-        The merged rows, ordered by the first occurrence of their prompts; and for each completion of the merged rows, its
-        index in the flat list of input completions.
+        The merged rows, in the order in which their prompts first occur. Also one index per completion of the merged rows: the
+        position of the completion in the flat list of input completions.
 
     >>> rows, places = share_prompts([Row([1], [[2]], [[1]]), Row([3], [[4]], [[1]]), Row([1], [[5]], [[1]])])
     >>> [row.completions for row in rows], places
@@ -106,21 +107,21 @@ def collate(
     """Collate rows into batches. Each batch is one forward pass.
 
     Args:
-        rows: Examples. ``Batch.origin`` indexes the flat list of their completions, in order.
-        pad_token_id: Id written at padding positions. It is never read back, because padding is identified by position.
-        layout: See `Layout`.
-        whole_rows: Keep all completions of a row in one batch, for losses that compare them.
-        together: Keep all rows in one batch, for losses that sort them.
+        rows: Examples. ``Batch.origin`` contains indices into the flat list of their completions.
+        pad_token_id: Id of padding tokens. Padding is identified by position, so the value does not matter.
+        layout: Arrangement of the sequences.
+        whole_rows: Whether all completions of a row must be in one batch. Losses that compare completions need this.
+        together: Whether all rows must be in one batch. Losses that sort the rows need this.
 
     Returns:
-        Batches that hold every completion exactly once. The sum of their ``num_sequences`` is the number of completions.
+        Batches that contain every completion exactly once. Their ``num_sequences`` sum up to the number of completions.
 
     Raises:
         DataError: There are no rows; a row has no completions; a mask, column or id list has the wrong length; or the loss
-            compares sequences that need different rotary frequencies (see `Layout`).
+            compares sequences that need different rotary frequencies (see `Layout.rope_switch`).
     """
     if not rows:
-        raise DataError("collate got an empty list of rows; a batch needs at least one.")
+        raise DataError("collate got an empty list of rows. Fix: pass at least one row.")
     for index, row in enumerate(rows):
         _check(row, index, layout.rope_end)
     parts = _by_rope(_members(rows), layout.rope_switch)
@@ -137,7 +138,7 @@ def collate(
 
 
 def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows: bool, together: bool) -> list[Batch]:
-    """Return batches of trees that may share a pass; see `collate`."""
+    """Return batches of trees that can be in the same pass; see `collate`."""
     if together:
         packed = [[tree] for tree in trees] if layout.kind == "padded" else _best_fit(trees, layout.row_tokens)
         return [_lay_out(packed, pad_token_id, layout)]
@@ -145,10 +146,10 @@ def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows
         units = _units(trees) if whole_rows else [[tree] for tree in trees]
         bins = _by_length(units, layout.row_tokens)
         return [_lay_out([[tree] for unit in group for tree in unit], pad_token_id, layout) for group in bins]
-    split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []  # Too long for one tree.
+    split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []  # Rows too long for one tree.
     apart = {id(tree) for unit in split for tree in unit}
     whole = [tree for tree in trees if id(tree) not in apart]
-    # If one tree exceeds the row budget, other rows are filled to its length, up to twice the budget.
+    # If a tree exceeds the row budget, other rows may be as long as this tree, but not longer than twice the budget.
     longest = max((tree.size for tree in whole), default=0)
     packed = _best_fit(whole, max(layout.row_tokens, min(longest, 2 * layout.row_tokens)))
     batches = [_lay_out(stack, pad_token_id, layout) for stack in _stacks(packed, layout.pass_tokens)]
@@ -158,7 +159,7 @@ def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows
 def split_by_sequence(values: Tensor, batch: Batch) -> list[Tensor]:
     """Split a per-token ``(B, T)`` tensor into one 1-D tensor per sequence, in the order of ``batch.origin``.
 
-    Only completion tokens are returned: each tensor is as long as its completion.
+    Only completion tokens are returned. Each tensor has the length of its completion.
     """
     inside = batch.sequence >= 0
     lengths = torch.bincount(batch.sequence[inside], minlength=batch.num_sequences)
@@ -168,10 +169,10 @@ def split_by_sequence(values: Tensor, batch: Batch) -> list[Tensor]:
 def _check(row: Row, index: int, rope_end: int | None) -> None:
     count = len(row.completions)
     if count == 0:
-        raise DataError(f"row {index} has no completion; every row needs at least one.")
+        raise DataError(f"row {index} has no completion. Fix: give every row at least one completion.")
     for i, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
         if len(ids) != len(mask):
-            raise DataError(f"row {index}, completion {i}: {len(ids)} token ids but a loss mask of length {len(mask)}.")
+            raise DataError(f"row {index}, completion {i}: {len(ids)} token ids, but a loss mask of {len(mask)}.")
         if rope_end is not None and len(row.prompt_ids) + len(ids) > rope_end:
             raise DataError(
                 f"row {index}, completion {i} has {len(row.prompt_ids) + len(ids)} tokens including its prompt. With "
@@ -181,7 +182,7 @@ def _check(row: Row, index: int, rope_end: int | None) -> None:
             )
     for name, column in row.sequence_columns.items():
         if len(column) != count:
-            raise DataError(f"row {index}, column {name!r}: {len(column)} values for {count} completions.")
+            raise DataError(f"row {index}, column {name!r}: it has {len(column)} values for {count} completions.")
     for name, lists in row.token_columns.items():
         lengths, wanted = [len(x) for x in lists], [len(x) for x in row.completions]
         if lengths != wanted:
@@ -201,7 +202,7 @@ def _length(member: Member) -> int:
 
 
 def _by_rope(members: list[Member], switch: int | None) -> list[list[Member]]:
-    """Split sequences into those of up to ``switch`` tokens and longer ones."""
+    """Group sequences by length: up to ``switch`` tokens, and longer. Return the groups that are not empty."""
     if switch is None:
         return [members]
     parts = [[member for member in members if (_length(member) > switch) is beyond] for beyond in (False, True)]
@@ -209,21 +210,21 @@ def _by_rope(members: list[Member], switch: int | None) -> list[list[Member]]:
 
 
 def _refuse_mixed(parts: list[list[Member]], layout: Layout, together: bool) -> None:
-    """Raise if the loss compares sequences on both sides of ``rope_switch``."""
+    """Raise an error if the loss compares a sequence of up to ``rope_switch`` tokens with a longer sequence."""
     short, long = ({member.number: member for member in part} for part in parts)
     shared = [number for number in short if number in long] or ([next(iter(short))] if together else [])
     if shared:
         a, b = short[shared[0]], long.get(shared[0], next(iter(long.values())))
         raise DataError(
             f"the loss compares sequences of {_length(a)} and {_length(b)} tokens (prompt {a.row.prompt_ids[:8]}...). With "
-            f"rope_type='longrope', a pass with a sequence longer than {layout.rope_switch} tokens uses different rotary "
-            f"frequencies for all of its sequences, also for shorter ones. Fix: set max_length={layout.rope_switch}, or remove "
+            f"rope_type='longrope', a pass that contains a sequence longer than {layout.rope_switch} tokens uses different "
+            f"rotary frequencies for all of its sequences. Fix: set max_length={layout.rope_switch}, or remove "
             "such rows."
         )
 
 
 def _grow(members: list[Member], layout: Layout, *, splits: bool) -> list[Tree]:
-    """Build prefix trees of sequences that may share a pass."""
+    """Build prefix trees from sequences that can be in the same pass."""
     if layout.kind == "padded":
         return trie.alone(members)
     joined = layout.row_tokens if layout.joins_rows else 0
@@ -233,7 +234,7 @@ def _grow(members: list[Member], layout: Layout, *, splits: bool) -> list[Tree]:
 
 
 def _best_fit(trees: list[Tree], budget: int) -> list[list[Tree]]:
-    """Pack trees into rows by best-fit decreasing: longest tree first, into the fullest row that has room for it."""
+    """Pack trees into rows by best-fit decreasing: longest tree first, each into the fullest row in which it fits."""
     bins: list[list[Tree]] = []
     space: list[int] = []
     for tree in sorted(trees, key=lambda t: -t.size):
@@ -249,7 +250,7 @@ def _best_fit(trees: list[Tree], budget: int) -> list[list[Tree]]:
 
 
 def _stacks(rows: list[list[Tree]], budget: int) -> Iterator[list[list[Tree]]]:
-    """Yield groups of packed rows of similar width, which go through the model in one pass with little padding."""
+    """Yield groups of packed rows of similar width. Each group is one forward pass with little padding."""
     stack: list[list[Tree]] = []
     real = width = 0
     for row in sorted(rows, key=lambda row: -sum(tree.size for tree in row)):
@@ -265,7 +266,7 @@ def _stacks(rows: list[list[Tree]], budget: int) -> Iterator[list[list[Tree]]]:
 
 
 def _units(trees: list[Tree]) -> list[list[Tree]]:
-    """Group trees by example row. A row that was split into several trees shares none of them with other rows."""
+    """Group trees by row. The trees of a row that was split are not shared with other rows."""
     units: dict[int, list[Tree]] = {}
     for tree in trees:
         units.setdefault(tree.members[0].number, []).append(tree)
@@ -273,7 +274,7 @@ def _units(trees: list[Tree]) -> list[list[Tree]]:
 
 
 def _by_length(units: list[list[Tree]], budget: int) -> list[list[list[Tree]]]:
-    """Group units of similar length, so that padding stays small and rows times width stays within the budget."""
+    """Group units of similar length, so that there is little padding and each group stays within the token budget."""
 
     def width(unit: list[Tree]) -> int:
         return max(tree.size for tree in unit)
@@ -288,7 +289,7 @@ def _by_length(units: list[list[Tree]], budget: int) -> list[list[list[Tree]]]:
 
 
 class _Canvas:
-    """Column-wise lists of a batch under construction."""
+    """Columns of a batch row, as lists, while the batch is built."""
 
     def __init__(self, token_names: Sequence[str]) -> None:
         names = ("input_ids", "position_ids", "seen_until", "predictor", "loss_mask", "sequence", *token_names)
@@ -313,7 +314,7 @@ class _Canvas:
         return len(self.tokens["input_ids"][-1])
 
     def tree(self, tree: Tree) -> None:
-        """Write a prefix tree in depth-first order. A node and its only child form one segment."""
+        """Write a prefix tree in depth-first order. A node with a single child continues the segment of its parent."""
         self._segment([tree.root], -1, 0, -1)
 
     def _segment(self, run: list[Node], parent: int, position: int, last: int) -> None:
@@ -323,7 +324,7 @@ class _Canvas:
             run: First node of the run.
             parent: Index of the parent segment.
             position: Position of the run's first token.
-            last: Column of the token before the run; -1 if there is none.
+            last: Column of the token before the run, or -1 for the first run.
         """
         while len(run[-1].children) == 1:
             run.append(run[-1].children[0])
@@ -358,7 +359,7 @@ class _Canvas:
         else:
             mask, sequence = list(row.loss_masks[member.index][part]), self._number(member, node.start, segment)
         if count and last < 0:
-            # The first token of a sequence without a prompt has no predecessor to predict it.
+            # The first token of a sequence without a prompt has no preceding token that could predict it.
             predictor[0], mask[0] = start, 0
         self._write(
             input_ids=node.ids,
@@ -375,11 +376,11 @@ class _Canvas:
             )
 
     def _number(self, member: Member, start: int, segment: int) -> int:
-        """Return the index of a sequence and record ``segment`` as its last segment so far."""
+        """Return the index of a sequence, and set its last segment to ``segment``."""
         row = member.row
         leaf = Leaf(segment, len(row.prompt_ids), _length(member), member.number)
         if start:
-            # Another row's prompt split this completion. Its nodes are written consecutively.
+            # The prompt of another row split this completion into two nodes, which are written one after the other.
             self.leaves[-1] = leaf
             return len(self.leaves) - 1
         self.leaves.append(leaf)
@@ -419,7 +420,7 @@ def _to_batch(canvas: _Canvas, pad_token_id: int, layout: Layout, model_kwargs: 
     extra = {name: tensors.pop(name) for name in canvas.token_names}
     for name, column in canvas.columns.items():
         if len(column) != len(canvas.origin):
-            raise DataError(f"column {name!r} is present in some rows of a batch and absent in others; give it in all.")
+            raise DataError(f"column {name!r} is missing in some rows of a batch. Fix: add the column to all rows.")
         extra[name] = torch.tensor(column, dtype=torch.float32)
     named = {name: extra.pop(name) for name in FIELDS if name in extra}
     return Batch(
@@ -437,10 +438,10 @@ def _to_batch(canvas: _Canvas, pad_token_id: int, layout: Layout, model_kwargs: 
 
 
 def _model_kwargs(groups: list[list[Tree]]) -> dict[str, Any]:
-    """Merge additional model inputs of the batch: tensors are concatenated in row order, other values must agree."""
+    """Merge additional model inputs: tensors are concatenated in row order, and other values must be equal in all rows."""
     merged: dict[str, Any] = {}
     for tree in (tree for trees in groups for tree in trees):
-        # A row with model_kwargs shares no tree with other rows.
+        # Rows with model_kwargs are never merged with other rows, so each tree belongs to one row.
         for name, value in tree.members[0].row.model_kwargs.items():
             if name in merged and isinstance(value, Tensor):
                 merged[name] = torch.cat([merged[name], value])
@@ -450,19 +451,19 @@ def _model_kwargs(groups: list[list[Tree]]) -> dict[str, Any]:
 
 
 def to_rows(batch: Batch) -> list[Row]:
-    """Reconstruct the rows that `collate` laid out, in their original order, with the data that the batch holds.
+    """Reconstruct the rows of a batch in their original order. They contain only data that the batch contains.
 
-    A prompt that was repeated for several passes is returned once per pass.
+    If a prompt was repeated in several trees, there is one row per repetition.
     """
     numbers: dict[int, list[int]] = {}
-    # Original order identifies the completions of a pair. The tree moves completions without tokens to the end.
+    # Pairs of completions are identified by their order. Trees store completions without tokens last, so the order is restored.
     for index in sorted(range(batch.num_sequences), key=batch.origin.__getitem__):
         numbers.setdefault(batch.leaves[index].row, []).append(index)
     return _rows(batch, list(numbers.values()))
 
 
 def sequences(batch: Batch) -> list[Row]:
-    """Return every sequence as its own row, in the order of the batch's loss positions."""
+    """Return every sequence of a batch as a separate row, in the order of the loss positions."""
     return _rows(batch, [[index] for index in range(batch.num_sequences)])
 
 
@@ -472,7 +473,7 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
     per_token = {name for name, value in named.items() if value.shape == batch.input_ids.shape}
     ids, mask, owner = batch.input_ids.tolist(), batch.loss_mask.tolist(), batch.sequence.tolist()
     placed = {(b, column): picture for b, column, picture in batch.pictures}
-    earlier: set[tuple[int, int]] = set()  # Trained prompt tokens that an earlier row already contains.
+    earlier: set[tuple[int, int]] = set()  # Trained prompt tokens that are already part of an earlier row.
     rows = []
     for group in groups:
         leaf = batch.leaves[group[0]]
@@ -484,7 +485,7 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
         row = Row([ids[b][column] for column in prompt], [], [], prompt_mask=trained if any(trained) else None)
         parts = [prompt, *(path[leaf.prompt :] for path in paths)]
         for index, own in zip(group, parts[1:], strict=True):
-            # Trees of one example row may be in different rows of the batch.
+            # The trees of one example may be in different batch rows.
             at = batch.segments[batch.leaves[index].segment].row if own else b
             row.completions.append([ids[at][column] for column in own])
             row.loss_masks.append([int(mask[at][column]) for column in own])
@@ -505,19 +506,19 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
 
 
 def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool = False) -> list[Batch]:
-    """Split a batch into smaller batches with the same completions; return it alone if it cannot be split.
+    """Split a batch into two smaller batches with the same completions. Return it unchanged if it cannot be split.
 
-    Trees are distributed to two parts of about equal size. A single tree is split between its completions, and its prompt
-    is repeated, unless the loss compares them (``whole_rows``) or the prompt itself is trained.
+    The trees are distributed to two batches of about equal size. A single tree is split between its completions, and the prompt
+    is repeated. This is not possible if the loss compares the completions (``whole_rows``) or if the prompt is trained.
 
     Args:
-        batch: Batch on any device. The parts are on the CPU.
+        batch: Batch on any device. The returned batches are on the CPU.
         pad_token_id: Same as in `collate`.
         layout: Same as in `collate`.
-        whole_rows: Keep the completions of a tree together.
+        whole_rows: Whether the completions of a tree must stay in one batch.
     """
     if batch.model_kwargs or (whole_rows and layout.kind == "padded"):
-        return [batch]  # Concatenated images cannot be separated again; nor can the rows of a padded batch.
+        return [batch]  # Concatenated images cannot be separated again. Padded batches are not split either.
     rows = to_rows(batch.to("cpu"))
     if len(rows) > 1:
         parts = _dealt(rows)
@@ -535,7 +536,7 @@ def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool 
 
 
 def _dealt(rows: list[Row]) -> list[list[Row]]:
-    """Distribute rows to two lists of about equal size, longest rows first, each to the smaller list."""
+    """Distribute rows, longest first, to two lists. Each row goes to the list with fewer tokens."""
     parts: list[list[Row]] = [[], []]
     sizes = [0, 0]
     for row in sorted(rows, key=_size, reverse=True):
@@ -561,14 +562,14 @@ def _part(row: Row, chosen: slice) -> Row:
 
 
 def unbatched(batch: Any) -> list[dict[str, Any]]:
-    """Return rows with ``input_ids`` (and ``labels``) of a padded or concatenated batch. Padding is identified by position.
+    """Split a padded or concatenated batch into rows with ``input_ids`` and, if present, ``labels``.
 
     Args:
-        batch: ``input_ids (B, L)`` with ``attention_mask (B, L)``, or with ``position_ids (1, T)`` that begin at 0 in every
+        batch: ``input_ids (B, L)`` with ``attention_mask (B, L)``, or with ``position_ids (1, T)`` that restart at 0 in every
             document. ``labels`` and ``completion_mask`` of the same shape are optional.
 
     Raises:
-        DataError: The batch lacks ``input_ids``, or has neither mask nor positions to identify padding.
+        DataError: The batch has no ``input_ids``, or neither a mask nor positions from which padding can be identified.
 
     >>> unbatched({"input_ids": torch.tensor([[1, 2], [3, 9]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])})
     [{'input_ids': [1, 2]}, {'input_ids': [3]}]
@@ -577,8 +578,8 @@ def unbatched(batch: Any) -> list[dict[str, Any]]:
     if "input_ids" not in names or not (_has(batch, "attention_mask") or _has(batch, "position_ids")):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise DataError(
-            f"data_collator returned {keys}. Fix: return input_ids with an attention_mask (or with position_ids that begin at 0 "
-            "in every document), and labels if some tokens are not trained."
+            f"data_collator returned {keys}. Fix: return input_ids with an attention_mask, or with position_ids that restart at "
+            "0 in every document. Also return labels if some tokens are not trained."
         )
     if _has(batch, "attention_mask"):
         real = batch["attention_mask"].bool()
@@ -592,27 +593,27 @@ def unbatched(batch: Any) -> list[dict[str, Any]]:
 
 
 def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: Sequence[str]) -> list[dict[str, Any]]:
-    """Merge a collator's batch into its examples. The batch lists all first answers, then all second answers, and so on.
+    """Replace the tokens of examples with those of a batch that a custom data collator returned.
 
     Args:
-        batch: Batch as in `unbatched`. ``completion_mask (B, L)`` separates prompts from answers. Columns with one number per
-            example, ``(len(examples),)``, replace the example's values.
-        examples: Examples that the collator received.
+        batch: Batch as in `unbatched`. It contains the first answers of all examples, then the second answers, and so on.
+            ``completion_mask (B, L)`` marks the answers. Columns of shape ``(len(examples),)`` replace the examples' values.
+        examples: Examples that were passed to the collator.
         branches: Names of the answers, in order.
 
     Raises:
-        DataError: The batch has the wrong number of rows, answers of an example have different prompts, or nothing separates
-            prompts from answers.
+        DataError: The number of rows is wrong, the answers of an example have different prompts, or ``completion_mask`` is
+            missing.
     """
     rows, count = unbatched(batch), len(examples)
     if len(rows) != len(branches) * count:
         raise DataError(
             f"data_collator returned {len(rows)} rows for {count} examples with {len(branches)} answers each "
-            f"({', '.join(branches)}). Fix: return all rows with the first answer, then all rows with the next one."
+            f"({', '.join(branches)}). Fix: return the first answers of all examples, then the second answers of all examples."
         )
     if "completion_mask" not in rows[0] and "prompt_ids" in examples[0]:
         raise DataError(
-            "data_collator returned no completion_mask. Fix: return one that is 0 on prompts and 1 on answers."
+            "data_collator returned no completion_mask. Fix: return a mask that is 0 on prompts and 1 on answers."
         )
     columns = {name: value.tolist() for name, value in batch.items() if getattr(value, "shape", None) == (count,)}
     answers = [{**example, **{name: c[i] for name, c in columns.items()}} for i, example in enumerate(examples)]
@@ -623,7 +624,7 @@ def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: 
         if branch and mask is not None and answers[at]["prompt_ids"] != ids[:start]:
             raise DataError(
                 f"data_collator returned different prompts for the {branches[branch]} answer and the first answer of example "
-                f"{at} of a batch, but a prompt is computed once for all answers. Fix: change prompts in train_dataset."
+                f"{at} of a batch, but all answers of an example share one prompt. Fix: change prompts in train_dataset instead."
             )
         answers[at][f"{branches[branch]}_ids"] = ids[start:]
         if mask is not None:

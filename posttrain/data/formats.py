@@ -1,4 +1,4 @@
-"""Dataset formats: column names and row types, and the shared map that tokenizes rows and reports which rows it dropped."""
+"""Dataset formats: column names and row types, and `tokenized`, which tokenizes a dataset and reports the dropped rows."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ MESSAGE_COLUMNS = (
     "completion",
     "messages",
 )  # A tuple, because the order must be fixed.
-LOOK = 64  # Number of rows that determine the format of a dataset. Row 0 alone misleads on mixed data.
+LOOK = 64  # Number of rows that are read to determine a dataset's format. The first row is not enough for mixed data.
 PICTURE_COLUMNS = ("image", "images")
-# Columns of token ids, which take precedence over text columns.
+# Columns with token ids. If present, they are used instead of the text columns.
 TOKENIZED = (
     "input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "reference_ids", "completion_ids", "KL_completion_ids",
 )  # fmt: skip
-PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # Columns of the model's input.
+PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # Columns with the input of the model.
 PICTURE_BLOCKS = ("image", "image_url", "image_pil")  # Types of content blocks that contain an image.
 STREAMED = (
-    8  # Number of rows of a stream that are checked for images. For a dataset, `LOOK` rows spread over it are checked.
+    8  # Number of rows of a stream that are checked for images. In a dataset, `LOOK` evenly spaced rows are checked.
 )
-# Chat template roles of ShareGPT's speakers.
+# ShareGPT's names of speakers, and the roles that they have in chat templates.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -52,7 +52,7 @@ ROLES = {
     "observation": "tool",
 }
 
-# Most specific type first: the first type whose columns all exist applies.
+# Dataset types, most specific type first. The first type whose columns all exist applies.
 TYPES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tokenized-reward", ("chosen_ids", "rejected_ids")),
     ("tokenized", ("input_ids",)),
@@ -71,7 +71,7 @@ TYPES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
-    """Return whether a row is conversational: its text columns hold lists of messages.
+    """Return whether a row is conversational, i.e. whether its text columns contain lists of messages.
 
     Raises:
         DataError: Some columns are conversational and others are text.
@@ -84,14 +84,14 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
     kinds = {name: is_messages(example[name]) for name in MESSAGE_COLUMNS if example.get(name)}
     if len(set(kinds.values())) > 1:
         raise DataError(
-            f"columns {[name for name, chat in kinds.items() if chat]} hold messages, but columns "
-            f"{[name for name, chat in kinds.items() if not chat]} hold text. Fix: use one form for all of a row's columns."
+            f"columns {[name for name, chat in kinds.items() if chat]} contain messages, but columns "
+            f"{[name for name, chat in kinds.items() if not chat]} contain text. Fix: use the same form in all columns of a row."
         )
     return any(kinds.values())
 
 
 def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
-    """Return whether a row has the ``from``/``value`` layout: a ``conversations`` list of dicts with these keys.
+    """Return whether a row has a ``conversations`` column with dicts that have the keys ``from`` and ``value``.
 
     >>> is_conversational_from_value({"conversations": [{"from": "human", "value": "2+2?"}]})
     True
@@ -101,10 +101,10 @@ def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
 
 
 def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename ``from``/``value`` to ``role``/``content``, speakers to roles, and ``conversations`` to ``messages``.
+    """Convert a row from the ``from``/``value`` format to messages with roles, and rename ``conversations`` to ``messages``.
 
     Returns:
-        A new row; the input is not changed. A row without this layout is returned as an equal copy.
+        A new row. The input is not changed. A row in another format is returned as a copy.
 
     Raises:
         DataError: The row has both ``conversations`` and ``messages``.
@@ -114,7 +114,7 @@ def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "conversations" in example and "messages" in example:
         raise DataError(
-            "the row has both 'conversations' and 'messages'. Fix: remove the one that should not be trained."
+            "the row has both 'conversations' and 'messages', but only one of them can be trained. Fix: remove one column."
         )
     converted: dict[str, Any] = {}
     for name, value in example.items():
@@ -144,7 +144,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remove_none_values(value: object) -> Any:
-    """Remove mapping entries that are None, at any depth. None items of lists are kept.
+    """Remove the entries of mappings that are None, at any depth. Items of lists that are None are kept.
 
     Raises:
         ArgumentTypeError: The value is neither a list nor a mapping.
@@ -153,21 +153,21 @@ def remove_none_values(value: object) -> Any:
     [{'b': [None, {}]}, None]
     """
     if not isinstance(value, list | Mapping):
-        raise ArgumentTypeError(f"remove_none_values takes a list or a mapping, not {type(value).__name__}.")
+        raise ArgumentTypeError(f"remove_none_values expects a list or a mapping, but got {type(value).__name__}.")
     return without_none(value)
 
 
 def has_nested_none(row: Mapping[str, Any]) -> bool:
-    """Return whether a template could print a ``None`` in tool schemas, tool calls or content blocks.
+    """Return whether tool schemas, tool calls or content blocks contain a ``None`` that a template could print.
 
-    A message's own fields are ignored, because ``content: None`` next to a tool call is valid.
+    The fields of a message itself are ignored, because ``content: None`` is valid for a message with a tool call.
     """
     if isinstance(row.get("tools"), list) and _holds_none(row["tools"]):
         return True
     for name in NESTED_COLUMNS:
         messages = row.get(name)
         for message in messages if isinstance(messages, list) else ():
-            if isinstance(message, dict) or isinstance(message, Mapping):  # noqa: SIM101  The first is far faster.
+            if isinstance(message, dict) or isinstance(message, Mapping):  # noqa: SIM101  The first check is much faster.
                 for value in message.values():
                     if isinstance(value, list) and _holds_none(value):
                         return True
@@ -182,22 +182,22 @@ def _holds_none(value: object) -> bool:
     return isinstance(value, list) and any(_holds_none(item) for item in value)
 
 
-AT_ONCE = 64  # Number of rows per read. Rows may hold images.
+AT_ONCE = 64  # Number of rows per read. It is small because rows may contain images.
 
 
 def read_columns(
     dataset: AnyDataset, columns: Sequence[str], rows: slice | Sequence[int] = slice(None), kind: str | None = None
 ) -> Any:
-    """Read columns of some rows of a ``Dataset`` regardless of its format: lists by name, or a table (``"arrow"``).
+    """Read columns of some rows of a ``Dataset`` regardless of its format. Return lists by name, or a table for ``"arrow"``.
 
-    Same as ``with_format(kind, columns)[rows]``, which also copies the dataset and computes a new fingerprint first.
+    The result equals ``with_format(kind, columns)[rows]``, but the dataset is not copied and no fingerprint is computed.
     """
     how = {"format_type": kind, "format_columns": list(columns), "output_all_columns": False, "format_kwargs": {}}
     return dataset._getitem(rows, **how)
 
 
 def rows_at(dataset: AnyDataset, rows: Sequence[int], columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return rows by number, with one read for a ``Dataset``. If ``columns`` is given, only these columns are read."""
+    """Return rows by number. A ``Dataset`` is read once. If ``columns`` is not None, only these columns are read."""
     import datasets
 
     if columns is None and not (isinstance(dataset, datasets.Dataset) and dataset.format["type"] is None):
@@ -207,7 +207,7 @@ def rows_at(dataset: AnyDataset, rows: Sequence[int], columns: Sequence[str] | N
 
 
 def first_rows(dataset: AnyDataset, count: int, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield up to ``count`` first rows, in batched reads for a ``Dataset``. If ``columns`` is given, only these are read."""
+    """Yield up to ``count`` first rows. If ``columns`` is not None, only these columns are read."""
     import datasets
 
     if not isinstance(dataset, datasets.Dataset):
@@ -219,17 +219,17 @@ def first_rows(dataset: AnyDataset, count: int, columns: Sequence[str] | None = 
 
 
 def get_dataset_column_names(dataset: AnyDataset) -> list[str]:
-    """Return the column names. If a stream declares none, its first row is read."""
+    """Return the column names. The first row of a stream is read if the stream has no column names."""
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
 def known_columns(dataset: object) -> list[str]:
-    """Return the column names that a dataset declares, without reading a row. Other objects have none."""
+    """Return the column names of a dataset without reading a row, or an empty list for other objects."""
     return list(getattr(dataset, "column_names", None) or ())
 
 
 class DatasetDescription(TypedDict):
-    """Return type of `describe_dataset`: type (as in the documentation), format, columns, and whether there are images."""
+    """Result of `describe_dataset`: dataset type, format, columns, and whether there are images."""
 
     type: str
     format: str
@@ -241,8 +241,8 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
     """Determine the type of a dataset from its columns and up to 64 of its rows.
 
     Raises:
-        DataError: The dataset is empty, no type matches its columns, or a row's form differs from the others'. The error names
-            the row.
+        DataError: The dataset is empty, its columns do not match any type, or a row has another form than row 0. The error
+            contains the number of the row.
 
     >>> import datasets
     >>> rows = datasets.Dataset.from_dict({"prompt": ["2+2="], "completion": [" 4"]})
@@ -251,13 +251,13 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
     """
     head = list(first_rows(dataset, LOOK))
     if not head:
-        raise DataError("the dataset is empty.")
+        raise DataError("the dataset is empty. Fix: pass a dataset with at least one row.")
     columns = get_dataset_column_names(dataset)
     kind = next((name for name, needed in TYPES if set(needed) <= set(columns)), None)
     if kind is None:
         raise DataError(
-            f"columns {sorted(columns)} match no dataset type. Language modeling needs 'text' or 'messages'. Other types need "
-            "'prompt' with 'completion', with 'chosen' and 'rejected', or alone. Fix: rename columns with dataset.rename_column."
+            f"columns {sorted(columns)} do not match a dataset type. Language modeling needs 'text' or 'messages'. Other types "
+            "need 'prompt', alone or with 'completion', or with 'chosen' and 'rejected'. Fix: rename columns with rename_column."
         )
     chat = _one_form(head)
     vision = "image" in columns or "images" in columns
@@ -265,13 +265,13 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
 
 
 def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether the rows are conversational. Raise if rows differ."""
+    """Return whether the rows are conversational. Raise an error if only some of them are."""
     first: bool | None = None
     for index, row in enumerate(head):
         try:
             chat = is_conversational_from_value(row) or is_conversational(row)
         except DataError as error:
-            if isinstance(row.get("prompt"), str):  # The conversations repeat this text prompt. It is removed later.
+            if isinstance(row.get("prompt"), str):  # The conversations repeat this text. It is removed later.
                 chat = True
             else:
                 raise DataError(f"row {index}: {error}") from error
@@ -279,8 +279,8 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
         empty = sorted(name for name in (*MESSAGE_COLUMNS, "conversations") if nothing.get(name))
         if empty and not chat:
             raise DataError(
-                f"row {index}, column {empty[0]!r}: it is {row[empty[0]]!r}. Every row needs at least one message (or some "
-                f"text). Fix: drop such rows with dataset.filter(lambda row: row[{empty[0]!r}])."
+                f"row {index}, column {empty[0]!r}: it is {row[empty[0]]!r}, but every row needs at least one message or some "
+                f"text. Fix: drop such rows with dataset.filter(lambda row: row[{empty[0]!r}])."
             )
         if first is None:
             first = chat
@@ -294,7 +294,7 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
 
 @contextmanager
 def naming(where: str, hint: str = "") -> Iterator[None]:
-    """Prefix a `DataError` raised inside with ``where``, and append ``hint``."""
+    """Add the prefix ``where`` and the suffix ``hint`` to a `DataError` raised in the ``with`` block."""
     try:
         yield
     except DataError as error:
@@ -302,17 +302,17 @@ def naming(where: str, hint: str = "") -> Iterator[None]:
 
 
 def given_rows(batch: Mapping[str, list], indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a batch of columns with their numbers. A row omits columns that are None."""
+    """Yield the number and the content of each row of a batch of columns. Columns that are None in a row are omitted."""
     for position, index in enumerate(indices):
         columns = {name: column[position] for name, column in batch.items() if name != ROW}
         yield index, {name: value for name, value in columns.items() if value is not None}
 
 
-ROW = "_row"  # Column of row numbers, kept through preparation so that findings can name rows.
+ROW = "_row"  # Column with the original row numbers, so that findings can refer to rows.
 
 
-FIRST_BATCH = 32  # Batch size while the first trainable row of a stream is searched.
-PEEKED = 1000  # At least one of this many first rows of a stream must be trainable.
+FIRST_BATCH = 32  # Batch size while searching for the first row of a stream that can be trained.
+PEEKED = 1000  # At least one of the first 1000 rows of a stream must have trained tokens.
 
 
 def first_row(dataset: AnyDataset, name: str, *, images: bool = False) -> dict[str, Any]:
@@ -321,11 +321,11 @@ def first_row(dataset: AnyDataset, name: str, *, images: bool = False) -> dict[s
     Args:
         dataset: ``Dataset`` or ``IterableDataset``.
         name: Name of the dataset in messages.
-        images: Allow image columns, because another function turns rows into text.
+        images: Whether image columns are allowed, e.g. because a formatting function converts rows to text.
 
     Raises:
         ArgumentTypeError: The object is not a dataset.
-        DataError: The dataset is empty, has a transform attached, or has images, which are not trained.
+        DataError: The dataset is empty, has a transform attached, or contains images although ``images`` is False.
     """
     import datasets
 
@@ -335,27 +335,27 @@ def first_row(dataset: AnyDataset, name: str, *, images: bool = False) -> dict[s
     format_of = getattr(dataset, "format", None)
     if isinstance(format_of, dict) and format_of.get("type") == "custom":
         raise DataError(
-            f"the {name} dataset has a transform attached (with_transform), which tokenization would apply only once. Fix: apply "
-            "it with map, or give rows with token ids (SFT: input_ids and labels with "
+            f"the {name} dataset has a transform attached (with_transform), but rows are tokenized only once. Fix: apply the "
+            "transform with map, or pass rows with token ids (SFT: input_ids and labels with "
             'dataset_kwargs={"skip_prepare_dataset": True}).'
         )
     first = next(iter(dataset), None)
     if first is None:
-        raise DataError(f"the {name} dataset is empty.")
+        raise DataError(f"the {name} dataset is empty. Fix: pass a dataset with at least one row.")
     if not images:
         refuse_images(dataset, name)
     return first
 
 
 def undecoded(dataset: AnyDataset) -> Any:
-    """Return a view of a dataset (or of several by name, or None) with image columns as paths or encoded bytes."""
+    """Return a view of a dataset whose images are paths or encoded bytes. ``dataset`` may be a dict of datasets, or None."""
     import datasets
 
     if isinstance(dataset, dict):
         return {name: undecoded(subset) for name, subset in dataset.items()}
     plain = datasets.Image(decode=False)
     kinds: dict[str, Any] = {}
-    # Read features from the info, because a dataset copies its features on every access.
+    # Read the features from `info`, because `dataset.features` copies them on every access.
     info = dataset.info if isinstance(dataset, datasets.Dataset | datasets.IterableDataset) else datasets.DatasetInfo()
     for name, kind in (info.features or {}).items():
         inner = getattr(kind, "feature", None)
@@ -367,7 +367,7 @@ def undecoded(dataset: AnyDataset) -> Any:
         for name, kind in kinds.items():
             dataset = dataset.cast_column(name, kind)
         return dataset
-    # The data is unchanged. `cast_column` would rewrite rows of lists, and those of a large dataset into a file.
+    # Change only the features. `cast_column` would rewrite rows with lists, for a large dataset into a file.
     info = dataset.info.copy()
     info.features = datasets.Features(dataset.features | kinds)
     told = datasets.fingerprint.Hasher.hash((dataset._fingerprint, "undecoded"))
@@ -375,10 +375,10 @@ def undecoded(dataset: AnyDataset) -> Any:
 
 
 def united(first: Any, *others: Any) -> Any:
-    """Return a column type that covers all given types, messages with the keys of each; None if there is none.
+    """Return a column type that covers all the given types: messages have the keys of every type. None if there is none.
 
-    This defines the features of a mapped dataset. By default ``map`` infers a new column's type from its first 1,000 rows, where
-    keys that occur only in later messages are missing.
+    It defines the features of a mapped dataset. By default, ``map`` infers a new column's type from its first 1,000 rows, so
+    keys that occur only in later messages would be missing.
     """
     for other in others:
         if isinstance(first, dict) and isinstance(other, dict):
@@ -398,7 +398,7 @@ def united(first: Any, *others: Any) -> Any:
 
 
 def features_with(dataset: datasets.Dataset, drop: Sequence[str] = (), **columns: Any) -> datasets.Features | None:
-    """Return the dataset's features with ``columns`` added and ``drop`` removed; None if a column has no type."""
+    """Return the dataset's features with ``columns`` added and ``drop`` removed, or None if a new column has no type."""
     from datasets import Features
 
     kept = {name: kind for name, kind in dataset.features.items() if name not in drop}
@@ -406,19 +406,19 @@ def features_with(dataset: datasets.Dataset, drop: Sequence[str] = (), **columns
 
 
 def pictures_of(example: Mapping[str, Any]) -> list[Any]:
-    """Return the images in the columns ``image`` and ``images`` of a row as a list. None stands for no image, also inside a list.
+    """Return the images in the columns ``image`` and ``images`` of a row. List items can be None if there is no image.
 
     Raises:
-        DataError: Both columns hold images.
+        DataError: Both columns contain images.
     """
     one, several = example.get("image"), example.get("images")
     if one is not None and several is not None:
-        raise DataError("the row has both 'image' and 'images'. Fix: keep one of these columns.")
+        raise DataError("the row has both 'image' and 'images'. Fix: remove one of these columns.")
     return [one] if one is not None else [value for value in several or () if value is not None]
 
 
 def has_pictures(rows: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether any row has an image, in its columns or inside its messages."""
+    """Return whether any row contains an image, either in an image column or in a message."""
     for row in rows:
         conversations = [row[name] for name in MESSAGE_COLUMNS if isinstance(row.get(name), list)]
         if pictures_of(row) or any(map(picture_blocks, conversations)):
@@ -427,7 +427,7 @@ def has_pictures(rows: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def picture_blocks(messages: Any) -> list[dict[str, Any]]:
-    """Return the image blocks of a conversation. Values other than lists of messages have none."""
+    """Return the image blocks of a conversation, or an empty list for other values."""
     if not isinstance(messages, list):
         return []
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
@@ -436,7 +436,7 @@ def picture_blocks(messages: Any) -> list[dict[str, Any]]:
 
 
 def shows_pictures(dataset: AnyDataset) -> bool:
-    """Return whether rows have images, in columns or inside messages. For a stream, the first rows are checked."""
+    """Return whether a dataset contains images in image columns or in messages. Only the first rows of a stream are read."""
     import datasets
 
     if isinstance(dataset, Mapping):
@@ -452,32 +452,32 @@ def shows_pictures(dataset: AnyDataset) -> bool:
     names = [name for name, kind in kinds.items() if "'type'" in kind or "Json" in kind]
     if not names:
         return False
-    # If any block of a column holds an image, all blocks have a key for images. Then every row is checked.
+    # A key for images means that some block of the column contains an image, so every row is checked.
     keyed = any(kind in kinds[name] for name in names for kind in PICTURE_BLOCKS)
     step = 1 if keyed else max(1, len(dataset) // LOOK)
     return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))
 
 
 def refuse_images(dataset: AnyDataset, name: str) -> None:
-    """Reject images where only text is read.
+    """Raise an error if a dataset contains images, for trainers that read only text.
 
     Raises:
-        DataError: The dataset has images. The error names the columns and how to remove them.
+        DataError: The dataset contains images. The error contains the columns and how to remove them.
     """
     pictures = [column for column in get_dataset_column_names(dataset) if column in (*PICTURE_COLUMNS, "pixel_values")]
     if pictures or shows_pictures(dataset):
         raise DataError(
             f"the {name} rows have images ({f'columns {pictures}' if pictures else 'inside their messages'}), but this trainer "
-            "reads only text and would train on answers about images that the model never received. Fix: remove the images if "
-            f"the text is sufficient without them{f': dataset.remove_columns({pictures})' if pictures else ''}."
+            "reads only text. The model would be trained on answers about images that it never received. Fix: if the text "
+            f"alone is sufficient, remove the images{f' with dataset.remove_columns({pictures})' if pictures else ''}."
         )
 
 
 def check_ids(ids: Any, column: str, vocabulary: int) -> list[int]:
-    """Validate token ids from a dataset and return them as a list.
+    """Check the token ids of a dataset column, and return them as a list.
 
     Raises:
-        DataError: The value is not a list of integers, or an id is outside the vocabulary.
+        DataError: The value is not a list of integers, or an id is not in the vocabulary.
     """
     if not isinstance(ids, Sequence) or isinstance(ids, str) or not set(map(type, ids)) <= {int}:
         odd = next((i for i in ids if type(i) is not int), ids) if isinstance(ids, list) else ids
@@ -485,33 +485,33 @@ def check_ids(ids: Any, column: str, vocabulary: int) -> list[int]:
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         odd = min(ids) if min(ids) < 0 else max(ids)
         raise DataError(
-            f"column {column!r} contains the id {odd}, but the tokenizer has ids from 0 to {vocabulary - 1}. Fix: tokenize the "
+            f"column {column!r} contains the id {odd}, but the tokenizer's ids are 0 to {vocabulary - 1}. Fix: tokenize the "
             "rows with this model's tokenizer."
         )
     return list(ids)
 
 
 def _check_stream(reasons: Iterable[str], name: str, hint: str) -> None:
-    """Reject a stream whose first rows are all dropped, because it would train nothing and report success.
+    """Raise an error if all of the first rows of a stream are dropped. Training would otherwise end without any step.
 
     Args:
-        reasons: For each row, why it is dropped; "" if it is kept. Read up to the first kept row.
+        reasons: For each row, the reason for dropping it, or "". Values after the first "" are not read.
         name: Name of the dataset in messages.
-        hint: What the user should check.
+        hint: Advice for the user at the end of the error.
 
     Raises:
-        DataError: None of the first rows is kept.
+        DataError: All of the first rows are dropped.
     """
     counts: Counter[str] = Counter()
     for reason in islice(reasons, PEEKED):
         if not reason:
             return
         counts[reason] += 1
-    raise DataError(f"no row of the {name} dataset is left. Of its first {counts.total()}: {listed(counts)}. {hint}")
+    raise DataError(f"the first {counts.total()} rows of the {name} dataset are all dropped: {listed(counts)}. {hint}")
 
 
 def listed(reasons: Mapping[str, int]) -> str:
-    """Format reasons with their counts, most frequent first.
+    """Format reasons with their counts, most frequent reason first.
 
     >>> listed({"empty": 1, "too long": 2})
     '2 too long, 1 empty'
@@ -521,21 +521,21 @@ def listed(reasons: Mapping[str, int]) -> str:
 
 @dataclass
 class PreparationReport:
-    """Counts of what preparation did to a dataset.
+    """Statistics of the preparation of a dataset.
 
     Attributes:
         name: Name of the dataset.
         rows_in, rows_out: Number of rows before and after preparation (before packing).
-        dropped: Number of dropped rows, by reason.
+        dropped: Number of dropped rows by reason.
         truncated: Number of rows truncated to ``max_length``.
-        cut_tokens: Number of trained tokens lost by truncation.
-        diverged: Number of rows whose prompt tokenizes differently when the completion follows.
-        inner: Number of rows with an answer that contains turns of other roles than the assistant.
-        no_end: Number of rows that do not train a token that ends a sequence.
+        cut_tokens: Number of trained tokens removed by truncation.
+        diverged: Number of rows whose prompt is tokenized differently alone than before the completion.
+        inner: Number of rows with an answer that also contains turns of other roles than the assistant.
+        no_end: Number of rows without a trained token that ends a sequence.
         double_bos: Number of texts that already began with the bos token.
         nested_none: Number of rows with a ``None`` in tool schemas, tool calls or content blocks.
-        untrained_pieces: With ``bfd_split``, number of dropped pieces of long rows without trained tokens.
-        trained_tokens, tokens: Number of tokens with loss, and of all tokens, in the remaining rows.
+        untrained_pieces: Number of pieces of long rows that were dropped because they have no trained token (``bfd_split``).
+        trained_tokens, tokens: Number of trained tokens, and of all tokens, in the remaining rows.
     """
 
     name: str
@@ -558,7 +558,7 @@ OF_KEPT = (
     "_no_end",
     "_trained_tokens",
     "_tokens",
-)  # Counted over the remaining rows; the other counters over all rows.
+)  # These counters cover only the remaining rows. All other counters cover all rows.
 
 
 def tokenized(
@@ -574,27 +574,27 @@ def tokenized(
     hint: str,
     features: Any = None,
 ) -> tuple[Any, dict[str, Any], Any, PreparationReport]:
-    """Tokenize a dataset batch by batch, and drop the rows for which the function returns a reason.
+    """Tokenize a dataset in batches, and drop the rows for which ``function`` returns a reason.
 
     Args:
         dataset: ``Dataset`` or ``IterableDataset``.
         name: Name of the dataset in messages.
-        function: ``f(batch, indices, **arguments)`` returns columns of ids, ``_reason`` (why a row is dropped, or ``""``), the
-            counters and the notes.
-        arguments: Arguments of the function; part of the cache fingerprint.
-        drop: Columns of the dataset that are removed.
-        counters: Integer columns. Those named like a field of the report are summed into it.
-        notes: Further columns for messages.
+        function: Function ``f(batch, indices, **arguments)``. It returns columns of ids, a column ``_reason`` (the reason for
+            dropping a row, or ``""``), the counters and the notes.
+        arguments: Arguments of the function. They are part of the cache fingerprint.
+        drop: Columns of the dataset to remove.
+        counters: Names of integer columns. If a field of the report has the same name, the column is summed into this field.
+        notes: Names of additional columns for messages.
         num_proc: Number of processes.
-        hint: What the user should check if no row is left.
-        features: Types of all columns of a ``Dataset``; None: inferred from the first rows.
+        hint: Advice for the user in the error about a dataset without remaining rows.
+        features: Types of all columns of a ``Dataset``. None infers them from the first rows.
 
     Returns:
-        All rows with reasons and notes; counters by name, ``(rows,)``; the remaining rows; and the report. Only map-style
-        datasets are counted.
+        All rows with reasons and notes; counters ``(rows,)`` by name; the remaining rows; and the report. Rows of a stream are
+        not counted.
 
     Raises:
-        DataError: No row is left (for a stream, none of its first rows).
+        DataError: No row remains. For a stream, only the first rows are checked.
     """
     import datasets
     import pyarrow.compute as pc
@@ -623,7 +623,7 @@ def tokenized(
             kept = mapped.select(pc.indices_nonzero(is_kept).to_pylist())
         if not report.rows_out:
             raise DataError(
-                f"no row of the {name} dataset is left. Of {report.rows_in}: {listed(report.dropped)}. {hint}"
+                f"all {report.rows_in} rows of the {name} dataset are dropped: {listed(report.dropped)}. {hint}"
             )
         if counters:
             numbers = table["_counts"].combine_chunks().flatten().to_numpy().reshape(-1, len(counters))
@@ -641,13 +641,13 @@ def tokenized(
 def _with_counts(
     batch: dict[str, list], indices: list[int], function: Callable, counters: Sequence[str], **arguments: Any
 ) -> dict[str, list]:
-    """Call a function and merge its counters into one column, because each column has a fixed cost in Arrow."""
+    """Call a function and merge its counters into one column, because every Arrow column has a fixed cost."""
     columns = function(batch, indices, **arguments)
     return columns | {"_counts": list(zip(*(columns.pop(name) for name in counters), strict=True))}
 
 
 def _fingerprint(dataset: AnyDataset, *about: object) -> str | None:
-    """Hash everything that a map depends on, once. ``map`` would hash each of its own arguments as well."""
+    """Compute the cache fingerprint of a map from everything it depends on. ``map`` would hash the arguments separately."""
     from datasets.fingerprint import Hasher
 
     from posttrain import __version__
@@ -663,14 +663,14 @@ def _is_kept(reasons: list[str]) -> list[bool]:
 
 
 def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a plain text with exactly one eos at the end, even if a line break follows the eos in the text."""
+    """Return the ids of a plain text with exactly one eos token at the end. Whitespace after an eos token is removed."""
     eos = tokenizer.eos_token_id
     if eos is None:
         raise DataError("the tokenizer has no eos token, so plain text cannot be terminated. Fix: set eos_token.")
     if ids == [eos]:
         return ids
     kept = len(ids)
-    while kept > 1:  # The text may end with eos and whitespace, and the tokenizer may have appended another eos.
+    while kept > 1:  # The text may end with eos and whitespace, and the tokenizer may have appended a second eos.
         blank = ids[kept - 2] == eos and not tokenizer.decode(ids[kept - 1 : kept]).strip()
         if ids[kept - 1] != eos and not blank:
             break
@@ -679,7 +679,7 @@ def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def shown_prompt(tokenizer: Tokenizer, ids: Sequence[int], placed: Sequence[Any]) -> str:
-    """Decode ids and show the placeholders of each image as ``[image 1: 640×480, 391 tokens, 12ab]``."""
+    """Decode ids. The placeholders of each image are shown as ``[image 1: 640×480, 391 tokens, 12ab]``."""
     pieces = shown_pieces(tokenizer, ids, [0] * len(ids), Row(list(ids), [], [], pictures=[list(placed)]))
     return "".join(text for text, _ in pieces)
 
@@ -692,15 +692,16 @@ def shown_pieces(
     index: int = 0,
     pieces_of: Callable[[list[int], list[Any]], list[tuple[str, bool]]] | None = None,
 ) -> list[tuple[str, bool]]:
-    """Decode a sequence into pieces of text, each with whether it is trained. An image is one piece: its label.
+    """Decode a sequence into pieces of text, and return for each piece whether it is trained. An image is one piece.
 
     Args:
-        tokenizer: Decodes the ids.
+        tokenizer: Tokenizer that decodes the ids.
         ids: Token ids of a prompt and one completion.
         flags: Whether each token is trained.
         row: Row of the sequence, with its images.
         index: Index of the completion.
-        pieces_of: Converts ids and flags between images to pieces. None: runs of equal flags.
+        pieces_of: Function that converts the ids and flags between two images to pieces. None creates one piece per run of
+            equal flags.
     """
     pieces_of = pieces_of or partial(_runs, tokenizer)
     pieces: list[tuple[str, bool]] = []
@@ -718,9 +719,10 @@ def _runs(tokenizer: Tokenizer, ids: list[int], flags: list[Any]) -> list[tuple[
 
 
 def plain_rows(dataset: AnyDataset) -> Any:
-    """Return a dataset (or several by name, or None) whose rows are Python lists and numbers, regardless of ``with_format``.
+    """Return a dataset whose rows are Python lists and numbers, regardless of ``with_format``.
 
-    Columns that the format excludes stay excluded. A transform (``with_transform``) is kept; `first_row` rejects it.
+    ``dataset`` may be a dict of datasets, or None. Columns that the format excludes remain excluded. A transform
+    (``with_transform``) is kept, and `first_row` rejects it later.
     """
     import datasets
 

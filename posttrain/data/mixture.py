@@ -1,4 +1,4 @@
-"""Load datasets by name, and mix several datasets with fractions and test splits."""
+"""Load datasets by name, and build mixtures of several datasets with fractions and test splits."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from posttrain.integrations.hub import not_found
 logger = logging.getLogger(__name__)
 
 
-LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # File extension to loader name.
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # Loader by file extension.
 
 
 def check_json(file: Path) -> None:
-    """Find the line of a JSON file that the loader could not read. A .json file may also be one array of objects.
+    """Find the invalid line of a JSON file that the loader could not read. A .json file may also be one array of objects.
 
     Raises:
         DataError: A line is not valid UTF-8, not valid JSON, or not an object.
@@ -48,7 +48,7 @@ def check_json(file: Path) -> None:
 
 
 def _lines(files: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of JSON Lines files; an invalid line raises an error with its number."""
+    """Yield the rows of JSON Lines files. The error about an invalid line contains the line's number."""
     for file in files:
         with Path(file).open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -62,28 +62,28 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
         row = json.loads(line.decode("utf-8-sig"))  # Some editors write a byte-order mark at the start of a file.
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where}: it is not valid UTF-8 (byte {error.start}: {error.reason}): {shown!r}. Fix: save the file as UTF-8."
+            f"{where}: the line is not valid UTF-8 (byte {error.start}: {error.reason}): {shown!r}. Fix: save the file as UTF-8."
         ) from error
     except ValueError as error:
-        raise DataError(f"{where}: it is not valid JSON ({error}): {shown!r}") from error
+        raise DataError(f"{where}: the line is not valid JSON ({error}): {shown!r}") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, not {type(row).__name__}: {shown!r}")
-    if b"\\u" in line:  # The escape may be one half of a surrogate pair.
+    if b"\\u" in line:  # An escape sequence may be a lone surrogate.
         check_unicode(json.dumps(row, ensure_ascii=False), where)
     return row
 
 
 class TextDates:
-    """Replacement for `pyarrow.json` in the JSON loader of ``datasets`` that keeps text that looks like a date.
+    """Replacement for `pyarrow.json` in the JSON loader of ``datasets``. Text that looks like a date remains text.
 
-    Otherwise an answer "2024-01-01" becomes a timestamp, which never equals a model's text.
+    With `pyarrow.json`, the answer "2024-01-01" would become a timestamp, which never equals the text of a completion.
     """
 
     ReadOptions = pyarrow.json.ReadOptions
 
     @staticmethod
     def read_json(source: IO[bytes], read_options: pyarrow.json.ReadOptions | None = None) -> pa.Table:
-        """Read JSON like `pyarrow.json.read_json`; if it parsed text as timestamps, read again with text columns."""
+        """Read JSON like `pyarrow.json.read_json`. If text was parsed as timestamps, read again with text columns."""
         table = pyarrow.json.read_json(source, read_options=read_options)
         schema = _texts(table.schema)
         if schema.equals(table.schema):
@@ -98,7 +98,7 @@ def _texts(schema: pa.Schema) -> pa.Schema:
 
 
 def _dateless(kind: pa.DataType) -> pa.DataType:
-    """Replace timestamps in a type by text, at any depth."""
+    """Replace timestamps in a type with text, at any depth."""
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):
@@ -110,7 +110,7 @@ def _dateless(kind: pa.DataType) -> pa.DataType:
 
 @contextlib.contextmanager
 def _dates_as_text(*, streaming: bool) -> Iterator[None]:
-    """Keep dates as text while JSON is read. A patch, because the loader has no option; streams are read later, so it stays."""
+    """Patch the JSON loader, which has no option for this, so that dates remain text. The patch stays active for streams."""
     before = json_loader.paj, json_loader.pandas_read_json
     json_loader.paj, json_loader.pandas_read_json = TextDates, partial(json_loader.pandas_read_json, dtype=False)
     try:
@@ -121,7 +121,7 @@ def _dates_as_text(*, streaming: bool) -> Iterator[None]:
 
 
 def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.Features | None:
-    """Return features with text for timestamps if another program cached JSON rows with timestamps; else None."""
+    """Return features with text instead of timestamps if the cached rows contain timestamps from another program, else None."""
     part = next(iter(loaded.values())) if isinstance(loaded, dict) else loaded
     if part.info.builder_name != "json" or "timestamp" not in str(part.features):
         return None
@@ -129,14 +129,14 @@ def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.
 
 
 def _parquet_conflict(files: list[Path]) -> str | None:
-    """Describe the first column whose type or presence differs between parquet files. Widths of numbers may differ."""
+    """Describe the first column that has different types in two parquet files, or is missing in one. Ignore number widths."""
     import pyarrow.parquet as pq
 
     if len(files) < 2:
         return None
     try:
         schemas = {file: pq.read_schema(file) for file in files}
-    except Exception:  # The loader reports broken files.
+    except Exception:  # The loader raises the error about an invalid file.
         return None
     first = schemas[files[0]]
     for file, schema in schemas.items():
@@ -154,44 +154,44 @@ def _kind(type_name: str) -> str:
     return re.sub(r"\b(u?int\d+)\b", "int", re.sub(r"\b(halffloat|float|double)\b", "float", plain))
 
 
-# Columns of a CSV file that stay numbers.
+# Columns of a CSV file that are converted to numbers. All other columns remain text.
 NUMBERS = ("label", "margin")
 SAMPLES = ("head", "random")
-# Exceptions of loaders for a name that exists neither on the Hub nor in the cache.
+# Exceptions that loaders raise for a name that exists neither on the Hub nor in the cache.
 NOT_FOUND = (OSError, HFValidationError, DatasetNotFoundError)
 
 
 @dataclass
 class DatasetConfig:
-    """Member of a dataset mixture. A plain string on the command line is its path."""
+    """Member of a dataset mixture. On the command line, a plain string is used as the path."""
 
-    path: str = field(metadata={"help": "Hub id, folder (saved by datasets, or of data files), or one data file."})
+    path: str = field(metadata={"help": "Hub id, folder (saved by datasets, or with data files), or single data file."})
     name: str | None = option(None, "Configuration of a Hub dataset.")
     data_dir: str | None = option(None, "Folder inside a Hub dataset.")
     data_files: str | list[str] | dict[str, Any] | None = option(
-        None, "Files of a folder or Hub dataset: a path, a list, or a mapping from splits to paths."
+        None, "Files of a folder or a Hub dataset: a path, a list of paths, or a mapping from splits to paths."
     )
     split: str = option("train", "Split to load. Slices such as 'train[:10%]' are allowed.")
     columns: list[str] | None = option(None, "Columns to keep. None keeps all columns.")
     fraction: float | None = option(
-        None, "Weight in the mixture, 0 or more. Weights are normalized. Set it for all members or for none."
+        None, "Weight in the mixture, 0 or more. Weights are normalized. Set it for all members or for none of them."
     )
 
 
 @dataclass
 class DatasetMixtureConfig:
-    """Mixture of several datasets, concatenated in the given order."""
+    """Mixture of several datasets. The datasets are concatenated in the given order."""
 
     datasets: list[DatasetConfig] = field(
         default_factory=list,
-        metadata={"help": "Members: paths, or mappings with path and optionally name, split, columns, fraction."},
+        metadata={"help": "Members: paths, or mappings with path and optionally name, split, columns and fraction."},
     )
-    streaming: bool = option(False, "Read rows while training. Excludes fractions and a test split.")
+    streaming: bool = option(False, "Read rows while training. Does not work with fractions or a test split.")
     test_split_size: float | None = option(
-        None, "Share of rows for the seeded split 'test', between 0 and 1. None: no test split."
+        None, "Share of rows for the split 'test', between 0 and 1 (exclusive). None creates no test split."
     )
     sample: Literal["head", "random"] = option(
-        "head", "Rows that a fraction selects: the first rows ('head') or a seeded random sample ('random')."
+        "head", "Rows that a fraction selects: 'head' takes the first rows, 'random' takes a random sample."
     )
 
     def __post_init__(self) -> None:
@@ -200,19 +200,19 @@ class DatasetMixtureConfig:
         check_choice("sample", self.sample, SAMPLES)
         if self.test_split_size is not None and not 0 < self.test_split_size < 1:
             raise ConfigError(
-                f"test_split_size={self.test_split_size} must be a share of the rows, above 0 and below 1."
+                f"test_split_size={self.test_split_size} must be a share of the rows, greater than 0 and less than 1."
             )
 
 
 def _member(item: object) -> DatasetConfig:
-    """Parse a member from a path, a mapping, or JSON text of a mapping (as config files pass it to the command line)."""
+    """Convert a path, a mapping, or the JSON text of a mapping to a `DatasetConfig`. Config files pass JSON text."""
     text = item.path if isinstance(item, DatasetConfig) else item
     if isinstance(text, str) and text.lstrip().startswith("{"):
         try:
             item = json.loads(text)
         except ValueError as error:
             raise ConfigError(
-                f"a member of datasets looks like a JSON object but is not valid ({error}): {text!r}."
+                f"a member of datasets starts like a JSON object but is not valid JSON ({error}): {text!r}."
             ) from error
     if isinstance(item, DatasetConfig):
         return item
@@ -220,16 +220,16 @@ def _member(item: object) -> DatasetConfig:
         return DatasetConfig(item)
     if not isinstance(item, Mapping):
         raise ConfigError(
-            f"a member of datasets must be a path or a mapping with one, not a {type(item).__name__}: {item!r}."
+            f"a member of datasets must be a path or a mapping with a path, not a {type(item).__name__}: {item!r}."
         )
     known = [f.name for f in fields(DatasetConfig)]
     for key in item:
         if key not in known:
             raise ConfigError(
-                f"a member of datasets has the unknown key {key!r}{did_you_mean(key, known)}; known keys are {known}."
+                f"a member of datasets has the unknown key {key!r}{did_you_mean(key, known)}. The known keys are {known}."
             )
     if "path" not in item:
-        raise ConfigError(f"a member of datasets has no 'path': {dict(item)!r}.")
+        raise ConfigError(f"a member of datasets has no 'path': {dict(item)!r}. Fix: add the key 'path'.")
     return DatasetConfig(**item)
 
 
@@ -242,26 +242,29 @@ def load_rows(
     data_files: Any = None,
     streaming: bool = False,
 ) -> Any:
-    """Load a dataset from the Hub, a folder (saved, or of data files), or one .jsonl, .json, .csv or .parquet file.
+    """Load a dataset from the Hub, from a folder, or from one .jsonl, .json, .csv or .parquet file.
+
+    A folder contains a dataset saved by ``datasets``, or data files.
 
     With ``HF_HUB_OFFLINE`` or ``HF_DATASETS_OFFLINE``, only local data and the cache are used.
 
     Args:
         path_or_id: Path or Hub id.
         name: Configuration of a Hub dataset.
-        split: Split to load, including slices such as ``train[:100]``; None loads all splits. A single file is ``train``.
-        data_dir: Same as in ``datasets.load_dataset``; not for a single file or a saved folder.
-        data_files: Same as in ``datasets.load_dataset``; not for a single file or a saved folder.
-        streaming: Read lazily. An invalid line then raises an error when it is reached.
+        split: Split to load. Slices such as ``train[:100]`` are allowed. None loads all splits. A single file has the split
+            ``train``.
+        data_dir: Same as in ``datasets.load_dataset``. Not allowed for a single file or a saved folder.
+        data_files: Same as in ``datasets.load_dataset``. Not allowed for a single file or a saved folder.
+        streaming: Whether rows are read while they are used. The error about an invalid line is then raised at this line.
 
     Returns:
-        A ``Dataset``, or a ``DatasetDict`` with ``split=None``; their iterable equivalents with ``streaming``. A folder with one
-        saved ``Dataset`` returns that dataset.
+        A ``Dataset``, or a ``DatasetDict`` if ``split`` is None. With ``streaming``, their iterable equivalents. For a folder
+        with one saved ``Dataset``, that dataset.
 
     Raises:
-        ConfigError: An option does not apply to this kind of source.
-        DataError: The source does not exist, the split is unknown, or a file cannot be read. The error names the file and the
-            line or column.
+        ConfigError: An option is not allowed for this kind of source.
+        DataError: The source or the split does not exist, or a file cannot be read. The error contains the file, and the line
+            or the column.
     """
     file = Path(path_or_id).expanduser()
     saved = file.is_dir() and any((file / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json"))
@@ -270,14 +273,14 @@ def load_rows(
     if unused and (saved or file.is_file()):
         kind = "a saved folder" if saved else "one file"
         raise ConfigError(
-            f"dataset {path_or_id!r} is {kind}, to which {unused} does not apply. Fix: remove this option."
+            f"dataset {path_or_id!r} is {kind}, for which {unused} is not allowed. Fix: remove this option."
         )
     if saved:
         return _load_saved(file, split, streaming)
     if (file.is_absolute() or file.suffix in LOADERS or path_or_id.startswith(".")) and not file.exists():
         beside = [item.name for item in file.parent.iterdir()] if file.parent.is_dir() else []
         near = did_you_mean(file.name, beside)
-        raise DataError(f"dataset {path_or_id!r} does not exist{near}. Searched path: {file.absolute()}.")
+        raise DataError(f"dataset {path_or_id!r} does not exist{near}. No such path: {file.absolute()}.")
     if file.is_dir() and (conflict := _parquet_conflict(sorted(file.rglob("*.parquet")))):
         raise DataError(f"dataset {path_or_id!r} could not be loaded: {conflict}")
     source = str(file) if file.is_dir() else path_or_id
@@ -290,7 +293,7 @@ def load_rows(
             options["converters"] = _text_columns([file])
         if (
             streaming and file.suffix == ".jsonl" and split in (None, "train")
-        ):  # An invalid line raises an error with its number when it is reached.
+        ):  # `_lines` raises an error with the line's number when it reaches an invalid line.
             stream = datasets.IterableDataset.from_generator(_lines, gen_kwargs={"files": [str(file)]})
             return stream if split else datasets.IterableDatasetDict({"train": stream})
     try:
@@ -299,14 +302,14 @@ def load_rows(
             if not streaming and (features := _without_times(loaded)) is not None:
                 loaded = datasets.load_dataset(source, split=split, features=features, **options)
         for part in () if streaming or not file.exists() else loaded.values() if split is None else (loaded,):
-            part.data.validate(full=True)  # Otherwise invalid UTF-8 would raise only when the row is read.
+            part.data.validate(full=True)  # Otherwise invalid UTF-8 would raise an error only when its row is read.
         return loaded
     except Exception as error:
         raise DataError(_failure(path_or_id, file, split, error)) from error
 
 
 def _text_columns(files: list[Path]) -> dict[str, type]:
-    """Return converters that keep CSV columns as text. A numeric answer would otherwise never equal ``"7"``."""
+    """Return converters that keep CSV columns as text. Otherwise the answer 7 would be a number, and not equal to ``"7"``."""
     names: set[str] = set()
     for file in files:
         with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
@@ -315,22 +318,22 @@ def _text_columns(files: list[Path]) -> dict[str, type]:
 
 
 def _failure(path_or_id: str, file: Path, split: str | None, error: Exception) -> str:
-    """Explain a failed load: raise the error of an invalid line, or return the loader's message."""
+    """Return a message that explains why a dataset could not be loaded. Raise a more specific error for an invalid line."""
     if not file.exists() and isinstance(error, NOT_FOUND):
         return not_found("dataset", path_or_id, error)
     for part in sorted(file.rglob("*")) if file.is_dir() else [file]:
         if part.suffix in (".jsonl", ".json") and part.is_file():
             check_json(part)
     cause = str(error.__cause__ or error).strip().rstrip(".")
-    hint = " One file has one split, 'train', and each column has one type." if file.exists() else ""
+    hint = " A single file has one split, 'train', and each column has one type." if file.exists() else ""
     return f"dataset {path_or_id!r} could not be loaded{f' (split {split!r})' if split else ''}: {cause}.{hint}"
 
 
 def _loader_of(file: Path) -> str:
     if file.suffix not in LOADERS:
-        raise DataError(f"dataset file {str(file)!r} ends in {file.suffix!r}; supported are {', '.join(LOADERS)}.")
+        raise DataError(f"dataset file {str(file)!r} has extension {file.suffix!r}. Supported: {', '.join(LOADERS)}.")
     if file.stat().st_size == 0:
-        raise DataError(f"dataset file {str(file)!r} is empty.")
+        raise DataError(f"dataset file {str(file)!r} is empty. Fix: use a file with at least one row.")
     return LOADERS[file.suffix]
 
 
@@ -346,14 +349,14 @@ def _load_saved(folder: Path, split: str | None, streaming: bool) -> Any:
 
 
 def _pick(loaded: Any, spec: str, folder: Path) -> Any:
-    """Return the rows of a split of saved data, including slices and sums. A single saved ``Dataset`` is split ``train``."""
+    """Return a split of a saved dataset. Slices and sums of splits are allowed. A single saved ``Dataset`` is ``train``."""
     splits = loaded if isinstance(loaded, dict) else {"train": loaded, str(loaded.split or "train"): loaded}
     try:
         parts = datasets.ReadInstruction.from_spec(spec).to_absolute({key: len(value) for key, value in splits.items()})
     except (ValueError, AssertionError) as error:
         near = did_you_mean(spec, splits)
         raise DataError(
-            f"dataset {str(folder)!r} has no split {spec!r}{near}; it has {sorted(splits)}. ({error})"
+            f"dataset {str(folder)!r} has no split {spec!r}{near}. Its splits are {sorted(splits)}. ({error})"
         ) from error
     rows = [
         splits[p.splitname].select(range(p.from_ or 0, len(splits[p.splitname]) if p.to is None else p.to))
@@ -363,10 +366,10 @@ def _pick(loaded: Any, spec: str, folder: Path) -> Any:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
-    r"""Load and concatenate the members. With ``test_split_size``, split with ``seed``, identically on every rank.
+    r"""Load the members of a mixture and concatenate them. If ``test_split_size`` is set, split off test rows.
 
-    With fractions ``f``: ``w_i = f_i / \sum f`` and ``N = \min_{w_i > 0} len_i / w_i``; member i contributes ``round(w_i N)``
-    rows.
+    The test split is the same on every rank. With fractions ``f``, member i contributes ``round(w_i N)`` rows, where
+    ``w_i = f_i / \sum f`` and ``N = \min_{w_i > 0} len_i / w_i``.
 
     Args:
         mixture_config: Members and how to mix them.
@@ -376,13 +379,13 @@ def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
         A ``DatasetDict`` (an ``IterableDatasetDict`` when streaming) with ``train`` and, if requested, ``test``.
 
     Raises:
-        ConfigError: There are no members; fractions are set on some members only, negative, all zero, or used with streaming;
-            or a test split is used with streaming.
-        DataError: A member cannot be loaded, columns of members differ, or a test split leaves no rows.
+        ConfigError: There are no members; fractions are negative, all zero, not set on all members, or used with streaming; or
+            a test split is used with streaming.
+        DataError: A member cannot be loaded, members have different columns, or a split has no rows.
     """
     members, streaming = mixture_config.datasets, mixture_config.streaming
     if not members:
-        raise ConfigError("datasets is empty. A mixture needs at least one member.")
+        raise ConfigError("datasets is empty. Fix: add at least one member to the mixture.")
     weights = _weights(mixture_config)
     parts = [_load_member(member, streaming) for member in members]
     if weights is not None:
@@ -399,7 +402,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
 
 
 def split_off(rows: Any, size: float, seed: int) -> Any:
-    """Split rows into a ``DatasetDict`` with ``train`` and ``test``, identically on every rank.
+    """Split rows into a ``DatasetDict`` with ``train`` and ``test``. The result is the same on every rank.
 
     Raises:
         ConfigError: The rows are a stream.
@@ -407,12 +410,12 @@ def split_off(rows: Any, size: float, seed: int) -> Any:
     """
     if isinstance(rows, datasets.IterableDataset):
         raise ConfigError(
-            f"test_split_size={size} needs the number of rows, which is unknown with streaming. Fix: remove one of them."
+            f"test_split_size={size} needs the number of rows, which is unknown with streaming. Fix: remove one of the two."
         )
     try:
         return rows.train_test_split(test_size=size, seed=seed)
     except ValueError as error:
-        raise DataError(f"test_split_size={size} of {len(rows)} rows leaves a split empty: {error}") from error
+        raise DataError(f"test_split_size={size} of {len(rows)} rows would create an empty split: {error}") from error
 
 
 def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
@@ -421,13 +424,13 @@ def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
     if not fractions:
         return None
     if len(fractions) < len(fractions_given):
-        raise ConfigError(f"fraction is set on some datasets only: {fractions_given}. Fix: set it on all, or on none.")
+        raise ConfigError(f"fraction is set for some datasets only: {fractions_given}. Fix: set it for all or none.")
     if mixture.streaming:
         raise ConfigError(
-            "fraction needs the lengths of the datasets, which are unknown with streaming=True. Fix: remove one of them."
+            "fraction needs the lengths of the datasets, which are unknown with streaming=True. Fix: remove one of the two."
         )
     if any(f < 0 or not math.isfinite(f) for f in fractions) or sum(fractions) == 0:
-        raise ConfigError(f"fractions {fractions} must be finite and not negative, and at least one must be above 0.")
+        raise ConfigError(f"fractions {fractions} must be finite, 0 or more, and not all 0.")
     return [f / sum(fractions) for f in fractions]
 
 
@@ -439,7 +442,7 @@ def _load_member(member: DatasetConfig, streaming: bool) -> Any:
     for column in member.columns if loaded.column_names is not None else ():
         if column not in loaded.column_names:
             near = did_you_mean(column, loaded.column_names)
-            raise DataError(f"dataset {member.path!r} has no column {column!r}{near}; it has {loaded.column_names}.")
+            raise DataError(f"dataset {member.path!r} has no column {column!r}{near}. It has {loaded.column_names}.")
     return loaded.select_columns(member.columns)
 
 
@@ -448,8 +451,8 @@ def _take(part: Any, count: int, path: str, sample: str, seed: int) -> Any:
         part = part.shuffle(seed=seed)
     elif 0 < count < len(part):
         logger.warning(
-            "dataset %s: its fraction takes the first %d of %d rows, which is biased if the rows are ordered; "
-            "sample='random' takes a seeded random sample.",
+            "dataset %s: fraction takes the first %d of %d rows, which are a biased sample if the rows are ordered. For a "
+            "random sample, set sample='random'.",
             path, count, len(part),
         )  # fmt: skip
     return part.select(range(count))
@@ -464,7 +467,7 @@ def _check_columns(parts: list[Any], members: list[DatasetConfig]) -> None:
             if one != two and "Value('null')" not in (one, two):
                 differing = sorted({*first.features} ^ {*columns}) or [name]
                 raise DataError(
-                    f"dataset {path!r} cannot be joined with {first_path!r}: they differ in {differing}; column {name!r} is "
-                    f"{one} in {first_path!r} and {two} in {path!r}. Fix: choose common columns with "
+                    f"dataset {path!r} cannot be joined with {first_path!r} because their columns {differing} differ. Column "
+                    f"{name!r} is {one} in {first_path!r} and {two} in {path!r}. Fix: select the common columns with "
                     "columns=[...], or cast one of them."
                 )

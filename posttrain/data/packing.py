@@ -1,4 +1,4 @@
-"""Packing: several documents share a row, so that batches contain less padding."""
+"""Packing: put several documents into one row, so that batches contain less padding."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ logger = logging.getLogger(__name__)
 
 
 def best_fit_decreasing(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Place documents into bins by the best-fit-decreasing rule.
+    """Assign documents to bins with the best-fit-decreasing algorithm.
 
-    Documents are placed longest first; ties keep their order. Each goes into the open bin with the least sufficient room; among
-    equal bins, into the one that first had that room. If no open bin has enough room, a new one is opened.
+    Documents are placed longest first. Documents of equal length keep their order. Each document goes into the open bin with
+    the smallest sufficient remaining space. If several bins have this remaining space, the first bin that reached it is used.
+    If no open bin has enough space, a new bin is opened.
 
-    Documents of one length are placed together: a bin with room r takes ``r // length`` of them in succession, because it
-    remains the tightest fit. One step therefore handles a whole queue of bins and costs a bisection over distinct rooms.
+    Documents of equal length are placed together. A bin with remaining space r takes up to ``r // length`` of them in
+    succession, because it stays the best fit. Each step therefore costs one bisection over the distinct values of r.
 
     Args:
-        lengths: ``(n,)`` integers in ``1..size``.
+        lengths: Document lengths ``(n,)``, integers in ``1..size``.
         size: Number of tokens per bin.
 
     Returns:
-        ``order (n,)``, document indices bin by bin in order of insertion, bins in order of creation; and ``counts (bins,)``,
-        the number of documents in each bin.
+        ``order (n,)`` and ``counts (bins,)``. ``order`` contains the document indices of the first bin, then of the second bin,
+        and so on. ``counts`` contains the number of documents in each bin.
 
     >>> order, counts = best_fit_decreasing(np.array([3, 3, 2, 2, 1, 1]), 5)
     >>> order.tolist(), counts.tolist()
@@ -55,13 +56,13 @@ def best_fit_decreasing(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.
 
 
 class _Bins:
-    """Open bins, keyed by remaining room. ``placed`` lists the bin of each document in order of placement."""
+    """Open bins, grouped by remaining space. ``placed`` contains the bin of each document in order of placement."""
 
     def __init__(self, size: int) -> None:
         self.size, self.created = size, 0
         self.placed: list[int] = []
         self.queues: dict[int, deque[int]] = {}
-        self.rooms: list[int] = []  # Rooms with a non-empty queue, ascending.
+        self.rooms: list[int] = []  # Remaining spaces of the open bins, distinct and ascending.
 
     def place(self, length: int, count: int) -> None:
         while count:
@@ -100,7 +101,7 @@ class _Bins:
 
 
 def split_lengths(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split documents into pieces of at most ``size``; return each piece's document index, offset in the document, and length."""
+    """Split documents into pieces of up to ``size`` tokens. Return each piece's document index, offset, and length."""
     number = -(-lengths // size)
     source = np.repeat(np.arange(len(lengths)), number)
     rank = np.arange(len(source)) - np.repeat(np.cumsum(number) - number, number)
@@ -109,7 +110,7 @@ def split_lengths(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
 
 
 def shuffle_bins(order: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Shuffle bins; return document indices bin by bin, and the count of each bin."""
+    """Shuffle the bins. Return the document indices of one bin after the other, and the number of documents per bin."""
     permutation = rng.permutation(len(counts))
     starts = (np.cumsum(counts) - counts)[permutation]
     counts = counts[permutation]
@@ -119,7 +120,7 @@ def shuffle_bins(order: np.ndarray, counts: np.ndarray, rng: np.random.Generator
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """List column as flat values with the start and length of each row. Slices keep their offsets."""
+    """Column of lists: flat values, and the start and length of each row's list. Starts include the offset of a slice."""
 
     values: pa.Array
     starts: np.ndarray
@@ -127,13 +128,13 @@ class Lists:
 
 
 def list_column(column: pa.ChunkedArray, name: str, rows: list[int] | None) -> Lists:
-    """Convert a table column to `Lists`, respecting its slice. ``rows`` are row numbers for error messages."""
+    """Convert a column of a table, which may be a slice, to `Lists`. ``rows`` are row numbers for error messages."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(array, pa.ChunkedArray):  # Some versions return this for an empty column.
+    if isinstance(array, pa.ChunkedArray):  # Some versions of pyarrow return a chunked array for an empty column.
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=column.type)
     if array.null_count:
         first = int(np.flatnonzero(np.asarray(array.is_null()))[0])
-        raise DataError(f"row {rows[first] if rows else first}, column {name!r}: it is None. Every row needs a list.")
+        raise DataError(f"row {rows[first] if rows else first}, column {name!r}: it is None. Fix: add a list.")
     if pa.types.is_fixed_size_list(array.type):
         n, width = len(array), array.type.list_size
         return Lists(array.flatten(), np.arange(n, dtype=np.int64) * width, np.full(n, width, dtype=np.int64))
@@ -158,7 +159,7 @@ def as_rows(values: pa.Array, lengths: np.ndarray) -> pa.Array:
 
 
 def list_columns(table: pa.Table, rows: list[int] | None) -> dict[str, Lists]:
-    """Return the columns of a window, after checking that they are lists with equal lengths in each row."""
+    """Convert all columns of a window to `Lists`, and check that the lists of each row have equal lengths."""
     columns: dict[str, Lists] = {}
     for name in table.column_names:
         check_list(name, table.schema.field(name).type)
@@ -169,18 +170,18 @@ def list_columns(table: pa.Table, rows: list[int] | None) -> dict[str, Lists]:
         if len(differing):
             at = int(differing[0])
             raise DataError(
-                f"row {rows[at] if rows else at}: column {first_name!r} has {first.lengths[at]} items and column {name!r} "
-                f"has {other.lengths[at]}. Packed columns must have equal lengths in each row. Fix: drop the other columns."
+                f"row {rows[at] if rows else at}: column {first_name!r} has {first.lengths[at]} items, but column {name!r} "
+                f"has {other.lengths[at]}. Packing needs equal lengths in each row. Fix: remove the columns that differ."
             )
     return columns
 
 
 def check_list(name: str, kind: pa.DataType) -> None:
-    """Reject a column whose type is not a list."""
+    """Raise an error if the type of a column is not a list."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         raise ArgumentTypeError(
-            f"column {name!r} has type {kind}, but packing needs lists. Fix: tokenize first, and keep only list columns "
-            "(input_ids, labels, masks) with select_columns."
+            f"column {name!r} has type {kind}, but packing needs lists. Fix: tokenize the dataset first, and select only list "
+            "columns (input_ids, labels, masks) with select_columns."
         )
 
 
@@ -197,14 +198,14 @@ def segment_sum(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 LENGTHS = "seq_lengths"
 IGNORED = -100
-LOW_FILL = 0.9  # Warn if the fill factor is below this.
-WINDOW_ROWS, WINDOW_TOKENS = 10_000, 2**25  # Number of rows per window, reduced if they exceed this number of tokens.
-PEEK = 1000  # Number of rows whose lengths determine the window size.
+LOW_FILL = 0.9  # Rows that are filled less than this on average cause a warning.
+WINDOW_ROWS, WINDOW_TOKENS = 10_000, 2**25  # Maximum number of rows per window, and of tokens.
+PEEK = 1000  # Number of rows that are read to estimate the number of tokens per row.
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Packing options. They are sent to worker processes and enter the cache fingerprint."""
+    """Options of packing. They are sent to worker processes and are part of the cache fingerprint."""
 
     size: int
     strategy: str
@@ -227,7 +228,7 @@ def _best_fit(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[st
         source = np.flatnonzero(lengths)
         skip, pieces = np.zeros(len(source), dtype=np.int64), np.minimum(lengths[source], plan.size)
     order, counts = best_fit_decreasing(pieces, plan.size)
-    if plan.shuffle:  # Without shuffling, training would see documents in order of decreasing length.
+    if plan.shuffle:  # Without shuffling, rows would be ordered by decreasing document length.
         order, counts = shuffle_bins(order, counts, np.random.default_rng((plan.seed, first_row)))
     sizes = pieces[order]
     row_lengths = np.add.reduceat(sizes, np.cumsum(counts) - counts) if len(counts) else np.zeros(0, dtype=np.int64)
@@ -239,7 +240,7 @@ def _best_fit(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[st
 
 
 def _wrap(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[str, pa.Array]:
-    """Split one stream of items every ``size``; ``seq_lengths`` are the lengths of document pieces between splits."""
+    """Concatenate documents and split them every ``size`` items. ``seq_lengths`` contains the lengths of the resulting pieces."""
     lengths = next(iter(columns.values())).lengths
     total = int(lengths.sum())
     row_lengths = np.diff(np.append(np.arange(0, total, plan.size), total)) if total else np.zeros(0, dtype=np.int64)
@@ -265,25 +266,26 @@ def pack_dataset(
     preserve_order: bool = False,
     seed: int = 42,
 ) -> Any:
-    """Pack documents into rows of at most ``seq_length`` items, window by window.
+    """Pack documents into rows of up to ``seq_length`` items. Each window of rows is packed separately.
 
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent. All columns must be lists of equal length in each row.
         seq_length: Maximum number of items per row, at least 1.
-        strategy: ``bfd`` truncates longer documents to ``seq_length`` and keeps the others whole. ``bfd_split`` splits longer
-            documents into unrelated pieces. ``wrapped`` concatenates everything and splits every ``seq_length`` items.
-        map_kwargs: Passed to ``dataset.map`` (``num_proc``, ``batch_size`` to set the window, ...).
-        cross_document: With ``wrapped``, omit ``seq_lengths``, so that documents of a row attend to each other.
-        preserve_order: Keep the order of placement, long documents first, instead of shuffling the rows of a window.
-        seed: Seed of the shuffle.
+        strategy: ``bfd`` truncates documents to ``seq_length`` and does not split them. ``bfd_split`` splits longer documents
+            into pieces that do not attend to each other. ``wrapped`` concatenates all documents and splits the result every
+            ``seq_length`` items.
+        map_kwargs: Passed to ``dataset.map``, e.g. ``num_proc``, or ``batch_size`` for the size of a window.
+        cross_document: With ``wrapped``, whether documents in a row attend to each other. ``seq_lengths`` is then omitted.
+        preserve_order: Whether to keep the order of placement (long documents first) instead of shuffling the rows.
+        seed: Random seed for shuffling.
 
     Returns:
-        The same kind of dataset in the same format, with a column ``seq_lengths``: the lengths of a row's documents.
+        The same kind of dataset in the same format, with a column ``seq_lengths`` that contains the lengths of the documents.
 
     Raises:
         ConfigError: ``seq_length`` is below 1, or the strategy is unknown.
         ArgumentTypeError: A column is not a list.
-        DataError: Columns of a row differ in length, or the dataset is already packed.
+        DataError: Columns have different lengths in a row, or the dataset is already packed.
 
     >>> rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6]]})
     >>> pack_dataset(rows, 4, preserve_order=True).to_list()
@@ -298,7 +300,7 @@ def pack_dataset(
 
 
 def truncate_dataset(dataset: AnyDataset, max_length: int, map_kwargs: dict[str, Any] | None = None) -> Any:
-    """Truncate every list column to its first ``max_length`` items; other columns are unchanged.
+    """Truncate every list column to its first ``max_length`` items. Other columns are unchanged.
 
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent.
@@ -310,7 +312,7 @@ def truncate_dataset(dataset: AnyDataset, max_length: int, map_kwargs: dict[str,
 
     Raises:
         ConfigError: ``max_length`` is below 1.
-        DataError: The dataset is packed; its ``seq_lengths`` would become wrong.
+        DataError: The dataset is packed. Truncation would make ``seq_lengths`` incorrect.
     """
     _check_size("max_length", max_length)
     if isinstance(dataset, dict):
@@ -331,14 +333,14 @@ def _truncate_window(table: pa.Table, rows: list[int] | None = None, *, size: in
 
 
 def split_trained(dataset: AnyDataset, size: int, map_kwargs: dict[str, Any] | None = None) -> Any:
-    """Split documents as ``bfd_split`` does, and drop pieces without trained labels.
+    """Split long documents into pieces, and drop the pieces without trained labels.
 
-    A piece does not attend to the rest of its document. A piece with only ignored labels (such as the start of a long prompt)
-    would cost time without training anything. The first token of a piece is never trained, because no token predicts it.
+    Pieces of a document do not attend to each other. A piece whose labels are all ignored (such as the start of a long prompt)
+    would be computed without training anything. The first token of a piece is not trained, because no token predicts it.
 
     Args:
         dataset: ``Dataset`` or ``IterableDataset`` of list columns, including ``labels``.
-        size: Maximum number of items of a piece.
+        size: Maximum number of items per piece.
         map_kwargs: Passed to ``dataset.map``.
     """
     return _map(dataset, partial(_trained_pieces, size=size), None, map_kwargs or {}, "Splitting")
@@ -360,13 +362,13 @@ def _trained_pieces(table: pa.Table, rows: list[int] | None = None, *, size: int
 
 def _check_size(field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{field}={value!r} must be an integer of at least 1.")
+        raise ConfigError(f"{field}={value!r} must be an integer and at least 1.")
 
 
 def _refuse_packed(dataset: AnyDataset, advice: str) -> None:
     if LENGTHS in (dataset.column_names or ()):
         raise DataError(
-            f"the dataset is already packed: it has a column {LENGTHS!r}. Fix: use it as it is, or {advice}."
+            f"the dataset is already packed, because it has a column {LENGTHS!r}. Fix: use it without packing, or {advice}."
         )
 
 
@@ -383,7 +385,7 @@ def _pack(dataset: AnyDataset, plan: _Plan, map_kwargs: dict[str, Any], name: st
 
 
 def _window(dataset: AnyDataset, size: int) -> int:
-    """Return the number of rows packed together: enough to fill rows well, few enough for memory."""
+    """Return the number of rows per window, which must fit into memory."""
     if isinstance(dataset, datasets.Dataset):
         count = len(dataset)
         peek = dataset.with_format("arrow").select(np.linspace(0, count - 1, min(PEEK, count)).astype(int))
@@ -404,7 +406,7 @@ def _map(
     map_kwargs: dict[str, Any],
     desc: str | None,
 ) -> Any:
-    """Run an Arrow function over windows of a dataset, and restore the dataset's features and format."""
+    """Apply a function on Arrow tables to windows of a dataset, and restore the dataset's features and format."""
     stream = isinstance(dataset, datasets.IterableDataset)
     features = None if dataset.features is None else _packed_features(dataset.features, added)
     options = {"batched": True, "with_indices": True, "features": features} | map_kwargs
@@ -438,17 +440,17 @@ def _packed_features(features: datasets.Features, added: str | None) -> datasets
 
 
 def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, name: str | None) -> None:
-    """Verify that no item was lost or duplicated, and log how full the rows are."""
+    """Check that no item was lost or duplicated, and log the fill factor of the rows."""
     if not len(packed):
-        logger.warning("packing%s: no row is left, because every document is empty.", f" {name}" if name else "")
+        logger.warning("packing%s: no rows remain, because every document is empty.", f" {name}" if name else "")
         return
     cut = plan.size if plan.strategy == "bfd" else None
     total, wanted, before = _tally(dataset, cut)
     packed_items, _, after = _tally(packed, None)
     if (wanted, before) != (packed_items, after):
         raise DataError(
-            f"packing lost or duplicated items: {wanted} went in and {packed_items} came out (checksums {before} and {after}). "
-            "This is a bug in packing or a bad cache file. Fix: pass load_from_cache_file=False in map_kwargs, and report it."
+            f"packing lost or duplicated items: {wanted} items before, {packed_items} after (checksums {before} and {after}). "
+            "This is a bug or an invalid cache file. Fix: set load_from_cache_file=False in map_kwargs, and report the problem."
         )
     fill, lost = packed_items / (len(packed) * plan.size), total - wanted
     logger.log(
@@ -460,7 +462,7 @@ def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, na
 
 
 def _tally(dataset: datasets.Dataset, cut: int | None) -> tuple[int, int, int]:
-    """Count the items of the first column, and those within ``cut``; return both and a checksum of the latter (if integers)."""
+    """Count the items of the first column, in total and within ``cut`` per row. Also compute a checksum of the latter."""
     total = within = checksum = 0
     column = dataset.column_names[0]
     for table in dataset.select_columns([column]).with_format("arrow").iter(WINDOW_ROWS):

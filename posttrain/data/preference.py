@@ -1,4 +1,4 @@
-"""Tokenize preference rows: a prompt and the answers that share it. Truncated and dropped rows are counted."""
+"""Tokenize preference rows: a prompt and the answers to it. Truncated and dropped rows are counted."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ UNUSABLE = "whose prompt tokenizes differently with its answers"
 FULL = "whose prompt fills max_length"
 EQUAL = "with equal answers"
 EMPTY = "with an empty answer"
-MOST_UNUSABLE = 0.01  # Maximum share of such rows; a larger share raises an error.
+MOST_UNUSABLE = 0.01  # Maximum share of rows with the reason `UNUSABLE`. A larger share raises an error.
 COUNTERS = ("_truncated", "_diverged", "_inner")
 HINT = "Look at the rows with posttrain inspect."
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Options for tokenizing answers. Hashable by value, so that the dataset's fingerprint is stable between runs.
+    """Options for tokenizing answers. The hash depends only on the values, so that the cache fingerprint is reproducible.
 
     Attributes:
         branches: Answer columns: ``("chosen", "rejected")``, optionally with ``"reference"``, or ``("completion",)``.
-        max_length: Maximum number of tokens of prompt and answer. None: never truncate.
-        truncation_mode: ``keep_start`` or ``keep_end``.
-        mask_inner_turns: Exclude turns within an answer that are not the assistant's, and their template tokens, from the loss.
-        max_prompt_length: Maximum number of tokens of a prompt, whose beginning is removed. None: no limit.
+        max_length: Maximum number of tokens of prompt and answer together. None does not truncate.
+        truncation_mode: ``keep_start`` removes the end of answers. ``keep_end`` removes the start of the prompt, and of answers.
+        mask_inner_turns: Whether to exclude turns of other roles inside an answer, and their template tokens, from the loss.
+        max_prompt_length: Maximum number of tokens of a prompt. Longer prompts lose their beginning. None means no limit.
     """
 
     branches: tuple[str, ...] = ("chosen", "rejected")
@@ -79,7 +79,7 @@ class AnswerOptions:
 def _answer_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, options: AnswerOptions
 ) -> dict[str, list]:
-    """Tokenize prompts and answers in two calls: plain texts with special tokens, rendered texts without."""
+    """Tokenize the prompts and answers of a batch with two calls: one for plain texts, and one for rendered texts."""
     rows, texts = [], []
     for index, example in given_rows(batch, indices):
         with naming(f"row {index}"):
@@ -94,23 +94,23 @@ def _answer_batch(
 
 
 def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -> tuple[bool, list[str]]:
-    """Return whether a row is plain text, and the texts of its prompt alone and of its prompt with each answer."""
+    """Return whether a row is plain text, and the texts to tokenize: the prompt, and the prompt with each answer."""
     prompt: Any = row.get("prompt")
     answers: list[Any] = [row.get(branch) for branch in branches]
     for branch, answer in zip(branches, answers, strict=True):
         if answer is None:
-            raise DataError(f"column {branch!r} is missing. The row has columns {sorted(row)}. Fix: add it.")
+            raise DataError(f"column {branch!r} is missing. The row has the columns {sorted(row)}. Fix: add it.")
     if prompt is None:
         raise DataError(
-            "column 'prompt' is missing, and there is no chosen and rejected pair to extract it from. The row has columns "
-            f"{sorted(row)}. Fix: add a 'prompt' column."
+            "column 'prompt' is missing, and there are no columns 'chosen' and 'rejected' from which it could be extracted. The "
+            f"row has the columns {sorted(row)}. Fix: add a 'prompt' column."
         )
     if not is_messages(prompt):
         columns = zip(("prompt", *branches), (prompt, *answers), strict=True)
         kinds = {name: "text" if isinstance(value, str) else type(value).__name__ for name, value in columns}
         if set(kinds.values()) != {"text"}:
             shown = ", ".join(f"{name!r} is {kind}" for name, kind in kinds.items())
-            raise DataError(f"{shown}. Fix: give all of a row's columns as text, or all as lists of messages.")
+            raise DataError(f"{shown}. Fix: use text in all columns of a row, or lists of messages in all columns.")
         return True, [prompt, *(prompt + answer for answer in answers)]
     for branch, answer in zip(branches, answers, strict=True):
         _check_messages(branch, answer)
@@ -120,7 +120,7 @@ def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -
 
 
 def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
-    """Split the prompt off the answers. Further answers must begin with the prompt that chosen and rejected share."""
+    """Split the prompt off the answers. All answers must begin with the prompt that chosen and rejected have in common."""
     parted = dict(maybe_extract_prompt(row))
     if parted.get("chosen") == row.get("chosen"):
         return parted
@@ -131,8 +131,8 @@ def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
             continue
         if whole[: len(prompt)] != prompt:
             raise DataError(
-                f"column {branch!r} does not begin with the prompt that chosen and rejected share: {str(prompt)[:80]!r}. Fix: "
-                "add a 'prompt' column, and give answers without it."
+                f"column {branch!r} does not begin with the common prompt of chosen and rejected: {str(prompt)[:80]!r}. Fix: "
+                "add a 'prompt' column, and remove the prompt from the answers."
             )
         parted[branch] = whole[len(prompt) :]
     return parted
@@ -141,7 +141,7 @@ def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
 def _check_messages(branch: str, answer: object) -> None:
     if not is_messages(answer):
         raise DataError(
-            f"column 'prompt' contains messages, but column {branch!r} is {str(answer)[:60]!r}. Fix: use the same form for both."
+            f"column 'prompt' contains messages, but column {branch!r} is {str(answer)[:60]!r}. Fix: use messages in both."
         )
     if answer[-1].get("role") != "assistant":
         raise DataError(
@@ -153,7 +153,7 @@ def _check_messages(branch: str, answer: object) -> None:
 def _answers(
     row: dict[str, Any], plain: bool, texts: list[list[int]], tokenizer: Tokenizer, options: AnswerOptions
 ) -> dict[str, Any]:
-    """Split tokens at the end of the longest prefix common to the prompt and all answers, truncate, and record problems."""
+    """Split prompt and answers at the end of their common prefix, truncate them, and record counters and the drop reason."""
     bos, (prompt, *wholes) = tokenizer.bos_token_id, texts
     if plain:
         prompt, wholes = one_bos(prompt, bos), [one_eos(one_bos(ids, bos), tokenizer) for ids in wholes]
@@ -186,13 +186,13 @@ def _answers(
 
 
 def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str) -> tuple[list[int], list[list[int]]]:
-    """Truncate to ``limit`` tokens: ``keep_start`` keeps the start of answers, ``keep_end`` the end of prompt and answers."""
+    """Truncate to ``limit`` tokens. ``keep_start`` truncates the end of answers, ``keep_end`` the start of prompt and answers."""
     if mode == "keep_start":
         return prompt, [answer[: limit - len(prompt)] for answer in answers]
     excess = len(prompt) + max(map(len, answers)) - limit
     kept = (
         prompt[excess:] if excess < len(prompt) else prompt[-1:]
-    )  # Keep one token, which predicts the first answer token.
+    )  # Keep at least one token of the prompt, because it predicts the first answer token.
     return kept, [answer[-(limit - len(kept)) :] for answer in answers]
 
 
@@ -208,10 +208,10 @@ def prepare_answers(
     """Tokenize prompts and answers into ``prompt_ids`` and one ``<branch>_ids`` per answer. Columns in ``keep`` are kept.
 
     Returns:
-        The dataset, and a report (counted for map-style datasets).
+        The dataset, and a report. The rows of a stream are not counted.
 
     Raises:
-        DataError: A row cannot be read, prompt and answers cannot be separated in more than 1 % of the rows, or no row remains.
+        DataError: A row is invalid, prompts and answers cannot be separated in more than 1 % of the rows, or no row remains.
     """
     first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
@@ -222,7 +222,7 @@ def prepare_answers(
     missing = [branch for branch in options.branches if branch not in columns]
     if missing:
         raise DataError(
-            f"the {name} rows need {list(options.branches)}, but columns {sorted({*columns} - {ROW})} lack {missing}."
+            f"the {name} rows need the columns {list(options.branches)}, but {missing} is not in {sorted({*columns} - {ROW})}."
         )
     drop = [column for column in columns if column not in keep]
     about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
@@ -237,19 +237,19 @@ def _tell(report: PreparationReport, options: AnswerOptions) -> None:
         raise DataError(f"{name} dataset: {count} of {n} rows {UNUSABLE}, more than {MOST_UNUSABLE:.0%}. {HINT}")
     if report.diverged:
         logger.warning(
-            "%s dataset: in %d of %d rows the end of the prompt tokenizes differently with its answers. The prompt ends at the "
-            "first token that differs.",
+            "%s dataset: in %d of %d rows, the end of the prompt is tokenized differently when an answer follows. The prompt is "
+            "truncated before the first token that differs.",
             name, report.diverged, n,
         )  # fmt: skip
     if report.inner and not options.mask_inner_turns:
         logger.warning(
-            "%s dataset: in %d of %d rows an answer contains user or tool turns, which are trained like the model's own text. "
-            "Set mask_inner_turns=True to exclude them from the loss.",
+            "%s dataset: in %d of %d rows, an answer contains user or tool turns. They are trained like the assistant's text. "
+            "To exclude them from the loss, set mask_inner_turns=True.",
             name, report.inner, n,
         )  # fmt: skip
     if report.truncated > 0.1 * n:
         logger.warning(
-            "%s dataset: %d of %d rows have an answer that was truncated to max_length=%s.",
+            "%s dataset: in %d of %d rows, an answer was truncated to max_length=%s.",
             name,
             report.truncated,
             n,
@@ -260,12 +260,12 @@ def _tell(report: PreparationReport, options: AnswerOptions) -> None:
 def answer_rows(
     examples: Iterable[Mapping[str, Any]], branches: Sequence[str], columns: Mapping[str, Sequence[str]] | None = None
 ) -> list[Row]:
-    """Convert tokenized examples to rows: the shared prompt and one completion per branch.
+    """Convert tokenized examples to rows with the shared prompt and one completion per branch.
 
     Args:
         examples: Examples with ``prompt_ids`` and ``<branch>_ids``.
         branches: Names of the answers, in order.
-        columns: Maps the name of a sequence column to the example columns that hold its values, one per branch.
+        columns: Names of sequence columns. The value lists the example columns with the values, one column per branch.
 
     Raises:
         DataError: An answer has no tokens.
@@ -275,7 +275,7 @@ def answer_rows(
         answers = [list(example[f"{branch}_ids"]) for branch in branches]
         for branch, answer in zip(branches, answers, strict=True):
             if not answer:
-                raise DataError(f"row {index} of a batch: {branch}_ids is empty. An answer needs at least one token.")
+                raise DataError(f"row {index} of a batch: {branch}_ids is empty. Fix: remove rows without an answer.")
         masks = [example.get(f"{branch}_mask") for branch in branches]
         masks = [list(mask or [1] * len(answer)) for mask, answer in zip(masks, answers, strict=True)]
         row = Row(list(example["prompt_ids"]), answers, masks)
@@ -286,42 +286,42 @@ def answer_rows(
     return rows
 
 
-# Scripts written without spaces. Every position between two of their letters counts as a word boundary.
+# Scripts without spaces between words. Every position between two letters of such a script counts as a word boundary.
 UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 
 
 def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Split the common prefix of ``chosen`` and ``rejected`` off as the prompt.
+    """Extract the common prefix of ``chosen`` and ``rejected`` as the prompt.
 
-    Lists share whole messages. Strings share characters up to a word boundary. Spaces at the boundary belong to the answers,
-    because tokenizers merge spaces with the next word.
+    Conversations are compared by message. Strings are compared by character, and the prompt ends at a word boundary. Spaces at
+    the boundary belong to the answers, because tokenizers merge a space with the next word.
 
     Returns:
         ``prompt``, ``chosen`` and ``rejected``.
 
     Raises:
-        DataError: The answers are equal, one is empty, or two conversations share no message.
+        DataError: The answers are equal, an answer is empty, or two conversations have no common message.
 
     >>> extract_prompt({"chosen": "The sky is blue.", "rejected": "The sky is black."})
     {'prompt': 'The sky is', 'chosen': ' blue.', 'rejected': ' black.'}
     """
     chosen, rejected = example["chosen"], example["rejected"]
     if not chosen or not rejected:
-        raise DataError(f"{'chosen' if not chosen else 'rejected'} is empty. A pair needs two answers.")
-    # Arrow gives every message of a column the same keys, so equal messages may differ by a key that is None.
+        raise DataError(f"{'chosen' if not chosen else 'rejected'} is empty, but a pair needs two answers.")
+    # Arrow gives all messages of a column the same keys. Equal messages may therefore differ in a key that is None.
     bare = strip_none({"chosen": chosen, "rejected": rejected})
     if bare["chosen"] == bare["rejected"]:
-        raise DataError("chosen and rejected are equal, so this row expresses no preference.")
+        raise DataError("chosen and rejected are equal, so the row contains no preference. Fix: remove the row.")
     cut = _shared_messages(**bare) if isinstance(chosen, list) else _shared_text(chosen, rejected)
     if isinstance(chosen, list) and cut <= 0:
         if example.get("prompt") is not None:
             raise DataError(
-                f"column 'prompt' is text ({str(example['prompt'])[:60]!r}), and chosen and rejected are messages that do not "
-                'begin with it. Fix: give the prompt as messages, too: [{"role": "user", "content": ...}].'
+                f"column 'prompt' is text ({str(example['prompt'])[:60]!r}), but chosen and rejected are messages that do not "
+                'begin with it. Fix: convert the prompt to messages: [{"role": "user", "content": ...}].'
             )
         raise DataError(
-            "column 'prompt' is missing, and chosen and rejected differ in their first message, so they share no prompt. The row "
-            f"has columns {sorted(example)}. Fix: rename the prompt's column to 'prompt', or add one."
+            "column 'prompt' is missing, and it cannot be extracted because the first messages of chosen and rejected differ. "
+            f"The row has the columns {sorted(example)}. Fix: rename the prompt's column to 'prompt', or add a 'prompt' column."
         )
     return {"prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
 
@@ -332,7 +332,7 @@ def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
     cut = _shared(chosen, rejected)
-    if cut == min(len(chosen), len(rejected)):  # One is a prefix of the other, but neither answer may be empty.
+    if cut == min(len(chosen), len(rejected)):  # One text is a prefix of the other text, but no answer may be empty.
         cut -= 1
         while cut > 0 and chosen[cut - 1].get("role") == "assistant":
             cut -= 1
@@ -357,9 +357,9 @@ def _shared_text(chosen: str, rejected: str) -> int:
 
 
 def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Apply `extract_prompt` if the row needs it, and remove a prompt that both answers repeat.
+    """Apply `extract_prompt` if the row has no prompt, and remove a prompt that both answers repeat.
 
-    Rows without preference pairs, and rows whose prompt has the form of its answers and is not repeated, are returned unchanged.
+    Rows that are not preference pairs are returned unchanged, and so are rows whose answers do not repeat the prompt.
     """
     if "chosen" not in example or "rejected" not in example:
         return example
@@ -368,28 +368,28 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**example, **extract_prompt(example)}
     if is_messages(chosen) and not is_messages(
         prompt
-    ):  # The prompt is text, but the conversations contain it as messages.
+    ):  # The prompt is text, and the conversations contain the prompt as messages.
         return {**example, **extract_prompt(example)}
     bare = strip_none({"prompt": prompt, "chosen": chosen, "rejected": rejected})  # See `extract_prompt`.
     said = bare["prompt"]
     if isinstance(said, list) and said and bare["chosen"][: len(said)] == said == bare["rejected"][: len(said)]:
         warn_once(
             logger,
-            "chosen and rejected repeat the messages of their prompt. The repeated messages are removed from both.",
+            "chosen and rejected repeat the messages of the prompt. The repeated messages are removed from both columns.",
         )
         return {**example, "chosen": chosen[len(prompt) :], "rejected": rejected[len(prompt) :]}
     return example
 
 
 def unpair_preference_dataset(dataset: AnyDataset, *, interleave: bool = True, **map_kwargs: Any) -> Any:
-    """Turn pairs into single answers with a ``label``: True for chosen, False for rejected.
+    """Convert pairs to single answers with a ``label``: True for chosen answers, False for rejected answers.
 
-    This is only correct if every chosen answer is good and every rejected answer is bad by itself.
+    This is only correct if every chosen answer is good and every rejected answer is bad, regardless of the other answer.
 
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent, with columns ``chosen`` and ``rejected``.
-        interleave: Place the two answers of each pair next to each other. False places all chosen answers of each map batch
-            before all rejected answers, so that training batches in order contain one label only.
+        interleave: Whether the two answers of a pair are consecutive rows. If False, each map batch starts with its chosen
+            answers, followed by its rejected answers. Training batches in this order may contain only one label.
         map_kwargs: Passed to ``dataset.map``.
 
     Raises:
@@ -405,8 +405,8 @@ def unpair_preference_dataset(dataset: AnyDataset, *, interleave: bool = True, *
         [c for c in ("completion", "label") if c in columns],
     )
     if missing or taken:
-        what = f"has no column {missing}" if missing else f"already has {taken}, which would be overwritten"
-        raise DataError(f"the dataset cannot be unpaired: it {what}. Its columns are {columns}.")
+        what = f"has no column {missing}" if missing else f"already has the column {taken}, which would be overwritten"
+        raise DataError(f"the dataset cannot be unpaired, because it {what}. Its columns are {columns}.")
     if isinstance(dataset, datasets.IterableDataset):
         map_kwargs = {k: v for k, v in map_kwargs.items() if k not in ("num_proc", "desc")}
     else:
@@ -426,7 +426,7 @@ def _unpair(batch: dict[str, list], *, interleave: bool) -> dict[str, list]:
 
 
 def maybe_unpair_preference_dataset(dataset: AnyDataset, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """Apply `unpair_preference_dataset` if the dataset has ``chosen`` and ``rejected``; return other datasets unchanged."""
+    """Apply `unpair_preference_dataset` to a dataset with ``chosen`` and ``rejected``. Return other datasets unchanged."""
     first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
     if not {"chosen", "rejected"} <= set(get_dataset_column_names(first)):
         return dataset
@@ -434,26 +434,26 @@ def maybe_unpair_preference_dataset(dataset: AnyDataset, num_proc: int | None = 
 
 
 def extract_and_unpair(dataset: AnyDataset, num_proc: int | None = None) -> Any:
-    """Turn pairs into single labeled answers, with or without a prompt column. Return other datasets unchanged."""
+    """Convert pairs to single labeled answers, with or without a prompt column. Return other datasets unchanged."""
     if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
-    dataset = undecoded(dataset)  # Decoding and encoding an image again changes it: JPEG is lossy.
+    dataset = undecoded(dataset)  # Decoding an image and encoding it again would change it, because JPEG is lossy.
     if isinstance(dataset, datasets.IterableDataset):
         return unpair_preference_dataset(dataset.map(maybe_extract_prompt))
     kinds = dataset.features
-    # With conversations, a text prompt is replaced by the messages that the answers share.
+    # In conversations, a text prompt is replaced with the messages that both answers begin with.
     prompt = united(kinds["chosen"], *([kinds["prompt"]] if hasattr(kinds.get("prompt"), "feature") else []))
     apart = dataset.map(maybe_extract_prompt, num_proc=num_proc, features=features_with(dataset, prompt=prompt))
     return unpair_preference_dataset(apart, num_proc=num_proc)
 
 
-PAIR_HINT = "Raise max_length, or look for answers with equal tokens: posttrain inspect shows the rows."
+PAIR_HINT = "Increase max_length, or check for answers with equal tokens. `posttrain inspect` shows the rows."
 
 
 def _pair_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, max_length: int | None
 ) -> dict[str, list]:
-    """Tokenize both answers with their prompt, and return the reason for each dropped pair."""
+    """Tokenize both answers with their prompt, and determine which pairs are dropped."""
     names = [f"{side}_ids" for side in SIDES]
     pairs = [list(pair) for pair in zip(*(batch[name] for name in names), strict=True)] if names[0] in batch else None
     if pairs is None:
@@ -469,15 +469,15 @@ def _pair_batch(
         with naming(f"row {index}"):
             for name, ids in zip(names, pair, strict=True):
                 check_ids(ids, name, len(tokenizer))
-            # A non-finite margin would make the loss non-finite.
+            # A margin that is not finite would make the loss infinite or NaN.
             if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-                raise DataError(f"column 'margin' must be a finite number in every row, not {margin!r}.")
+                raise DataError(f"column 'margin' must be a finite number in every row, but it is {margin!r}.")
     columns = {name: [pair[side] for pair in pairs] for side, name in enumerate(names)}
     return {**columns, "_reason": [_left_out(*pair, max_length) for pair in pairs]}
 
 
 def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
-    """Return why a pair is dropped; "" if it is kept."""
+    """Return the reason for dropping a pair, or an empty string."""
     if not chosen or not rejected:
         return "with an answer without tokens"
     if chosen == rejected:
@@ -486,7 +486,7 @@ def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
 
 
 def _sides(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool, list[str]]:
-    """Return whether a pair is plain text, and its answers, each after the prompt if there is one."""
+    """Return whether a pair is plain text, and its two answers. If there is a prompt, each answer begins with the prompt."""
     if is_messages(row.get("prompt")) and all(is_messages(row.get(side)) for side in SIDES):
         row = dict(maybe_extract_prompt(row))
     prompt = row.get("prompt")
@@ -494,7 +494,7 @@ def _sides(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool, list[str]]:
     for side in SIDES:
         answer = row.get(side)
         if not answer:
-            raise DataError(f"column {side!r} is empty or missing. The row has columns {sorted(row)}.")
+            raise DataError(f"column {side!r} is empty or missing. The row has the columns {sorted(row)}.")
         for name, value in ((side, answer), ("prompt", prompt)):
             if not (value is None or isinstance(value, str) or is_messages(value) or value == []):
                 raise DataError(
@@ -520,9 +520,9 @@ def prepare_reward_dataset(
     name: str = "train",
     num_proc: int | None = None,
 ) -> Any:
-    """Tokenize both sides of preference rows with their prompt: ``chosen_ids``, ``rejected_ids``, and ``margin`` if present.
+    """Tokenize the prompt and both answers of preference rows to ``chosen_ids``, ``rejected_ids``, and optionally ``margin``.
 
-    Pairs with a side that is too long, and pairs with equal sides, are dropped and counted.
+    Pairs with equal answers, and pairs with an answer that is too long, are dropped and counted.
 
     Raises:
         DataError: A row cannot be tokenized, or no row remains.
@@ -531,7 +531,7 @@ def prepare_reward_dataset(
     columns = get_dataset_column_names(dataset)
     for side in SIDES:
         if f"{side}_input_ids" in columns and f"{side}_ids" not in columns:
-            logger.warning("column '%s_input_ids' is read as '%s_ids', its current name.", side, side)
+            logger.warning("column '%s_input_ids' is used as '%s_ids', which is its current name.", side, side)
             dataset = dataset.rename_column(f"{side}_input_ids", f"{side}_ids")
     columns = get_dataset_column_names(dataset)
     if not {"chosen_ids", "rejected_ids"} <= set(columns) and not set(SIDES) <= set(columns):
@@ -542,7 +542,7 @@ def prepare_reward_dataset(
 
 
 def pair_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
-    """Convert each pair to one row: the common token prefix as prompt, and the rest of each side. ``margin`` is a column."""
+    """Convert each pair to a row. The prompt is the common token prefix. ``margin`` becomes a column."""
     rows = []
     for example in examples:
         chosen, rejected = example["chosen_ids"], example["rejected_ids"]

@@ -1,4 +1,4 @@
-"""Parse generated token ids into messages, using the wire format of the tokenizer's chat template."""
+"""Parse generated token ids into messages, based on the response format of the chat template."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Parser = Callable[[str, bool], dict[str, Any]]
 
 
 class Bare(str):
-    """Argument that the format writes without quotes. Only the tool's schema determines whether it is text or JSON."""
+    """Argument value without quotes in the model's output. Whether it is text or JSON depends on the tool's schema."""
 
 
 def _think(text: str, opened: bool) -> tuple[str, str]:
-    """Split text into reasoning and the rest. The prompt may contain the opening tag; an unclosed block is all reasoning."""
+    """Split text into reasoning and answer. ``opened`` means that the prompt opened the block. An open block is all reasoning."""
     head, tag, rest = text.partition("<think>")
     if tag and not head.strip():
         opened, text = True, rest
@@ -38,12 +38,12 @@ def _between(text: str, begin: str, end: str) -> tuple[str, list[str]]:
     start = text.find(begin)
     if start < 0:
         return text, []
-    # Line breaks before a call belong to the format.
+    # The format adds line breaks before a tool call. They are not part of the text.
     outside, bodies = [text[:start].rstrip("\n")], []
     while start >= 0:
         stop = text.find(end, start + len(begin))
         if stop < 0:
-            raise ValueError(f"a call begins with {begin!r} and is not closed with {end!r}")
+            raise ValueError(f"a tool call begins with {begin!r} but does not end with {end!r}")
         bodies.append(text[start + len(begin) : stop])
         start = text.find(begin, stop + len(end))
         after = text[stop + len(end) : start if start >= 0 else None]
@@ -59,12 +59,12 @@ def _wire_message(content: str, calls: list[dict[str, Any]], **reasoning: str) -
 def _json_object(text: str) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
-        raise ValueError(f"a call must be a JSON object, not {text.strip()[:60]!r}")
+        raise ValueError(f"a tool call must be a JSON object, not {text.strip()[:60]!r}")
     return value
 
 
 def _framed(begin: str, end: str, read: Callable[[str], list[dict[str, Any]]], thought: str) -> Parser:
-    """Build a parser of ``<think>..</think>``, text, and calls between markers. ``read`` parses the body of a call."""
+    """Build a parser for ``<think>..</think>``, text, and tool calls between markers. ``read`` parses the body of a call."""
 
     def parse(text: str, opened: bool) -> dict[str, Any]:
         reasoning, text = _think(text, opened)
@@ -82,12 +82,12 @@ def _json_call(body: str) -> list[dict[str, Any]]:
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-# A key contains no "<": a pattern that allows its own closing tag in the key takes quadratic time.
+# A key cannot contain "<". A pattern that allows the closing tag inside the key would take quadratic time.
 PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
 def _pairs(pattern: re.Pattern[str], body: str) -> dict[str, Any]:
-    """Parse key and value pairs; they must cover the whole body."""
+    """Parse the key-value pairs of a tool call. The pairs must cover the whole body."""
     arguments: dict[str, Any] = {}
     at = 0
     while match := pattern.match(body, at):
@@ -102,7 +102,7 @@ def _xml_call(body: str) -> list[dict[str, Any]]:
     """Parse ``<function=NAME>`` that contains ``<parameter=KEY>`` value ``</parameter>``."""
     match = FUNCTION.fullmatch(body)
     if match is None:
-        raise ValueError(f"a call must be <function=NAME>..</function>, not {body.strip()[:60]!r}")
+        raise ValueError(f"a tool call must be <function=NAME>..</function>, not {body.strip()[:60]!r}")
     return [tool_call(match[1], _pairs(PARAMETER, match[2]))]
 
 
@@ -113,7 +113,7 @@ def _paired_call(body: str) -> list[dict[str, Any]]:
 
 
 def glm(text: str, opened: bool) -> dict[str, Any]:
-    """Parse Qwen's frame around `_paired_call`. A turn ends with the marker that opens the next turn."""
+    """Parse GLM's format, which is Qwen's with `_paired_call`. A turn ends with the marker that opens the next turn."""
     text = re.sub(r"<\|(user|observation)\|>\s*$", "", text)
     message = _framed("<tool_call>", "</tool_call>", _paired_call, "reasoning_content")(text, opened)
     return message | {"content": message["content"].strip()}
@@ -136,7 +136,7 @@ HARMONY = re.compile(
 
 
 def harmony(text: str, opened: bool) -> dict[str, Any]:
-    """Parse channels: ``analysis`` is reasoning, ``final`` is the answer, ``to=functions.NAME`` is a call in JSON."""
+    """Parse harmony channels: ``analysis`` is reasoning, ``final`` is the answer, ``to=functions.NAME`` is a JSON tool call."""
     at = 0
     parts: dict[str, list[str]] = {"analysis": [], "final": []}
     calls = []
@@ -160,14 +160,14 @@ class _JsonConstants(ast.NodeTransformer):
         return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
 
 
-# A string literal, terminated or not.
+# A string literal. The closing quote may be missing.
 LITERAL = re.compile(r"""'(?:[^'\\]|\\.?)*+(?:'|\Z)|"(?:[^"\\]|\\.?)*+(?:"|\Z)""", re.DOTALL)
-# Maximum number of characters of Python code outside string literals, because Python's parser takes microseconds for each.
+# Maximum number of characters of Python code outside string literals. Python's parser needs microseconds per character.
 LONGEST_CODE = 16_384
 
 
 def _expression(text: str) -> ast.expr:
-    """Parse a Python expression. Its strings may contain unescaped line breaks, and JSON constants are allowed."""
+    """Parse a Python expression. String literals may contain line breaks, and JSON constants are allowed."""
     if len(text) > LONGEST_CODE and (size := len(LITERAL.sub("", text))) > LONGEST_CODE:
         raise ValueError(f"a call has {size} characters outside string literals; the maximum is {LONGEST_CODE}")
     try:
@@ -184,7 +184,7 @@ def _python_calls(body: str) -> list[dict[str, Any]]:
     calls, listed = [], _expression(body.strip())
     for node in listed.elts if isinstance(listed, ast.List) else [listed]:
         if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
-            raise ValueError(f"a call must be NAME(KEY=VALUE, ..), but {body.strip()[:60]!r} contains something else")
+            raise ValueError(f"a tool call must be NAME(KEY=VALUE, ..), which {body.strip()[:60]!r} is not")
         calls.append(
             tool_call(
                 ast.unparse(node.func),
@@ -200,13 +200,13 @@ DEEPSEEK = re.compile(
 
 
 def _fenced_calls(body: str) -> list[dict[str, Any]]:
-    """Parse consecutive calls, each a name and JSON in a code fence."""
+    """Parse consecutive tool calls. Each is a name followed by JSON in a code fence."""
     calls, at = [], 0
     while match := DEEPSEEK.match(body, at):
         calls.append(tool_call(match[1], _json_object(match[2])))
         at = match.end()
     if body[at:].strip():
-        raise ValueError(f"{body[at:].strip()[:60]!r} is not a call")
+        raise ValueError(f"{body[at:].strip()[:60]!r} is not a tool call")
     return calls
 
 
@@ -225,7 +225,7 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def parameter_schemas(tools: Sequence[dict[str, Any] | Callable[..., Any]] | None) -> dict[str, dict[str, Any]]:
-    """Return parameter schemas by tool name. transformers' ``get_json_schema`` reads functions."""
+    """Return the parameter schemas by tool name. The schema of a function comes from transformers' ``get_json_schema``."""
     schemas = {}
     for tool in tools or ():
         if callable(tool):
@@ -246,7 +246,7 @@ def _types(schema: dict[str, Any]) -> set[str]:
 
 
 def _read(text: str) -> Any:
-    """Parse text as JSON or a Python constant; return other text unchanged."""
+    """Parse text as JSON or as a Python constant. Return other text unchanged."""
     if text.strip().lower() in WORDS:
         return WORDS[text.strip().lower()]
     try:
@@ -265,12 +265,12 @@ def _typed(value: object, schema: dict[str, Any] | None) -> Any:
             return str(value)
         return read
     if kinds == {"string"} and isinstance(value, int | float) and not isinstance(value, bool):
-        return json.dumps(value)  # An unquoted zip code is still a string.
+        return json.dumps(value)  # The schema requires a string, e.g. a zip code that the model wrote without quotes.
     return value
 
 
 def typed_arguments(name: str, arguments: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Convert arguments to the types of their schema. Without a schema, bare text is parsed as JSON if possible.
+    """Convert arguments to the types of their schema. Without a schema, unquoted text is parsed as JSON if possible.
 
     >>> typed_arguments("f", {"zip": Bare("75001")}, {"f": {"zip": {"type": "string"}}})
     {'zip': '75001'}
@@ -280,7 +280,7 @@ def typed_arguments(name: str, arguments: dict[str, Any], schemas: dict[str, dic
 
 
 ATTRIBUTE = "posttrain_response_format"
-# Exceptions that a parser may raise on text that is truncated at an arbitrary position.
+# Exceptions that parsers can raise if a text is truncated at an arbitrary position.
 UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, SyntaxError, RecursionError, MemoryError)
 
 ASK = {"role": "user", "content": "zq ask"}
@@ -288,7 +288,7 @@ CALL = tool_call("zq_find", {"zq_a": "zq thing", "zq_n": 3})
 
 
 def _written(tokenizer: Tokenizer, message: dict[str, Any]) -> tuple[str, str]:
-    """Render a message as the model writes it, and the prompt before it, with the chat template. Return the prompt first."""
+    """Render a message with the chat template. Return the prompt before the message, and the text that the model generates."""
 
     def rendered(said: dict[str, Any]) -> tuple[str, str]:
         head = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
@@ -298,13 +298,13 @@ def _written(tokenizer: Tokenizer, message: dict[str, Any]) -> tuple[str, str]:
         head, text = rendered(message)
     except TypeError:
         head, text = rendered(json_arguments([message])[0])
-    if not text.startswith(head):  # The prompt opens a think block that this message does not contain.
+    if not text.startswith(head):  # The generation prompt opens a think block, but the rendered message has none.
         head = head.rpartition("<think>")[0]
     return head, text[len(head) :]
 
 
 def _reads_back(tokenizer: Tokenizer, parser: Parser) -> bool:
-    """Check that a parser recovers plain text and a tool call with its arguments from the rendered template."""
+    """Return whether a parser recovers plain text, and a tool call with its arguments, from the template's rendering."""
     for message in ({"content": "zq say"}, {"content": "", "tool_calls": [CALL]}):
         head, text = _written(tokenizer, {"role": "assistant", **message})
         try:
@@ -317,25 +317,25 @@ def _reads_back(tokenizer: Tokenizer, parser: Parser) -> bool:
 
 
 class ParsedMessage(dict):
-    """Message as a dict. ``raw`` is the generated text with its markers, for rewards that check the format."""
+    """Message as a dict. ``raw`` is the generated text including markers, which rewards for the format need."""
 
     raw: str = ""
 
 
 def add_response_schema(processing_class: Tokenizer) -> Any:
-    """Detect the wire format of a tokenizer's chat template and store it on the tokenizer for `parse_response`.
+    """Detect the response format of a tokenizer's chat template, and store it on the tokenizer for `parse_response`.
 
-    The format is detected by behavior: the template renders a tool call, and the first parser that recovers it is chosen.
-    A tokenizer with its own ``response_template`` is not changed.
+    The template renders a tool call. The first parser that recovers the call defines the format. A tokenizer with its own
+    ``response_template`` is not changed.
 
     Args:
-        processing_class: Tokenizer or processor. For a processor, the format is stored on its tokenizer.
+        processing_class: Tokenizer or processor. The format of a processor is stored on its tokenizer.
 
     Returns:
         ``processing_class``.
 
     Raises:
-        ModelError: No parser recovers the template's tool calls.
+        ModelError: No parser recovers the tool calls rendered by the template.
     """
     tokenizer = inner_tokenizer(processing_class)
     if getattr(tokenizer, "response_template", None) is not None:
@@ -346,11 +346,11 @@ def add_response_schema(processing_class: Tokenizer) -> Any:
             if _reads_back(shadow, parser):
                 setattr(tokenizer, ATTRIBUTE, name)
                 return processing_class
-        what = "and no parser recovers the tool calls that it renders"
+        what = "and no parser can read the tool calls that it renders"
     else:
-        what = "and it renders no tool calls that could be parsed"
+        what = "and it does not render tool calls"
     raise ModelError(
-        f"the chat template matches no known response format, {what}. Known formats: {', '.join(FORMATS)}. Fix: use a "
+        f"the chat template has no known response format, {what}. The known formats are {', '.join(FORMATS)}. Fix: use a "
         "template with one of these formats (chat_template_path), or set tokenizer.response_template."
     )
 
@@ -362,7 +362,7 @@ def _text(tokenizer: Tokenizer, ids: Any) -> str:
 
 
 def _without_end(tokenizer: Tokenizer, text: str) -> str:
-    """Strip one end-of-turn token and the whitespace after it."""
+    """Remove one end-of-turn token from the end of a text, including the whitespace after the token."""
     for end in (tokenizer.eos_token, turn_end(tokenizer)):
         if end and text.rstrip().endswith(end):
             return text.rstrip()[: -len(end)]
@@ -370,7 +370,7 @@ def _without_end(tokenizer: Tokenizer, text: str) -> str:
 
 
 def _checked(calls: Any, schemas: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Validate tool calls and return them in one shape. Flat ``{"name", "arguments"}`` calls are accepted."""
+    """Check tool calls and convert them to one form. Flat calls ``{"name", "arguments"}`` are accepted."""
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls must be a list, not {type(calls).__name__}")
     checked = []
@@ -409,18 +409,18 @@ def parse_response(
 ) -> dict[str, Any]:
     """Parse a completion into a message with ``role``, ``content`` and, if present, reasoning and ``tool_calls``.
 
-    No model output raises an error. An unreadable completion (such as an incomplete call) becomes plain content without special
-    tokens, and ``parse_error`` contains the reason. A tokenizer without a response format (see `add_response_schema`) gives
-    plain content and no ``parse_error``.
+    Invalid model output does not raise an error. If a completion cannot be parsed, e.g. because a tool call is incomplete, the
+    message has plain content without special tokens, and ``parse_error`` contains the reason. A tokenizer without a response
+    format (see `add_response_schema`) returns plain content without ``parse_error``.
 
     Args:
         tokenizer: Tokenizer or processor.
         ids: Completion tokens, with or without the end-of-turn token.
         prefix: Prompt tokens. Required if the generation prompt opens a think block.
-        tools: Schemas or functions. Arguments that the format writes as bare text are converted to the types in the schema.
+        tools: Schemas or functions of the tools. Unquoted arguments are converted to the types in the schema.
 
     Returns:
-        The message; a `ParsedMessage` if there is a format. Every call is
+        The message, which is a `ParsedMessage` if the tokenizer has a response format. Every tool call has the form
         ``{"type": "function", "function": {"name": str, "arguments": dict}}``.
     """
     tokenizer = inner_tokenizer(tokenizer)
@@ -442,7 +442,7 @@ def parse_response(
 
 
 def _own_parser(tokenizer: Tokenizer, text: str, prefix: str, tools: Any) -> dict[str, Any]:
-    """Parse with the checkpoint's response template, through transformers."""
+    """Parse with the tokenizer's own response template, which transformers implements."""
     read = tokenizer.parse_response(text, prefix=prefix, tools=list(tools) if tools else None)
     if not isinstance(read, dict):
         raise ValueError(f"the tokenizer's response template returned {type(read).__name__} instead of a message")

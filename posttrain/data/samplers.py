@@ -1,4 +1,4 @@
-"""Samplers: the order of prompts in online training, and each rank's share of an evaluation set."""
+"""Samplers: the order of prompts in online training, and the rows that each rank evaluates."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-LARGE_TAIL = 0.05  # Warn if a larger share of the rows is dropped.
+LARGE_TAIL = 0.05  # A larger share of rows in the dropped last chunk causes a warning.
 
 
 def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r} must be an integer of at least 1; otherwise no index is yielded.")
+            raise ConfigError(f"{name}={value!r} must be an integer and at least 1. Otherwise no row is sampled.")
 
 
 class RepeatSampler(Sampler[int]):
-    """Split a permutation into chunks; yield each ``repeat_count`` times, and every index ``mini_repeat_count`` times.
+    """Sampler that splits a permutation into chunks. It repeats each chunk, and each index inside a chunk.
 
-    The incomplete last chunk is dropped. Epoch e uses the e-th permutation of one seeded stream, so a resumed run continues with
-    the same order as an uninterrupted run.
+    An incomplete last chunk is dropped. All permutations come from one seeded generator, so that a resumed run continues with the
+    same order as an uninterrupted run.
 
     Args:
         data_source: Object with a length n.
         mini_repeat_count: Number of consecutive repetitions of an index (the group size).
-        batch_size: Number of indices per chunk (the prompts of one generation batch).
+        batch_size: Number of different indices per chunk (the prompts of one generation batch).
         repeat_count: Number of repetitions of a chunk.
-        shuffle: False keeps the order 0..n-1.
-        seed: Seed of the permutations. None is a fixed default seed, so two samplers without a seed agree.
+        shuffle: Whether to shuffle. If False, the order is 0..n-1.
+        seed: Seed of the permutations. None uses a fixed default seed, so that two samplers without a seed agree.
 
     Raises:
         ConfigError: A count is below 1.
-        DataError: The dataset has fewer rows than one chunk, so nothing would be trained.
+        DataError: The dataset has fewer rows than one chunk.
 
     >>> list(RepeatSampler(range(5), mini_repeat_count=3, batch_size=2, repeat_count=1, shuffle=False))
     [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
@@ -68,7 +68,7 @@ class RepeatSampler(Sampler[int]):
         self.mini_repeat_count, self.batch_size, self.repeat_count = mini_repeat_count, batch_size, repeat_count
         self.shuffle, self.seed = shuffle, seed
         self._epoch = 0
-        self._drawn = 0  # Number of permutations sampled so far. `_state` is the generator's state after the last one.
+        self._drawn = 0  # Number of permutations so far. `_state` is the generator's state after the last one.
         self._state: torch.Tensor | None = None
         self._check_size()
 
@@ -76,27 +76,27 @@ class RepeatSampler(Sampler[int]):
         n, chunk, group = self.num_samples, self.batch_size, self.mini_repeat_count
         if n < chunk:
             raise DataError(
-                f"the dataset has {n} rows, fewer than the {chunk} of one chunk, so nothing would be sampled. One "
-                f"generation batch of {chunk * group} rows holds {chunk} prompts, {group} times each. Fix: give at least "
-                f"{chunk} prompts, lower generation_batch_size (or steps_per_generation), "
+                f"the dataset has {n} rows, but one chunk needs {chunk}, so no row would be sampled. One generation batch "
+                f"of {chunk * group} rows contains {chunk} prompts, {group} times each. Fix: use a dataset with at least "
+                f"{chunk} prompts, decrease generation_batch_size (or steps_per_generation), "
                 "or raise num_generations."
             )
         dropped = n % chunk
         if dropped:
             level = logging.WARNING if dropped > LARGE_TAIL * n else logging.INFO
             logger.log(
-                level, "%d of %d rows (%.1f %%) do not fill a last chunk of %d and are skipped in each epoch.",
+                level, "%d of %d rows (%.1f %%) are skipped in each epoch, because they do not fill a chunk of %d.",
                 dropped, n, 100 * dropped / n, chunk,
             )  # fmt: skip
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, counted from 0."""
+        """Set the epoch of the next iteration. The first epoch is 0."""
         if epoch < 0:
             raise ConfigError(f"epoch={epoch} must be 0 or more.")
         self._epoch = epoch
 
     def _permutation(self, epoch: int) -> list[int]:
-        """Return the ``epoch``-th permutation of the stream. Later epochs continue from the stored generator state."""
+        """Return the permutation of an epoch. Permutations of later epochs are generated from the stored generator state."""
         if not self.shuffle:
             return list(range(self.num_samples))
         generator = torch.Generator()
@@ -142,19 +142,19 @@ def _repeat_chunk(
 def repeat_iterable_dataset(
     dataset: AnyDataset, mini_repeat_count: int, batch_size: int = 1, repeat_count: int = 1
 ) -> Any:
-    """Yield a stream in the order of an unshuffled `RepeatSampler`. The incomplete last chunk is dropped; columns are kept.
+    """Repeat the rows of a stream in the order of an unshuffled `RepeatSampler`. An incomplete last chunk is dropped.
 
-    Repeated records are deep copies, so changing one does not change the others. ``set_epoch`` reaches an upstream shuffle.
-    Requires ``dispatch_batches=False`` and no data loader workers, which would interleave groups.
+    Repeated rows are deep copies, so that changing a row does not change its repetitions. ``set_epoch`` is passed to the
+    upstream dataset. ``dispatch_batches=False`` and ``num_workers=0`` are required, because groups would otherwise be mixed.
 
     Args:
         dataset: An ``IterableDataset``.
-        mini_repeat_count: Number of consecutive repetitions of a record (the group size).
-        batch_size: Number of records per chunk.
+        mini_repeat_count: Number of consecutive repetitions of a row (the group size).
+        batch_size: Number of different rows per chunk.
         repeat_count: Number of repetitions of a chunk.
 
     Returns:
-        A lazy ``IterableDataset``.
+        An ``IterableDataset`` that reads rows on demand.
 
     Raises:
         ConfigError: A count is below 1.
@@ -166,17 +166,17 @@ def repeat_iterable_dataset(
 
 @dataclass(frozen=True)
 class Deal:
-    """Rows of an evaluation set that one rank evaluates: ``size`` consecutive rows of every ``size * world`` rows.
+    """Rows of an evaluation set that one rank evaluates: ``size`` consecutive rows out of every ``size * world`` rows.
 
-    The rows of the last round are split evenly, group by group. No row is duplicated, and all ranks have the same number of
-    batches, some of which may be empty.
+    In an incomplete last round, the groups are distributed evenly. No row is evaluated twice. All ranks have the same number of
+    batches, but the last batch of a rank may be empty.
 
     Attributes:
         size: Number of rows per batch.
         world: Number of ranks.
         rank: Index of this rank.
-        group: Number of consecutive rows that are compared with each other.
-        drop_last: Drop an incomplete last round.
+        group: Number of consecutive rows that are compared with each other and must be on the same rank.
+        drop_last: Whether to drop an incomplete last round.
 
     >>> [list(Deal(2, 2, rank).parts("abcde")) for rank in (0, 1)]
     [[['a', 'b'], ['e']], [['c', 'd'], []]]
@@ -189,7 +189,7 @@ class Deal:
     drop_last: bool = False
 
     def parts(self, items: Iterable[Any]) -> Iterator[list[Any]]:
-        """Yield the batches of ``rank``."""
+        """Yield the batches of this rank."""
         iterator, whole = iter(items), self.size * self.world
         while len(rows := list(itertools.islice(iterator, whole))) == whole:
             yield rows[self.rank * self.size : (self.rank + 1) * self.size]
@@ -200,11 +200,11 @@ class Deal:
 
 
 class DealtStream(IterableDataset):
-    """Stream of one rank's batches (lists of rows). Every rank reads the whole stream.
+    """Stream of one rank's batches. A batch is a list of rows. Every rank reads the whole stream.
 
     Args:
-        stream: Iterable of rows, identical on every rank.
-        deal: Selects the rows of this rank.
+        stream: Iterable of rows, the same on every rank.
+        deal: Selection of this rank's rows.
     """
 
     def __init__(self, stream: Any, deal: Deal) -> None:
@@ -214,12 +214,12 @@ class DealtStream(IterableDataset):
         return self.deal.parts(self.stream)
 
 
-LOOKED_AT = 20_000  # Maximum number of rows whose lengths are read, spread evenly over the dataset.
+LOOKED_AT = 20_000  # Maximum number of rows, evenly spaced, whose lengths are read.
 STREAMED = 64
 
 
 def longest_examples(dataset: AnyDataset, count: int, id_columns: Collection[str] = TOKENIZED) -> list[dict[str, Any]]:
-    """Return the longest rows: by tokens if tokenized (``id_columns``), else by characters. Only 64 rows of a stream are read."""
+    """Return the ``count`` longest rows, in tokens if rows are tokenized, else in characters. A stream is read up to row 64."""
     if isinstance(dataset, datasets.IterableDataset) or not isinstance(dataset, Sized):
         drawn = list(itertools.islice(dataset, STREAMED))
         ids = [{k: v for k, v in row.items() if k in id_columns} or row for row in drawn]
@@ -253,7 +253,7 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
     """Check that a dataset has usable prompts, and return its first rows.
 
     Raises:
-        DataError: There are no rows, no ``prompt`` column, a prompt without tokens, or strings mixed with message lists.
+        DataError: There are no rows, no ``prompt`` column, or a prompt without tokens, or only some prompts are conversational.
         ModelError: Prompts are conversational and the tokenizer has no chat template.
     """
     head = list(itertools.islice(dataset, 2))
@@ -261,8 +261,8 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
         raise DataError(f"{name} is empty.")
     if "prompt" not in head[0]:
         raise DataError(
-            f"{name} has no 'prompt' column; its columns are {sorted(head[0])}. Online methods need prompts. "
-            "Fix: pass the dataset with its 'prompt' column and without tokenizing it: the trainer tokenizes prompts."
+            f"{name} has no 'prompt' column, which online methods need. Its columns are {sorted(head[0])}. Fix: pass a dataset "
+            "with a 'prompt' column that is not tokenized. The trainer tokenizes prompts."
         )
     chat = is_conversational(head[0])
     count = len(dataset) if isinstance(dataset, datasets.Dataset) else STREAMED
@@ -271,7 +271,7 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
     if chat and not tokenizer.chat_template:
         raise ModelError(
             f"{name} is conversational (prompts are lists of messages), but the tokenizer has no chat template. Fix: set "
-            "tokenizer.chat_template, use an instruction-tuned checkpoint, or give prompts as strings."
+            "tokenizer.chat_template, use an instruction-tuned checkpoint, or convert the prompts to strings."
         )
     return head
 
@@ -279,20 +279,20 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
 def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Tokenizer) -> None:
     if isinstance(prompt, list) != chat:
         raise DataError(
-            f"{name} row {index}: the prompt is a {type(prompt).__name__}, but in row 0 it is a "
-            f"{'list of messages' if chat else 'str'}. Fix: use the same kind in all rows."
+            f"{name} row {index}: the prompt is a {type(prompt).__name__}, but the prompt of row 0 is a "
+            f"{'list of messages' if chat else 'str'}. Fix: use the same type in all rows."
         )
     if not prompt and (chat or not encode(tokenizer, [prompt], special=True)[0]):
         what = "an empty list of messages" if chat else "empty"
         raise DataError(
             f"{name} row {index}, column 'prompt': it is {what}"
-            f"{'' if chat else ', and the tokenizer adds no bos token'}. "
-            f"Fix: give it at least one {'message' if chat else 'character'}."
+            f"{'' if chat else ', and the tokenizer does not add a bos token'}. "
+            f"Fix: add at least one {'message' if chat else 'character'}."
         )
 
 
 def with_lengths(dataset: AnyDataset, name: str) -> Any:
-    """Add a column ``name`` of lengths for length-grouped samplers, unless the dataset has it or ``input_ids``."""
+    """Add a column ``name`` with row lengths, which length-grouped samplers need. A column of that name is not replaced."""
     known = known_columns(dataset)
     if {name, "input_ids"} & set(known):
         return dataset
@@ -301,15 +301,15 @@ def with_lengths(dataset: AnyDataset, name: str) -> Any:
     return dataset.add_column(name, lengths) if lengths else dataset
 
 
-Origin = tuple[int, int]  # Epoch, and position in that epoch.
+Origin = tuple[int, int]  # Epoch, and position in the epoch.
 
 
 class PromptStream:
-    """Endless stream of prompts with its own order, which is the same on every rank and resumable from a checkpoint.
+    """Endless stream of prompts. Its order is the same on every rank, and its position is saved in checkpoints.
 
     Args:
         dataset: Map-style dataset or stream.
-        seed: Seed of the order. Every epoch has a different order.
+        seed: Random seed of the order. Every epoch has a different order.
         shuffle: Whether to shuffle.
 
     >>> stream = PromptStream(datasets.Dataset.from_list([{"prompt": c} for c in "abc"]), seed=0)
@@ -321,7 +321,7 @@ class PromptStream:
         self.dataset, self.seed, self.shuffle = dataset, seed, shuffle
         self.passes = self.position = 0
         self._rows: Iterator[dict[str, Any]] | None = None
-        # Epoch, and the order of its rows.
+        # Current epoch, and the order of the rows in this epoch.
         self._ordered: tuple[int, list[int]] | None = None
 
     def take(self, count: int) -> list[dict[str, Any]]:
@@ -329,20 +329,20 @@ class PromptStream:
         return [self.next()[1] for _ in range(count)]
 
     def next(self) -> tuple[Origin, dict[str, Any]]:
-        """Return the origin of the next row, and the row."""
+        """Return the next row and its origin."""
         if self._rows is None:
             self._rows = self._rest_of_pass()
         row = next(self._rows, None)
         if row is None:
             if self.position == 0:
-                raise DataError("the dataset of prompts is empty, so there is nothing to generate from.")
+                raise DataError("the dataset of prompts is empty. Fix: pass a dataset with at least one prompt.")
             self.passes, self.position, self._rows = self.passes + 1, 0, None
             return self.next()
         self.position += 1
         return (self.passes, self.position - 1), row
 
     def at(self, origin: Origin) -> dict[str, Any]:
-        """Return the row of a map-style dataset at an origin."""
+        """Return the row at an origin. Only for map-style datasets."""
         passes, position = origin
         return self.dataset[self._order(passes)[position]]
 
@@ -368,5 +368,5 @@ class PromptStream:
         return {"passes": self.passes, "position": self.position}
 
     def load(self, state: dict[str, int]) -> None:
-        """Restore a `state`."""
+        """Restore a position returned by `state`."""
         self.passes, self.position, self._rows = state["passes"], state["position"], None

@@ -1,4 +1,4 @@
-"""Prepare datasets for supervised fine-tuning: render rows and tokenize them into ids and labels, in two calls per batch."""
+"""Prepare datasets for supervised fine-tuning: render the rows, tokenize them, and create labels."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ COUNTERS = (
     "_truncated", "_cut_tokens", "_diverged", "_half_lost", "_no_end", "_double_bos", "_nested_none", "_trained_tokens",
     "_tokens",
 )  # fmt: skip
-# Reasons why a row trains nothing.
+# Reasons for dropping a row.
 CUT = "truncated at max_length before their first trained token"
 EMPTY = "empty"
 EMPTY_COMPLETION = "with an empty completion"
@@ -71,17 +71,17 @@ MASKED = "without a trained token"
 
 @dataclass(frozen=True)
 class SupervisedOptions:
-    """Options for tokenizing SFT rows. Hashable by value, so that the dataset's fingerprint is stable between runs.
+    """Options for tokenizing SFT rows. The hash depends only on the values, so that the cache fingerprint is reproducible.
 
     Attributes:
-        dataset_text_field: Column of plain text.
-        completion_only_loss: Train only the completion. None: if rows have one.
-        assistant_only_loss: Train only assistant turns.
-        max_length: Maximum number of tokens per row. None: never truncate.
+        dataset_text_field: Name of the column with plain text.
+        completion_only_loss: Whether to train only the completion. None: True if the rows have a completion.
+        assistant_only_loss: Whether to train only assistant turns.
+        max_length: Maximum number of tokens per row. None does not truncate.
         truncation_mode: ``keep_start`` or ``keep_end``.
         packing: Strategy of `pack_dataset`, or None.
-        chat_template: Template for tokenizing instead of the tokenizer's own. Renders the same text and marks assistant turns.
-        allow_untrained_stop: Allow ``assistant_only_loss`` to train no end-of-turn token.
+        chat_template: Template for tokenizing. It renders the same text as the tokenizer's template, and marks assistant turns.
+        allow_untrained_stop: Whether it is allowed that ``assistant_only_loss`` trains no end-of-turn token.
     """
 
     dataset_text_field: str = "text"
@@ -95,13 +95,13 @@ class SupervisedOptions:
 
     @property
     def cut(self) -> int | None:
-        """Number of tokens that rows are truncated to. None for packing strategies that split long rows."""
+        """Number of tokens to which rows are truncated. None if the packing strategy splits long rows."""
         return None if self.packing in ("bfd_split", "wrapped") else self.max_length
 
 
 @dataclass(slots=True)
 class _Plan:
-    """Row between rendering and tokenizing."""
+    """Row after rendering and before tokenizing."""
 
     text: str | None = None
     head: str | None = None
@@ -109,7 +109,7 @@ class _Plan:
     ids: list[int] | None = None
     mask: list[int] | None = None
     nested_none: bool = False
-    nothing: str = ""  # Why the row has nothing to train.
+    nothing: str = ""  # Reason for dropping the row, if nothing in it is trained.
 
     @property
     def texts(self) -> list[str]:
@@ -120,7 +120,7 @@ class _Plan:
 def label_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, options: SupervisedOptions
 ) -> dict[str, list]:
-    """Compute ``input_ids``, ``labels`` (the token id, or -100 if it is not trained) and counters for the report."""
+    """Compute ``input_ids``, ``labels`` (token id, or -100 for tokens that are not trained), and counters for the report."""
     rows, plans = [], []
     for index, example in given_rows(batch, indices):
         none = sorted(set(batch) - {ROW, *example})
@@ -148,8 +148,8 @@ def _plan(row: dict[str, Any], tokenizer: Tokenizer, options: SupervisedOptions)
     text = row.get(options.dataset_text_field)
     if text is None:
         raise DataError(
-            f"found none of input_ids, messages, prompt with completion, or {options.dataset_text_field!r} (a string). The "
-            f"row has columns {sorted(row)}. Fix: set dataset_text_field, or rename the columns."
+            f"the row has none of input_ids, messages, prompt with completion, and {options.dataset_text_field!r} (a string). "
+            f"Its columns are {sorted(row)}. Fix: set dataset_text_field, or rename the columns."
         )
     if not isinstance(text, str):
         raise DataError(
@@ -164,15 +164,15 @@ def _given(row: dict[str, Any], options: SupervisedOptions, vocabulary: int) -> 
     names = ["assistant_masks"] + (["completion_mask"] if options.completion_only_loss is not False else [])
     for name in (*names, "labels"):
         if name in row and len(row[name]) != len(ids):
-            raise DataError(f"column {name!r} has {len(row[name])} entries for {len(ids)} input_ids.")
+            raise DataError(f"column {name!r} has {len(row[name])} entries, but there are {len(ids)} input_ids.")
     for name in names:
         if name in row:
             mask = [a and b for a, b in zip(mask, row[name], strict=True)]
     wrong = next((i for i, label in enumerate(row.get("labels", ())) if label not in (IGNORED, ids[i])), None)
     if wrong is not None:
         raise DataError(
-            f"column 'labels' has {row['labels'][wrong]} at position {wrong}, where the token is {ids[wrong]}. A label equals "
-            f"its token, or {IGNORED} for tokens that are not trained. Labels are not shifted."
+            f"column 'labels' has {row['labels'][wrong]} at position {wrong}, but the token there is {ids[wrong]}. A label must "
+            f"equal its token, or be {IGNORED} for tokens that are not trained. Fix: do not shift the labels."
         )
     return _Plan(ids=ids, mask=mask, nothing="" if ids else EMPTY)
 
@@ -199,8 +199,8 @@ def _prompt_completion(row: dict[str, Any], tokenizer: Tokenizer, options: Super
         return _Plan(ids=[], mask=[], nothing=EMPTY_COMPLETION)
     if prompt == []:
         raise DataError(
-            "column 'prompt' is an empty list, but a completion of messages needs at least one prompt message. Fix: remove the "
-            "row, or give the whole conversation as 'messages' with assistant_only_loss=True."
+            "column 'prompt' is an empty list, but a conversational completion needs at least one prompt message. Fix: remove "
+            "the row, or store the whole conversation as 'messages' and set assistant_only_loss=True."
         )
     chat = is_messages(prompt)
     if not all(isinstance(value, list if chat else str) for value in (prompt, completion)):
@@ -224,7 +224,7 @@ def _labelled(
     options: SupervisedOptions,
     ends: set[int],
 ) -> dict[str, Any]:
-    """Build the columns of a tokenized row: one bos, one eos, the common prefix with the prompt masked, truncated."""
+    """Create the columns of a tokenized row: exactly one bos and one eos, labels without the prompt, and truncation."""
     ids, head, double_bos = plan.ids or [], [], False
     if plan.text is not None:
         ids, *texts = texts
@@ -238,7 +238,7 @@ def _labelled(
             open_end(head, plan.head or "", tokenizer),
         )
     mask = [1] * len(ids) if plan.mask is None else plan.mask
-    # The tokenizer may merge tokens across the boundary, and the template may render the prompt differently.
+    # The prompt's end may differ: the tokenizer can merge tokens, or the template can render the prompt differently.
     boundary = common_prefix(head, ids)
     if options.completion_only_loss is not False:
         mask = [0] * boundary + mask[boundary:]
@@ -251,7 +251,7 @@ def _labelled(
     trained = len(labels) - labels.count(IGNORED)
     ids, labels = (ids[kept], labels[kept]) if cut else (ids, labels)
     left = len(labels) - labels.count(IGNORED)
-    learnt = left - (labels[:1] not in ([], [IGNORED]))  # No token predicts a row's first token.
+    learnt = left - (labels[:1] not in ([], [IGNORED]))  # The first token of a row is never trained.
     counts = (cut, trained - left, diverged > 0, diverged > len(head) / 2, no_end, double_bos, plan.nested_none, learnt)
     return {
         "input_ids": ids,
@@ -263,26 +263,24 @@ def _labelled(
 
 
 DEFAULTS = SupervisedOptions()
-# Maximum share of rows that lose half of their prompt at the boundary. Above it, the boundary is not reliable.
+# Maximum share of rows in which more than half of the prompt is tokenized differently before the completion.
 DIVERGED_MOST = 0.5
 
 
 LOSSES = ("PT-K116", "PT-K119", "PT-K111")
-PEEKED = 32  # Number of rows on which the template is tested.
-SHOWN = 200  # Maximum number of characters of a row in a message.
-HINT = "Check completion_only_loss, assistant_only_loss, max_length and the masks; posttrain inspect shows the rows."
+PEEKED = 32  # Number of rows with which the template is checked.
+SHOWN = 200  # Maximum length of a row's text in messages, in characters.
+HINT = "Check completion_only_loss, assistant_only_loss, max_length and the masks. `posttrain inspect` shows the rows."
 
 
 def with_training_template(options: SupervisedOptions, tokenizer: Tokenizer) -> SupervisedOptions:
-    """Return options with a chat template that marks assistant turns, if it is needed and the tokenizer's own has no markers.
+    """Add a chat template that marks assistant turns to the options, if it is needed and the tokenizer's template has no marks.
 
-    The template is used only for tokenizing. The tokenizer saved with the model keeps its own template.
+    This template is used only for tokenizing. The tokenizer that is saved with the model keeps its own template.
     """
     if not options.assistant_only_loss or has_generation_markers(tokenizer.chat_template):
         return options
-    with suppress(
-        DataError
-    ):  # Ignore that the template rejects this message, but raise first if it is not valid Jinja.
+    with suppress(DataError):  # Ignore a rejected message, but raise an error if the template is not valid Jinja.
         render(tokenizer, [{"role": "user", "content": "q"}])
     return replace(options, chat_template=get_training_chat_template(tokenizer))
 
@@ -297,24 +295,24 @@ def prepare_sft_dataset(
     num_proc: int | None = None,
     seed: int = 42,
 ) -> tuple[Any, PreparationReport]:
-    """Tokenize a dataset for supervised fine-tuning, and log what was truncated or dropped.
+    """Tokenize a dataset for supervised fine-tuning, and log how many rows were truncated or dropped.
 
     Args:
         dataset: ``Dataset`` or ``IterableDataset``. A packed dataset is returned unchanged.
-        tokenizer: Tokenizer, with a chat template if rows are conversational.
-        options: See `SupervisedOptions`.
+        tokenizer: Tokenizer. It needs a chat template if rows are conversational.
+        options: Options for tokenizing.
         name: Name of the dataset in messages.
-        formatting_func: Turns a row into one text; the row's columns are dropped. A function that fails on a row, or
-            returns no text for it, may be one for batches, as in TRL before 0.20: it is called with batches of one row.
+        formatting_func: Function that converts a row to a text. All columns of the row are dropped. Functions that expect
+            batches of rows, as in TRL before 0.20, are detected and called with batches of one row.
         num_proc: Number of processes.
-        seed: Seed for shuffling packed rows.
+        seed: Random seed for shuffling packed rows.
 
     Returns:
-        The dataset with columns ``input_ids`` and ``labels`` (and ``seq_lengths`` if packed), and a report (counted for
-        map-style datasets).
+        The dataset with the columns ``input_ids`` and ``labels`` (and ``seq_lengths`` if packed), and a report. The rows of a
+        stream are not counted.
 
     Raises:
-        DataError: A row cannot be tokenized, options contradict the rows, or no row is left. The error lists the reasons.
+        DataError: A row is invalid, options contradict the rows, or no row remains. The error contains the reasons.
     """
     first = first_row(dataset, name, images=formatting_func is not None)
     if LENGTHS in first:
@@ -332,7 +330,7 @@ def prepare_sft_dataset(
         dataset = dataset.map(_format, with_indices=True, remove_columns=columns, fn_kwargs=arguments, **extra)
         columns = [options.dataset_text_field]
     elif formatting_func is not None:
-        logger.warning("the %s rows are already tokenized, so formatting_func is ignored.", name)
+        logger.warning("formatting_func is ignored, because the %s rows are already tokenized.", name)
     fixed = {"tokenizer": tokenizer, "options": options}
     about: dict[str, Any] = {"drop": columns, "counters": COUNTERS, "notes": ["_tail"], "num_proc": num_proc}
     mapped, counts, kept, report = tokenized(dataset, name, label_batch, fixed, hint=HINT, **about)
@@ -343,7 +341,7 @@ def prepare_sft_dataset(
         if options.packing == "bfd_split":
             kept = _split(kept, options.max_length, report, extra)
         kept = pack_dataset(kept, options.max_length, options.packing, map_kwargs=extra, seed=seed)
-        if options.packing == "wrapped":  # It splits at any position, so a row may contain only the middle of a prompt.
+        if options.packing == "wrapped":  # Rows are split at any position, so a row may consist of prompt tokens only.
             kept = kept.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
     return kept, report
 
@@ -351,27 +349,27 @@ def prepare_sft_dataset(
 def _tell_form(
     first: dict[str, Any], name: str, options: SupervisedOptions, formatting: Callable[[dict], str] | None
 ) -> None:
-    """Warn if rows contain several forms of a text, because `_plan` reads only one."""
+    """Warn if rows contain several forms of text. Only one of them is used."""
     forms = [("input_ids",), ("messages",), ("prompt", "completion"), (options.dataset_text_field,)]
     if is_conversational_from_value(first):
         forms.insert(1, ("conversations",))
     used, *others = [form for form in forms if all(first.get(column) is not None for column in form)] or [()]
     if others and (used == ("input_ids",) or formatting is None):
         logger.warning(
-            "%s dataset: rows have %s and %s. Only %s is trained; the rest is ignored. Fix: remove the other columns.",
+            "%s dataset: rows have %s and %s. Only %s is trained and the rest is ignored. Fix: remove the other columns.",
             name, " + ".join(used), ", ".join(" + ".join(form) for form in others), " + ".join(used),
         )  # fmt: skip
 
 
 def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any]) -> Any:
-    """Split long documents into pieces, drop pieces without trained tokens, and log how many were dropped."""
+    """Split long documents into pieces, drop the pieces without trained tokens, and log how many were dropped."""
     pieces = split_trained(kept, size, extra)
     if isinstance(kept, datasets.Dataset):
         lengths = pc.list_value_length(kept.select_columns("input_ids").with_format("arrow")[:]["input_ids"])
         report.untrained_pieces = int((-(-np.asarray(lengths) // size)).sum()) - len(pieces)
         if report.untrained_pieces:
             logger.info(
-                "%s dataset: %d pieces of split rows train no token and are dropped.",
+                "%s dataset: %d pieces of split rows are dropped, because they have no trained token.",
                 report.name,
                 report.untrained_pieces,
             )
@@ -379,7 +377,7 @@ def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any
 
 
 def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
-    """Reject rows that skipped preparation and would silently train every token, or none.
+    """Check rows that skipped preparation. Without this check, they could train every token, or no token, unnoticed.
 
     Args:
         dataset: Dataset with ids and labels.
@@ -387,7 +385,7 @@ def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
         vocabulary: Number of tokens in the tokenizer's vocabulary.
 
     Raises:
-        DataError: There are no ``input_ids``, mask columns without ``labels``, ids outside the vocabulary, or no trained token.
+        DataError: ``input_ids`` is missing, there are masks but no ``labels``, an id is invalid, or no token is trained.
     """
     first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
@@ -402,13 +400,13 @@ def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
         seen += _trains_something([row["labels"]]) if "labels" in columns else [True]
     if seen and not any(seen):
         raise DataError(
-            f"skip_prepare_dataset is set, but none of the first {len(seen)} {name} rows trains a token: all labels are "
-            f"{IGNORED}, so the loss would be 0. Fix: set labels to the token ids at trained positions, without shifting them."
+            f"skip_prepare_dataset is set, but none of the first {len(seen)} {name} rows trains a token. All labels are "
+            f"{IGNORED}, so the loss would be 0. Fix: set the labels of trained positions to the token ids. Do not shift them."
         )
 
 
 def _trains_something(labels: list[list[int]]) -> list[bool]:
-    # The first token of a row has no predecessor, so a label there trains nothing.
+    # The first token of a row is not predicted, so its label has no effect.
     return [len(row) - 1 > row[1:].count(IGNORED) for row in labels]
 
 
@@ -421,7 +419,7 @@ def _one_of_batch(function: Callable[[dict], Any]) -> Callable[[dict], str]:
 
 
 def _takes_batches(function: Callable[[dict], Any], row: dict[str, Any]) -> bool:
-    # The row comes first: ``row["text"][:9]`` also returns a list of one text for a batch.
+    # Try a single row first: with a batch, an expression such as ``row["text"][:9]`` would return a list of one text.
     with suppress(Exception):
         if isinstance(function(dict(row)), str):
             return False
@@ -436,26 +434,26 @@ def _format(example: dict[str, Any], index: int, function: Callable[[dict], str]
         text = function(example)
     except Exception as error:
         raise DataError(
-            f"row {index}: formatting_func raised {type(error).__name__}: {error}. The row has columns {sorted(example)}."
+            f"row {index}: formatting_func raised {type(error).__name__}: {error}. The row has the columns {sorted(example)}."
         ) from error
     if not isinstance(text, str):
-        raise DataError(f"row {index}: formatting_func must return one string per row, but it returned {text!r:.80}.")
+        raise DataError(f"row {index}: formatting_func must return a string for a row, but it returned {text!r:.80}.")
     return {column: text}
 
 
 def _check_options(dataset: AnyDataset, first: dict, name: str, options: SupervisedOptions, formatting: Any) -> None:
     if options.completion_only_loss and formatting is not None:
         raise DataError(
-            "completion_only_loss=True does not work with formatting_func: formatted rows have no prompt. Fix: remove one."
+            "completion_only_loss=True needs a prompt, but rows of formatting_func have none. Fix: remove one of the two options."
         )
     parted = ("prompt" in first and "completion" in first) or "completion_mask" in first or "labels" in first
     if options.completion_only_loss and not parted:
         raise DataError(
             f"completion_only_loss=True, but the {name} rows have no completion (columns {sorted(first)}), so every token would "
-            "be trained. Fix: give prompt and completion columns, or a completion_mask."
+            "be trained. Fix: add prompt and completion columns, or a completion_mask."
         )
     if "messages" in first and not first["messages"]:
-        raise DataError(f"{name} row 0, column 'messages': it is empty. Every conversation needs at least one message.")
+        raise DataError(f"{name} row 0, column 'messages': it is empty. Fix: add a message, or remove the row.")
     chat = "assistant_masks" in first
     if formatting is None and "input_ids" not in first and {"messages", "conversations", "prompt"} & set(first):
         chat = describe_dataset(dataset)["format"] == "conversational"
@@ -469,7 +467,7 @@ def _check_options(dataset: AnyDataset, first: dict, name: str, options: Supervi
 def _tell(
     report: PreparationReport, mapped: Any, counts: dict[str, Any], options: SupervisedOptions, tokenizer: Tokenizer
 ) -> None:
-    """Log one warning per kind of problem, with counts."""
+    """Log the results of preparation, with one warning per kind of problem."""
     name, n = report.name, report.rows_in
     logger.info(
         "%s dataset: %d of %d tokens are trained (%.1f %%).",
@@ -477,40 +475,40 @@ def _tell(
     )  # fmt: skip
     if report.truncated:
         logger.warning(
-            "%s dataset: %d of %d rows were truncated to max_length=%s and lost %d trained tokens (%.1f %% of all).",
+            "%s dataset: %d of %d rows were truncated to max_length=%s. They lost %d trained tokens (%.1f %% of all).",
             name, report.truncated, n, options.max_length, report.cut_tokens,
             100 * report.cut_tokens / max(1, counts["_trained_tokens"].sum() + report.cut_tokens),
         )  # fmt: skip
     if report.double_bos:
         row = int(counts["_double_bos"].argmax())
         logger.warning(
-            "%s dataset: %d of %d texts already began with the bos token; one was kept. Row %d is now %r.",
+            "%s dataset: %d of %d texts already began with the bos token, so no second one was added. Row %d is now %r.",
             name, report.double_bos, n, row, tokenizer.decode(mapped[row]["input_ids"])[:SHOWN],
         )  # fmt: skip
     if report.nested_none:
         logger.warning(
-            "%s dataset: %d of %d rows had None inside tool schemas, tool calls or content blocks, because Arrow adds keys that "
-            "other rows have. They were removed, so that the chat template does not print them.",
+            "%s dataset: in %d of %d rows, tool schemas, tool calls or content blocks contained None, because Arrow gives all "
+            "rows the same keys. The None values were removed, so that the chat template does not print them.",
             name, report.nested_none, n,
         )  # fmt: skip
     if report.diverged:
         tails = read_columns(mapped, ["_tail"])["_tail"]
         _tell_divergence(report, int(counts["_half_lost"].sum()), next(filter(None, tails)))
     if report.no_end == report.rows_out:
-        message = f"{name} dataset: no row trains an end-of-turn token, so the model would not learn to stop"
+        message = f"{name} dataset: no row has a trained end-of-turn token, so the model would not learn to stop"
         if options.assistant_only_loss and not options.allow_untrained_stop:
             raise DataError(
-                f"{message}. The chat template writes the end-of-turn token outside the part that it marks as the assistant's. "
-                "Fix: use another template (chat_template_path), or set allow_untrained_stop=True."
+                f"{message}. The chat template writes the end-of-turn token outside the part that is marked as the assistant's. "
+                "Fix: use another template (chat_template_path), or allow this with allow_untrained_stop=True."
             )
         logger.warning("%s.", message)
 
 
 def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: SupervisedOptions, name: str) -> None:
-    """Reject first rows if the chat template omits parts of them or writes bos twice."""
+    """Raise an error if the chat template omits parts of the first rows, or writes the bos token twice."""
     template = options.chat_template or tokenizer.chat_template
     if not template:
-        return  # Rendering raises an error for conversational rows without a template.
+        return  # `render` raises an error if conversational rows have no template.
     rows = [strip_none(maybe_convert_to_chatml(row)) for row in first_rows(dataset, PEEKED)]
     report = check_template(with_template(tokenizer, template), rows, turns=False, limit=PEEKED)
     report.findings = [finding for finding in report.findings if finding.code in LOSSES]
@@ -523,29 +521,29 @@ def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: Supervi
 def _tell_divergence(report: PreparationReport, lost: int, tail: str) -> None:
     if lost > DIVERGED_MOST * report.rows_in:
         raise DataError(
-            f"{report.name} dataset: in {lost} of {report.rows_in} rows more than half of the prompt tokenizes differently when "
-            f"its completion follows (for example {tail[:200]!r}), so prompt and completion cannot be separated. Fix: give rows "
-            "as messages with assistant_only_loss=True, or use another chat template."
+            f"{report.name} dataset: in {lost} of {report.rows_in} rows, more than half of the prompt is tokenized differently "
+            f"when the completion follows (for example {tail[:200]!r}). Prompt and completion cannot be separated. Fix: use rows "
+            "with messages and assistant_only_loss=True, or another chat template."
         )
     logger.warning(
-        "%s dataset: in %d of %d rows the end of the prompt (for example %r) tokenizes differently when its completion "
-        "follows. The prompt ends at the first token that differs.",
+        "%s dataset: in %d of %d rows, the end of the prompt (for example %r) is tokenized differently when the completion "
+        "follows. The loss begins at the first token that differs.",
         report.name, report.diverged, report.rows_in, tail[-80:],
     )  # fmt: skip
 
 
 def document_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
-    """Convert tokenized examples to rows without a shared prompt. Packed examples are split into their documents.
+    """Convert tokenized examples to rows without a shared prompt. Packed examples are split into documents.
 
     Raises:
-        DataError: A label is neither its token nor -100. The error names the example.
+        DataError: A label is neither its token nor -100. The error contains the number of the example.
     """
     rows = []
     for index, example in enumerate(examples):
         ids = example["input_ids"]
         labels = example.get("labels") or ids
         if any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
-            raise DataError(f"row {index}: a label is neither its token nor {IGNORED}. Labels are not shifted.")
+            raise DataError(f"row {index}: a label is neither its token nor {IGNORED}. Fix: do not shift the labels.")
         start = 0
         for length in example.get(LENGTHS) or [len(ids)]:
             mask = [int(label != IGNORED) for label in labels[start : start + length]]

@@ -1,4 +1,4 @@
-"""Training chat templates: families recognized by their renderings, capabilities of a template, and its effects on rows."""
+"""Chat templates for training: known template families, properties of a template, and a check of its effect on rows."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Test conversation for a chat template.
+    """Conversation with which a chat template is tested.
 
     Attributes:
-        name: Name of what the probe tests.
+        name: Name of the tested property.
         messages: Messages of the conversation.
-        ask: Render with the generation prompt.
+        ask: Whether to render the generation prompt.
         tools: Tools passed to the template.
-        kwargs: Further arguments of the template.
-        shown: Words that the rendering must contain. A template that omits them is not compared on this probe.
-        history: True if an assistant turn precedes the last one.
-        required: A template that rejects this probe cannot be recognized at all.
+        kwargs: Additional arguments of the template.
+        shown: Words that the rendering must contain. If a template omits them, this probe is skipped for the template.
+        history: Whether an assistant turn precedes the last assistant turn.
+        required: Whether a template that rejects this probe belongs to no family.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Probe:
     required: bool = False
 
     def is_shown(self, text: str) -> bool:
-        """Return whether a rendering contains the expected words as text, not as a printed list of blocks."""
+        """Return whether a rendering contains the expected words as text. A printed list of content blocks does not count."""
         as_text = '"type": "text"' not in text and "'type': 'text'" not in text
         return as_text and all(word in text for word in self.shown)
 
@@ -74,7 +74,7 @@ FOLDER = Path(__file__).parent / "chat_templates"
 PROBES = tuple(Probe(**probe) for probe in json.loads((FOLDER / "probes.json").read_text(encoding="utf-8")))
 TWO_TURNS = next(probe.messages for probe in PROBES if probe.name == "two turns")
 TOOL_CALL = next(i for i, probe in enumerate(PROBES) if probe.name == "a tool call")
-SENTINEL = "zq7 setting zq8"  # Placeholder that locates a setting in the rendering.
+SENTINEL = "zq7 setting zq8"  # Placeholder for a setting, to find its position in the rendering.
 THINK_BLOCK = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
 GLM_MARKERS = ("<|user|>", "<|observation|>")
 
@@ -84,27 +84,27 @@ def _exact(ours: str, theirs: str, history: bool) -> bool:
 
 
 def _qwen3(ours: str, theirs: str, history: bool) -> bool:
-    """Compare without think blocks in earlier turns: the published template omits them, the training template keeps them."""
+    """Compare without think blocks in earlier turns, because the published template omits them and the training template not."""
     return ours == theirs or (history and THINK_BLOCK.sub("", ours) == THINK_BLOCK.sub("", theirs))
 
 
 def _glm(ours: str, theirs: str, history: bool) -> bool:
-    """Compare up to a final marker: the training template closes the last assistant turn with the next turn's marker."""
+    """Compare up to a final marker, because the training template ends the last assistant turn with the next turn's marker."""
     return ours == theirs or any(ours == theirs + marker for marker in GLM_MARKERS)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Wire format with a training template in this package.
+    """Group of chat templates with the same format. This package has a training template for each family.
 
     Attributes:
         name: Common name of the family.
-        file: File name of the template in ``chat_templates``, without extension.
-        setting: Template variable with a value of the checkpoint's own (its default system text, or the date it states), which
-            is read from the tokenizer's template.
-        fixed: Values of template variables that select this family in a file that several families share.
-        same: Whether the training rendering and the published rendering are equivalent. The third argument is True if an
-            assistant turn precedes the last one.
+        file: File name of the training template in ``chat_templates``, without extension.
+        setting: Template variable whose value differs between checkpoints of the family (a default system text or a date). The
+            value is read from the tokenizer's template.
+        fixed: Values of template variables that select this family, if several families share a file.
+        same: Function that returns whether the renderings of the training template and the published template are equivalent.
+            The third argument is `Probe.history`.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Family:
     same: Callable[[str, str, bool], bool] = _exact
 
 
-# Simple formats first, because a template that ignores tools matches every format that ignores them in the same way.
+# Simple formats come first: a template that ignores tools would also match more complex formats that ignore them.
 FAMILIES = (
     Family("ChatML", "chatml", "default_system"),
     Family("Qwen2.5", "qwen2_5", "default_system"),
@@ -141,7 +141,7 @@ FAMILIES = (
 
 
 def training_template(family: Family, settings: dict[str, str] | None = None) -> str:
-    """Return the family's training template with the checkpoint's settings written into it."""
+    """Return the family's training template, with the settings of a checkpoint inserted."""
     text = (FOLDER / f"{family.file}.jinja").read_text(encoding="utf-8")
     lines = [
         f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}{{%- endif -%}}\n"
@@ -162,17 +162,17 @@ def _rendered(tokenizer: Tokenizer, template: str, probe: Probe, **settings: str
             **settings,
         )
     except Exception:
-        return None  # The template rejects something that its format cannot express.
+        return None  # The template rejects the conversation, e.g. because its format has no tools.
 
 
 def _setting(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> dict[str, str]:
-    """Extract the checkpoint's value of the family's setting from its rendering of the first probe."""
+    """Read a checkpoint's value of the family's setting from the rendering of the first probe."""
     text = training_template(family)
     if family.setting is None or theirs[0] is None or _rendered(tokenizer, text, PROBES[0]) == theirs[0]:
         return {}
     marked = _rendered(tokenizer, text, PROBES[0], **{family.setting: SENTINEL})
     before, _, after = (marked or "").partition(SENTINEL)
-    # For a template of another family, the extracted value is meaningless and later probes differ.
+    # If the template is from another family, this value is meaningless, and the family will not match later probes.
     return {family.setting: theirs[0][len(before) : len(theirs[0]) - len(after)]}
 
 
@@ -198,7 +198,7 @@ def _match(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> Ma
         if said is None or not probe.is_shown(said):
             if probe.required:
                 return Match(family, template, agreed, (probe.name, "", said or "(refused)"))
-            continue  # Content that the published template omits or rejects cannot be compared.
+            continue  # The published template rejects this probe or omits its content.
         ours = _rendered(tokenizer, template, probe)
         if ours is not None and family.same(ours, said, probe.history):
             agreed += 1
@@ -208,9 +208,9 @@ def _match(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> Ma
 
 
 def best_match(tokenizer: Tokenizer, template: str) -> Match:
-    """Return the first family that matches on every probe, else the one that matches on most."""
+    """Return the first family that matches on every probe, or else the family with the most matching probes."""
     theirs = [_rendered(tokenizer, template, probe) for probe in PROBES]
-    if theirs[TOOL_CALL] is None:  # Templates that concatenate arguments expect them as a JSON string.
+    if theirs[TOOL_CALL] is None:  # Templates that concatenate arguments with strings expect JSON text.
         theirs = [
             _rendered(tokenizer, template, replace(probe, messages=json_arguments(probe.messages))) for probe in PROBES
         ]
@@ -223,7 +223,7 @@ def best_match(tokenizer: Tokenizer, template: str) -> Match:
 
 
 def _trained(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
-    """Return the assistant's tokens; an empty list if they cannot be located."""
+    """Return the tokens of the assistant's turns, or an empty list if the turns cannot be located."""
     try:
         ids, mask = assistant_mask(tokenizer, messages)
     except Exception:
@@ -239,7 +239,7 @@ DIALOGUE = (
 
 
 def _structured(processing_class: Tokenizer, messages: list[dict[str, Any]], image: Any = None) -> list[dict[str, Any]]:
-    """Return messages in the processor's form, with content as blocks. ``image`` becomes the first block."""
+    """Convert messages to the form that a processor expects, with content blocks. ``image`` becomes the first block."""
     if inner_tokenizer(processing_class) is processing_class:
         return messages
     blocks = as_blocks(messages)
@@ -249,18 +249,18 @@ def _structured(processing_class: Tokenizer, messages: list[dict[str, Any]], ima
 
 
 def _holds_for_dialogue(holds: Callable[[list[dict[str, Any]]], bool]) -> bool:
-    """Evaluate a predicate on `DIALOGUE`, with arguments as JSON text if the template needs that; False if it rejects both."""
+    """Evaluate a predicate on `DIALOGUE`, also with arguments as JSON text. Return False if the template rejects both."""
     try:
         try:
             return holds(list(DIALOGUE))
         except TypeError:
             return holds(json_arguments(DIALOGUE))
     except Exception:
-        return False  # A template that rejects the conversation does not support tools.
+        return False  # A template that rejects this conversation does not support tools.
 
 
 def supports_tool_calling(processing_class: Tokenizer) -> bool:
-    """Return whether the chat template renders a tool call (name, argument key and value) and its result."""
+    """Return whether the chat template renders tool calls (name, argument names and values) and their results."""
     template = template_text(processing_class)
     if not template:
         return False
@@ -274,10 +274,10 @@ def supports_tool_calling(processing_class: Tokenizer) -> bool:
 
 
 def is_chat_template_prefix_preserving(processing_class: Tokenizer) -> bool:
-    """Return whether the tokens of a tool call stay the same when the tool's result follows.
+    """Return whether the tokens of a tool call stay the same when the result of the call follows.
 
-    Multi-turn training with tools builds its sequences by concatenation, so the tokens of earlier turns must not change when the
-    conversation continues.
+    Multi-turn training with tools concatenates the tokens of turns. The tokens of earlier turns must therefore not change when
+    the conversation continues.
     """
     template = template_text(processing_class)
     if not template:
@@ -301,13 +301,13 @@ def is_chat_template_prefix_preserving(processing_class: Tokenizer) -> bool:
 
 
 def is_chat_template_stop_token_trained(processing_class: Tokenizer, chat_template: str | None = None) -> bool:
-    """Return whether the last trained token of an assistant turn is in the added vocabulary, such as ``<|im_end|>``.
+    """Return whether an assistant turn ends with a trained special token, such as ``<|im_end|>``.
 
-    A model trained on turns without an end token does not learn to stop.
+    Without this token in training, the model does not learn to stop.
 
     Args:
-        processing_class: Tokenizer or processor. Images are not tested.
-        chat_template: Template to check instead of the tokenizer's own.
+        processing_class: Tokenizer or processor. Templates are not tested with images.
+        chat_template: Template to check. None checks the tokenizer's template.
     """
     tokenizer = with_template(processing_class, chat_template or template_text(processing_class))
     trained = _trained(tokenizer, TWO_TURNS[:3])
@@ -319,36 +319,39 @@ def is_chat_template_stop_token_trained(processing_class: Tokenizer, chat_templa
 def get_training_chat_template(
     processing_class: Tokenizer | None = None, tokenizer: Tokenizer | None = None
 ) -> str | None:
-    """Return the chat template to train with, or None if the tokenizer's own template needs no change.
+    """Return the chat template to use for training, or None if the tokenizer's own template can be used.
 
-    No change is needed in two cases. Either the template marks assistant turns and, if it supports tools, a conversation stays a
-    prefix of its continuation. Or it has no markers and belongs to no known family, but assistant turns can be located from
-    rendered offsets (`posttrain.data.chat.assistant_mask` does that with the template unchanged).
+    The tokenizer's own template can be used in two cases:
 
-    A training template renders like the published one, with two exceptions: it never omits reasoning of earlier turns, and the
-    end-of-turn token is always inside the assistant's span.
+    - The template marks assistant turns and, if it supports tools, the rendering of a conversation does not change when the
+      conversation continues.
+    - The template has no markers and belongs to no known family, but assistant turns can be located from the offsets of tokens
+      (see `posttrain.data.chat.assistant_mask`).
+
+    A training template renders the same text as the published template, with two exceptions: it does not omit the reasoning of
+    earlier turns, and the end-of-turn token is always part of the assistant's turn.
 
     Args:
         processing_class: Tokenizer or processor.
         tokenizer: Deprecated name of ``processing_class``.
 
     Raises:
-        ArgumentTypeError: Neither or both arguments are given.
-        ModelError: There is no template, or it belongs to no known family and its assistant turns cannot be located. The error
-            names the nearest family and the first difference.
+        ArgumentTypeError: Neither argument is passed, or both are.
+        ModelError: The tokenizer has no template, or the template belongs to no known family and its assistant turns cannot be
+            located. The error contains the closest family and the first difference.
     """
     if (processing_class is None) == (tokenizer is None):
         raise ArgumentTypeError(
-            f"get_training_chat_template takes one tokenizer or processor as processing_class, but got "
-            f"{'neither argument' if tokenizer is None else 'processing_class and its old name tokenizer together'}."
+            f"get_training_chat_template needs one tokenizer or processor as processing_class, but it got "
+            f"{'neither argument' if tokenizer is None else 'both processing_class and its deprecated name tokenizer'}."
         )
     if tokenizer is not None:
-        warnings.warn("tokenizer is deprecated, use processing_class.", FutureWarning, stacklevel=2)
+        warnings.warn("the argument tokenizer is deprecated. Use processing_class.", FutureWarning, stacklevel=2)
         processing_class = tokenizer
     template = template_text(processing_class)
     if not template:
         raise ModelError(
-            "the tokenizer has no chat template to derive a training template from. Fix: set chat_template."
+            "the tokenizer has no chat template from which a training template could be derived. Fix: set chat_template."
         )
     marked = has_generation_markers(template)
     tools_fit = not supports_tool_calling(processing_class) or is_chat_template_prefix_preserving(processing_class)
@@ -358,11 +361,11 @@ def get_training_chat_template(
     if match.exact:
         return match.template
     shadow = with_template(processing_class, template)
-    # Offsets alone may locate both assistant turns of a conversation, including their end tokens.
+    # Token offsets may be sufficient to locate both assistant turns of a conversation, including their end tokens.
     for messages in (TWO_TURNS, as_blocks(TWO_TURNS)) if not marked and tools_fit else ():
         said = shadow.decode(_trained(shadow, messages))
         if all((m["content"] in said) == (m["role"] == "assistant") for m in TWO_TURNS):
-            logger.info("chat template of no known family: assistant turns are located from rendered offsets")
+            logger.info("the chat template belongs to no known family. Assistant turns are located from token offsets")
             return None
     raise ModelError(_unknown(match, marked, tools_fit))
 
@@ -371,24 +374,24 @@ def _unknown(match: Match, marked: bool, tools_fit: bool) -> str:
     assert match.difference is not None
     probe, ours, theirs = match.difference
     at = common_prefix(ours, theirs)
-    lacks = [] if tools_fit else ["the tokens of a tool call change when the tool's result follows"]
+    lacks = [] if tools_fit else ["the tokens of a tool call change when its result follows"]
     if not marked:
-        lacks.append("it has no {% generation %} markers and its assistant turns cannot be located by rendering")
+        lacks.append("it has no {% generation %} markers, and its assistant turns cannot be located by rendering")
     return (
-        f"the chat template cannot be used for training: {'; '.join(lacks)}. It belongs to no known family. The nearest "
-        f"is {match.family.name} ({match.agreed} of {len(PROBES)} probes match); for {probe!r} it renders "
-        f"{theirs[max(0, at - 20) : at + 40]!r} where that family renders {ours[max(0, at - 20) : at + 40]!r}. Fix: mark "
-        "assistant turns with {% generation %} in the template, or give a template file (chat_template_path)."
+        f"the chat template cannot be used for training: {'; '.join(lacks)}. It belongs to no known family. The most similar "
+        f"family is {match.family.name} ({match.agreed} of {len(PROBES)} probes match). For {probe!r}, the template renders "
+        f"{theirs[max(0, at - 20) : at + 40]!r}, but the family renders {ours[max(0, at - 20) : at + 40]!r}. Fix: mark "
+        "assistant turns with {% generation %} in the template, or use a template file (chat_template_path)."
     )
 
 
 @dataclass
 class TemplateReport:
-    """Effects of a chat template on the first rows of a dataset.
+    """Problems of a chat template on the first rows of a dataset.
 
     Attributes:
         rows: Number of conversational rows checked.
-        findings: Problems found, most severe first.
+        findings: Problems, most severe first.
     """
 
     rows: int = 0
@@ -396,11 +399,11 @@ class TemplateReport:
 
     @property
     def fatal(self) -> list[Finding]:
-        """Findings that make training silently wrong."""
+        """Findings with which training would silently be wrong."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
     def raise_fatal(self) -> None:
-        """Raise `ModelError` with all fatal findings, if there are any."""
+        """Raise a `ModelError` with all fatal findings, if there are any."""
         if self.fatal:
             raise ModelError("the chat template cannot be used for training:\n" + _listed(self.fatal))
 
@@ -415,21 +418,21 @@ def _listed(findings: list[Finding]) -> str:
 
 
 Severity = Literal["info", "warning", "error"]
-# Code: severity with assistant-only loss, severity otherwise, what was found, why it matters, how to fix it.
+# Problems by code: severity with assistant-only loss, severity otherwise, what was found, why it matters, and the fix.
 PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
     "PT-K111": (
         "error",
         "error",
         "rendered conversations begin with two bos tokens",
         "Models are trained on texts with one bos token.",
-        "Remove one from the template.",
+        "Remove one of them from the template.",
     ),
     "PT-K116": (
         "error",
         "error",
         "reasoning of trained turns is missing from the rendering",
-        "It would not be trained.",
-        "Use the template of get_training_chat_template, or name the field as the template does (reasoning_content).",
+        "The reasoning would not be trained.",
+        "Use the template of get_training_chat_template, or rename the field to the name that the template reads.",
     ),
     "PT-K119": (
         "error",
@@ -463,22 +466,22 @@ PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
         "warning",
         "warning",
         "the prompt's tokens change when the answer follows",
-        "The trained tokens differ from those that the model reads during generation.",
-        "Use the template of get_training_chat_template, or one whose generation prompt opens every answer.",
+        "The model would be trained on other tokens than those it generates.",
+        "Use the template of get_training_chat_template, or a template whose generation prompt opens every answer.",
     ),
     "PT-K112": (
         "warning",
         "warning",
-        "the tokenizer begins plain text with bos, but the template does not write it",
-        "Most models answer worse without it.",
-        "Begin the template with {{ bos_token }}.",
+        "the tokenizer adds bos to plain text, but the template does not write it",
+        "Most models give worse answers without the bos token.",
+        "Add {{ bos_token }} at the start of the template.",
     ),
     "PT-K113": (
         "warning",
         "warning",
         "the tokenizer's eos token is not the token that ends an assistant turn",
-        "Generation would not stop at the token that training ends with.",
-        "Set eos_token to the end-of-turn token, or list both in generation_config.eos_token_id.",
+        "Generation would not stop at the token with which trained turns end.",
+        "Set eos_token to the end-of-turn token, or list both tokens in generation_config.eos_token_id.",
     ),
 }
 
@@ -486,20 +489,20 @@ PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
 def check_template(
     processing_class: Tokenizer, rows: Iterable, *, assistant_only: bool = False, turns: bool = True, limit: int = 32
 ) -> TemplateReport:
-    """Check a chat template on the first conversational rows: boundaries, markers, special tokens, omitted content.
+    """Check a chat template on the first conversational rows: turn boundaries, markers, special tokens, and omitted content.
 
     Args:
         processing_class: Tokenizer or processor.
-        rows: Dataset rows with ``messages``, or ``prompt`` with ``completion`` or ``chosen``; other rows are skipped.
-        assistant_only: Only assistant turns are trained, so markers that fail are fatal.
-        turns: Also check where turns begin and end. False: check only omitted content and how the rendering begins.
+        rows: Dataset rows with ``messages``, or ``prompt`` with ``completion`` or ``chosen``. Other rows are skipped.
+        assistant_only: Whether only assistant turns are trained. Problems with markers are then fatal.
+        turns: Whether to check where turns begin and end. If False, only omitted content and the bos token are checked.
         limit: Maximum number of rows to check.
 
     Returns:
-        The report. Call `TemplateReport.raise_fatal` on it.
+        The report. `TemplateReport.raise_fatal` raises an error for fatal findings.
 
     Raises:
-        DataError: The template rejects a row. The error names its index.
+        DataError: The template rejects a row. The error contains the row's index.
     """
     tokenizer = with_template(processing_class, template_text(processing_class))
     seen: dict[str, list[int]] = {}
@@ -526,7 +529,7 @@ def _finding(code: str, rows: list[int], assistant_only: bool) -> Finding:
 
 
 def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[str, Any]] | None:
-    """Return the messages of a row, the index of the first trained message, and the template arguments."""
+    """Return the messages of a row, the index of the first trained message, and the arguments for the template."""
     answer = row.get("completion") or row.get("chosen") or []
     prompt = row.get("messages") or row.get("prompt") or []
     if not (is_messages(prompt or answer) and (not answer or is_messages(answer))):
@@ -540,7 +543,7 @@ def _row_problems(
     ids_of = cache(lambda text: encode(tokenizer, [text], special=False)[0])
 
     @cache
-    def begun(count: int, asks: bool) -> str:  # Cached, because boundaries are requested several times.
+    def begun(count: int, asks: bool) -> str:  # Cached, because the same boundary is requested several times.
         return render(tokenizer, messages[:count], add_generation_prompt=asks, **kwargs)
 
     def rendered(part: list[dict[str, Any]], add_generation_prompt: bool = False, **_: object) -> str:
@@ -569,7 +572,7 @@ def _row_problems(
 
 
 def _losses(text: str, messages: list[dict[str, Any]]) -> set[str]:
-    """Return the codes of content in trained turns that the rendering omits."""
+    """Return the codes of problems with content in trained turns that the rendering omits."""
     codes = set()
     for message in messages:
         if message["role"] != "assistant":

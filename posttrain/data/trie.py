@@ -1,8 +1,8 @@
-"""Prefix trees of token sequences: common prefixes are stored once, at every depth.
+"""Prefix trees of token sequences. Common prefixes are stored once, at every depth of the tree.
 
-Each token belongs to the completion of at most one sequence. A prompt may run through another row's completion (the next turn
-of an episode begins with the previous turn), and prompts may share a prefix (a system prompt). Two completions never share a
-token, even if their ids agree, because each trains the token with its own values.
+Prompts may share a prefix, such as a system prompt. A prompt may also contain the completion of another row: in a multi-turn
+episode, the next prompt begins with the previous turn. Two completions never share a token, even if their ids are equal,
+because each completion trains the token with its own values.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from posttrain.types import Row
 if TYPE_CHECKING:
     from posttrain.types import Batch, Segment
 
-# Minimum number of common tokens for joining rows. For fewer, an additional attention segment costs more than sharing saves.
+# Minimum number of common tokens for joining rows. For a shorter prefix, an additional segment costs more than it saves.
 SHARED_LEAST = 16
-# Maximum share of a long tree's tokens that repeated prompts may add. Memory and time grow with the tokens of a pass. With a
-# prompt of 400 tokens and 8 answers of 1,024 tokens, three passes hold a third of the activations for 9 % more tokens.
+# Maximum share of tokens that splitting a long tree may add by repeating the prompt. Memory and time grow with the tokens of a
+# pass. Example: for a prompt of 400 tokens and 8 answers of 1,024 tokens, three passes need a third of the activation memory
+# and 9 % more tokens.
 REPEATED_MOST = 0.1
 
 
@@ -33,7 +34,7 @@ class Member:
         row: Row of the completion.
         number: Index of the row among the collated rows.
         index: Index of the completion in its row.
-        origin: Index in the flat list of completions.
+        origin: Index of the completion in the flat list of all completions.
     """
 
     row: Row
@@ -49,17 +50,17 @@ class Member:
 
 @dataclass(slots=True)
 class Node:
-    """Run of tokens from one prompt or one completion.
+    """Consecutive tokens of one prompt or one completion.
 
     Attributes:
-        ids: Token ids of the run.
-        row: Row that the run belongs to.
-        member: Completion that the run belongs to. None: the run belongs to a prompt.
-        start: Index of the first token in the prompt or completion.
-        children: Nodes that continue the run. If a prompt split a completion, the rest of the completion is the first child,
-            so that its tokens stay adjacent.
-        empty: Completions without tokens that end here.
-        trained: True for a prompt that is trained. It is trained once, with the row's first completion.
+        ids: Token ids of the node.
+        row: Row to which the tokens belong.
+        member: Completion to which the tokens belong, or None if they belong to a prompt.
+        start: Index of the node's first token in its prompt or completion.
+        children: Nodes that continue this node. If a prompt split a completion, the rest of the completion is the first child,
+            so that the tokens of the completion are adjacent.
+        empty: Completions without tokens whose prompt ends in this node.
+        trained: Whether this is a prompt that is trained. It is trained once, together with the row's first completion.
     """
 
     ids: list[int]
@@ -71,18 +72,18 @@ class Node:
     trained: bool = False
 
     def cut(self, length: int) -> None:
-        """Keep the first ``length`` tokens and move the rest, with the current children, into a new child."""
+        """Keep the first ``length`` tokens. Move the remaining tokens and the children to a new child."""
         rest = Node(self.ids[length:], self.row, self.member, self.start + length, self.children, self.empty)
         self.ids, self.children, self.empty = self.ids[:length], [rest], []
 
 
 @dataclass(slots=True)
 class Tree:
-    """Prefix tree: a root and its descendants.
+    """Prefix tree.
 
     Attributes:
-        root: First run of tokens.
-        size: Number of tokens, each counted once.
+        root: Node with the first tokens.
+        size: Number of tokens. Shared tokens count once.
         longest: Number of tokens of the longest sequence.
         members: Completions in the tree.
     """
@@ -97,19 +98,20 @@ def grow(members: Sequence[Member], *, most: int, joined: int, comfortable: int 
     """Build prefix trees of the completions of several rows.
 
     Args:
-        members: Completions in the order of rows; the completions of a row are adjacent.
-        most: Maximum number of tokens of a tree from one row. The remaining completions get trees of their own, with the
-            prompt repeated.
-        joined: Maximum number of tokens of a tree that several rows share; 0: every row has its own trees.
-        comfortable: Number of tokens above which a tree is also split if that is cheap, see `REPEATED_MOST`; 0: never.
+        members: Completions in the order of rows. The completions of a row are adjacent.
+        most: Maximum number of tokens of a tree with completions of one row. Further completions are put into additional trees,
+            which repeat the prompt.
+        joined: Maximum number of tokens of a tree with completions of several rows. 0 does not join rows.
+        comfortable: Number of tokens above which a tree is also split if this repeats few tokens (see `REPEATED_MOST`). 0 does
+            not split for this reason.
     """
     trees: list[Tree] = []
     beginnings: dict[tuple[int, ...], list[Tree]] = {}
-    # Short prompts first: a prompt that runs through another row's completion then finds it in a tree.
+    # Short prompts come first, so that a prompt which contains another row's completion finds this completion in a tree.
     for row in sorted(_by_row(members), key=lambda row: len(row[0].row.prompt_ids)):
         first = row[0].row
         begins = tuple(first.prompt_ids[:SHARED_LEAST])
-        # Rows that train their prompt or carry model_kwargs get trees of their own.
+        # Rows that train their prompt or have model_kwargs are not joined with other rows.
         apart = not joined or len(begins) < SHARED_LEAST or first.prompt_mask is not None or bool(first.model_kwargs)
         if apart or not any(_join(tree, row, joined) for tree in beginnings.get(begins, ())):
             for part in _parts(row, min(most, _cheap_split(row, comfortable))):
@@ -133,9 +135,9 @@ def _by_row(members: Sequence[Member]) -> Iterator[list[Member]]:
 
 
 def _cheap_split(row: list[Member], comfortable: int) -> int:
-    """Return the maximum tree size that splits a row into up to the number of trees that `REPEATED_MOST` allows.
+    """Return the maximum tree size for splitting a row without repeating more tokens than `REPEATED_MOST` allows.
 
-    Each tree has on average at least ``comfortable`` tokens of answers.
+    Each of the resulting trees contains on average at least ``comfortable`` tokens of answers.
     """
     prompt, answers = len(row[0].row.prompt_ids), [len(member.ids) for member in row]
     size = prompt + sum(answers)
@@ -143,12 +145,12 @@ def _cheap_split(row: list[Member], comfortable: int) -> int:
         return size
     repeats = int(REPEATED_MOST * size / max(prompt, 1))
     parts = min(repeats + 1, max(sum(answers) // comfortable, 1), len(row))
-    # Answers are not split, so the largest of even parts may exceed their mean by an answer.
+    # Answers are not split, so the largest tree may exceed the average by about half an answer.
     return size if parts == 1 else prompt + -(-sum(answers) // parts) + max(answers) // 2
 
 
 def _parts(row: list[Member], most: int) -> Iterator[list[Member]]:
-    """Yield groups of a row's completions, one tree each."""
+    """Yield the completions of each tree into which a row is split."""
     start, prompt = 0, len(row[0].row.prompt_ids)
     size = prompt + len(row[0].ids)
     for stop in range(1, len(row) + 1):
@@ -168,7 +170,7 @@ def _plant(members: list[Member]) -> Tree:
 
 
 def _hang(tree: Tree, node: Node, members: list[Member]) -> None:
-    """Attach completions below the last token of their prompt."""
+    """Add completions as children of the last node of their prompt."""
     tree.members += members
     for member in members:
         if member.ids:
@@ -180,7 +182,7 @@ def _hang(tree: Tree, node: Node, members: list[Member]) -> None:
 
 
 def _join(tree: Tree, members: list[Member], most: int) -> bool:
-    """Add a row to a tree if it shares enough tokens and the result has at most ``most`` tokens; return whether it was added."""
+    """Add a row to a tree if they share enough tokens and the tree keeps at most ``most`` tokens. Return whether it was added."""
     row, answers = members[0].row, sum(len(member.ids) for member in members)
     prompt, depth, node = row.prompt_ids, 0, tree.root
     shared = _shared(node, row, 0)
@@ -209,7 +211,7 @@ def _join(tree: Tree, members: list[Member], most: int) -> bool:
 
 
 def _shared(node: Node, row: Row, depth: int) -> int:
-    """Count the leading tokens of a node that match a prompt from ``depth`` on."""
+    """Count the first tokens of a node that are equal to the prompt's tokens starting at ``depth``."""
     prompt, ids = row.prompt_ids, node.ids
     most = min(len(ids), len(prompt) - depth, *(_first_picture(one, row, depth) for one in (node, row)))
     if ids[:most] == prompt[depth : depth + most]:
@@ -218,7 +220,7 @@ def _shared(node: Node, row: Row, depth: int) -> int:
 
 
 def _first_picture(one: Node | Row, row: Row, depth: int) -> int:
-    """Return the number of tokens before a run's first image. Only equal prompts share later tokens, see `share_prompts`."""
+    """Return the number of tokens before the first image. Prompts that are not equal share only tokens before their images."""
     if isinstance(one, Row):
         starts = [picture.start - depth for picture in (one.pictures or [()])[0]]
     else:
@@ -228,7 +230,7 @@ def _first_picture(one: Node | Row, row: Row, depth: int) -> int:
 
 
 def pictures_of(node: Node) -> list[tuple[int, Any]]:
-    """Return the images that begin in a node, each with the index of its first placeholder in the node."""
+    """Return the images that begin in a node, and for each the index of its first placeholder in the node."""
     if not node.row.pictures:
         return []
     placed = node.row.pictures[0 if node.member is None else node.member.index + 1]
@@ -236,55 +238,55 @@ def pictures_of(node: Node) -> list[tuple[int, Any]]:
 
 
 def check_segments(segments: Sequence[Segment], width: int) -> None:
-    """Check that segments are tries in depth-first order.
+    """Check that segments form prefix trees in depth-first order.
 
     Args:
-        segments: In the order of rows and columns.
-        width: Columns of a row.
+        segments: Segments, ordered by row and column.
+        width: Number of columns of a row.
 
     Raises:
-        DataError: A segment is empty or ends beyond its row, its parent does not exist or does not hold it, it does not
-            begin where it must, or its position does not follow from its parent's.
+        DataError: A segment is empty, exceeds its row or its parent, leaves a gap, or has a wrong parent or position.
     """
     for index, segment in enumerate(segments):
         if segment.stop <= segment.start:
-            raise DataError(f"segment {index} is empty: columns {segment.start} to {segment.stop}. Fix: leave it out.")
+            raise DataError(f"segment {index} is empty: columns {segment.start} to {segment.stop}. Fix: remove it.")
         if not segment.stop <= segment.end <= width:
             raise DataError(
-                f"segment {index} has columns {segment.start} to {segment.stop} and ends with what is under it at "
-                f"{segment.end}, in a row of {width} columns. Fix: start < stop <= end <= {width}."
+                f"segment {index} has the columns {segment.start} to {segment.stop}, and its subtree ends at column "
+                f"{segment.end}, but a row has {width} columns. Fix: make sure that start < stop <= end <= {width}."
             )
         before = segments[index - 1] if index else None
         column = before.stop if before is not None and before.row == segment.row else 0
         if segment.start != column:
             raise DataError(
-                f"segment {index} begins at column {segment.start} of row {segment.row}, and the one before ends at {column}. "
-                "Fix: list segments depth first, without gaps."
+                f"segment {index} begins at column {segment.start} of row {segment.row}, but the previous segment ends at "
+                f"{column}. Fix: list the segments in depth-first order, without gaps."
             )
         if segment.parent >= index or segment.parent < -1:
-            raise DataError(f"segment {index} continues segment {segment.parent}, which does not stand before it.")
+            raise DataError(f"segment {index} has the parent {segment.parent}, but a parent must precede its children.")
         if segment.parent < 0:
             position = 0
         else:
             parent = segments[segment.parent]
             if parent.row != segment.row or not parent.stop <= segment.start < segment.end <= parent.end:
                 raise DataError(
-                    f"segment {index} (row {segment.row}, columns {segment.start} to {segment.end}) continues segment "
-                    f"{segment.parent} (row {parent.row}), under which stand columns {parent.stop} to {parent.end}."
+                    f"segment {index} (row {segment.row}, columns {segment.start} to {segment.end}) is not inside its parent, "
+                    f"segment {segment.parent} (row {parent.row}), whose subtree has the columns {parent.stop} to {parent.end}."
                 )
             position = parent.position + parent.stop - parent.start
         if segment.position != position:
             raise DataError(
-                f"segment {index} begins at position {segment.position}, and its parent ends before position {position}. Fix: "
-                f"position={position}."
+                f"segment {index} begins at position {segment.position}, but its parent ends before position {position}. Fix: "
+                f"set position={position}."
             )
 
 
 def check_batch(batch: Batch) -> None:
-    """Check that a batch's segments say who sees whom in every row. A model would take each row for one sequence otherwise.
+    """Check the segments of a batch. Without segments, a model would treat each row as one sequence.
 
     Raises:
-        DataError: Segments are no tries (`check_segments`), a row with tokens has none, or a sequence ends in none.
+        DataError: The segments are invalid (see `check_segments`), a row with tokens has no segment, or the last segment of a
+            sequence does not exist.
     """
     rows, width = batch.input_ids.shape
     check_segments(batch.segments, width)
@@ -293,6 +295,6 @@ def check_batch(batch: Batch) -> None:
     ends = max((leaf.segment for leaf in batch.leaves), default=-1)
     if not known <= set(range(rows)) or ends >= len(batch.segments) or (bare and bool(batch.seen_until[bare].any())):
         raise DataError(
-            f"a Batch of {rows} rows has {len(batch.segments)} segments, of rows {sorted(known)}, and a sequence ends in "
-            f"segment {ends}. Fix: lay rows out with collate (posttrain.data.forest)."
+            f"a Batch with {rows} rows has {len(batch.segments)} segments, which are in rows {sorted(known)}, and the last "
+            f"segment of a sequence is {ends}. Fix: create the batch with collate (posttrain.data.forest)."
         )

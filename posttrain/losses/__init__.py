@@ -1,1 +1,1 @@
-"""Loss functions of tensors, without side effects."""
+"""Loss functions. They take and return tensors, and have no side effects."""

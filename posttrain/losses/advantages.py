@@ -26,25 +26,25 @@ __all__ = [
 ]
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-EPSILON = 1e-4  # Keeps the quotient finite for a group whose rewards are all equal.
+EPSILON = 1e-4  # Added to the standard deviation, to avoid a division by 0 if all rewards of a group are equal.
 POPULATION_EPSILON = 1e-8  # Added to the population std, as in TRL's asynchronous GRPO.
-# Rewards whose relative difference is at most this are equal: float32 sums of the same numbers differ by this much in rounding.
+# Rewards count as equal up to this relative difference. Sums of the same numbers in float32 differ by this much through rounding.
 EQUAL_SPREAD = 4 * torch.finfo(torch.float32).eps
-# A group whose standard deviation is at most this has no signal.
+# A group whose standard deviation is not larger than this has no learning signal.
 FLAT_SPREAD = 1e-8
-# A standardized advantage beyond this is one outlier of a large group: |A| <= (G - 1) / sqrt(G), so G > 100.
+# Maximum absolute value of a standardized advantage. It can only be exceeded in groups with G > 100: |A| <= (G - 1) / sqrt(G).
 MOST_ADVANTAGE = 10.0
 
 
 @dataclass(slots=True)
 class AdvantageStats:
-    """Advantages of n completions, with the statistics they were computed from.
+    """Advantages of n completions, and the statistics from which they were computed.
 
     Attributes:
-        advantages: ``(n,)``; 0 where no reward function applied.
-        totals: ``(n,)`` weighted sums of rewards; NaN where no reward function applied.
-        group_std: ``(n / G,)`` standard deviation of each group, see `group_spread`.
-        zero_std_share: Share of groups whose standard deviation is 0 or undefined.
+        advantages: ``(n,)``, 0 for completions that no reward function scored.
+        totals: ``(n,)`` weighted sums of rewards, NaN for completions that no reward function scored.
+        group_std: ``(n / G,)`` standard deviation of each group; see `group_spread`.
+        zero_std_share: Fraction of groups whose standard deviation is 0 or undefined.
     """
 
     advantages: Tensor
@@ -54,18 +54,18 @@ class AdvantageStats:
 
 
 def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Return ``sum_k w_k r_k`` over the functions that applied; NaN where no function applied.
+    """Return ``sum_k w_k r_k`` over the functions that scored a completion, or NaN if no function did.
 
     Args:
-        rewards: ``(n, K)``, NaN where a function did not apply.
-        weights: ``(K,)``.
+        rewards: Rewards ``(n, K)``. NaN means that the function did not score the completion.
+        weights: Weights ``(K,)``.
     """
     total = (rewards.nan_to_num(0.0) * weights).sum(-1)
     return total.masked_fill(rewards.isnan().all(-1), torch.nan)
 
 
 def _alike(values: Tensor, dim: int) -> Tensor:
-    """Return whether all non-NaN entries along ``dim`` are equal. ``dim`` is kept with size 1."""
+    """Return whether all entries along ``dim`` are equal, ignoring NaN. ``dim`` is kept with size 1."""
     missing = values.isnan()
     high = values.masked_fill(missing, -torch.inf).amax(dim, keepdim=True)
     low = values.masked_fill(missing, torch.inf).amin(dim, keepdim=True)
@@ -73,13 +73,13 @@ def _alike(values: Tensor, dim: int) -> Tensor:
 
 
 def centred(values: Tensor, dim: int = -1) -> Tensor:
-    """Return ``values - mean`` over the non-NaN entries: exactly 0 where all are equal, even if their mean is rounded."""
+    """Subtract the mean of the non-NaN entries. The result is exactly 0 if all entries are equal, despite rounding."""
     gaps = values - values.nanmean(dim, keepdim=True)
     return torch.where(_alike(values, dim) & ~values.isnan(), 0.0, gaps)
 
 
 def _std(values: Tensor, dim: int = -1) -> Tensor:
-    """Return the Bessel-corrected standard deviation of the non-NaN entries; NaN with fewer than two."""
+    """Return the Bessel-corrected standard deviation of the non-NaN entries, or NaN if there are fewer than two."""
     count = (~values.isnan()).sum(dim, keepdim=True)
     squares = centred(values, dim).square().nansum(dim, keepdim=True)
     variance = torch.where(count > 1, squares / (count - 1).clamp_min(1), torch.nan)
@@ -88,7 +88,7 @@ def _std(values: Tensor, dim: int = -1) -> Tensor:
 
 def _groups(values: Tensor, group_size: int) -> Tensor:
     if values.shape[0] % group_size:
-        raise DataError(f"{values.shape[0]} completions do not divide into groups of {group_size}.")
+        raise DataError(f"{values.shape[0]} completions cannot be divided into groups of {group_size}.")
     return values.reshape(-1, group_size, *values.shape[1:])
 
 
@@ -98,7 +98,7 @@ def bounded(advantages: Tensor) -> Tensor:
 
 
 def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any) -> Advantages:
-    """Create `Advantages` within groups, clipped to ±10 with ``bound``. Other arguments are passed to `Advantages`."""
+    """Create `Advantages` of groups. With ``bound``, they are clipped to ±10. ``more`` is passed to `Advantages`."""
     values = bounded(stats.advantages) if bound else stats.advantages
     unbounded = stats.advantages if bound else None
     return Advantages(values, stats.totals, start, unbounded=unbounded, group_std=stats.group_std, **more)
@@ -107,15 +107,15 @@ def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any
 def flat_groups(
     values: Tensor, weights: Tensor, size: int, *, least: float = 0.0, each_function: bool = False
 ) -> Tensor:
-    """Return which groups give no completion an advantage, ``(n / G,)`` bool: too little variance, or fewer than two scores.
+    """Return which groups have no advantages, ``(n / G,)`` bool: too little variance, or fewer than two scored completions.
 
     Args:
-        values: ``(n, K)`` rewards, groups consecutive, NaN where a function did not apply.
-        weights: ``(K,)``.
-        size: G.
-        least: A standard deviation above this counts as signal.
-        each_function: Whether functions are normalized before they are summed. Then one function that varies and has a nonzero
-            weight is enough.
+        values: Rewards ``(n, K)`` with consecutive groups. NaN means that the function did not score the completion.
+        weights: Weights ``(K,)``.
+        size: Group size G.
+        least: A group has advantages if its standard deviation is larger than this.
+        each_function: Whether functions are normalized before they are summed. A group then has advantages if a single
+            function with nonzero weight varies.
     """
     how = "normalize_then_sum" if each_function else "sum_then_normalize"
     return ~(group_spread(values, weights, size, aggregation=how) > max(FLAT_SPREAD, least))
@@ -124,10 +124,10 @@ def flat_groups(
 def group_spread(
     rewards: Tensor, weights: Tensor, group_size: int, *, aggregation: str = "sum_then_normalize"
 ) -> Tensor:
-    """Return the Bessel-corrected standard deviation of each group, ``(n / G,)``; NaN with fewer than two scored rows.
+    """Return the Bessel-corrected standard deviation of each group, ``(n / G,)``. NaN for fewer than two scored completions.
 
-    This is the standard deviation of the weighted sum. With ``normalize_then_sum`` it is the largest one among the functions with
-    a nonzero weight, because two functions that cancel in the sum still give a signal.
+    It is the standard deviation of the weighted sum. With ``normalize_then_sum``, it is the maximum over the functions with a
+    nonzero weight, because two functions that cancel each other in the sum still give a signal.
 
     >>> opposed = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> [group_spread(opposed, torch.ones(2), 2, aggregation=how).item() for how in AGGREGATIONS]
@@ -148,18 +148,21 @@ def group_advantages(
     aggregation: str = "sum_then_normalize",
     min_group_std: float = 0.0,
 ) -> AdvantageStats:
-    """Compute ``A = (R - mean_g) / (std + 1e-4)``, where std is that of the group, of the batch, or left out.
+    """Compute ``A = (R - mean_g) / (std + 1e-4)``, where std is that of the group or of the batch. It can also be omitted.
 
-    The population std has 1e-8 instead of 1e-4. ``normalize_then_sum`` (GDPO) normalizes each function within its group, sums
-    with weights, and normalizes over the batch. A row that no function scored gets 0 and is excluded from every mean and std.
+    The population std has 1e-8 instead of 1e-4. ``normalize_then_sum`` (GDPO) normalizes the rewards of each function within the
+    group, computes the weighted sum, and normalizes it over the batch. Completions that no function scored get advantage 0, and
+    are excluded from every mean and standard deviation.
 
     Args:
-        rewards: ``(n, K)`` over all ranks, groups consecutive, NaN where a function did not apply.
-        weights: ``(K,)``.
-        group_size: G.
+        rewards: Rewards ``(n, K)`` over all ranks with consecutive groups. NaN means that the function did not score the
+            completion.
+        weights: Weights ``(K,)``.
+        group_size: Group size G.
         scale_rewards: ``group``, ``batch``, ``population`` (the group's std without Bessel's correction) or ``none``.
         aggregation: ``sum_then_normalize`` or ``normalize_then_sum``.
-        min_group_std: A group whose standard deviation (`group_spread`) is smaller gets advantage 0, because it is noise.
+        min_group_std: Groups with a smaller standard deviation (`group_spread`) get advantage 0, because they contain only
+            noise.
 
     Reference: DeepSeekMath, arXiv:2402.03300, section 4.1.2; Dr. GRPO (none), 2503.20783; GDPO, 2601.05242.
 
@@ -189,7 +192,7 @@ def group_advantages(
 
 
 def _scale(std: Tensor, grouped: Tensor, scale_rewards: str) -> Tensor | float:
-    """Return the divisor of the flattened ``grouped (n / G, G)`` totals, given ``std (n / G,)`` of each group."""
+    """Return the divisor of the flattened totals ``grouped (n / G, G)``. ``std (n / G,)`` is the std of each group."""
     if scale_rewards == "none":
         return 1.0
     if scale_rewards == "batch":
@@ -204,14 +207,14 @@ def _scale(std: Tensor, grouped: Tensor, scale_rewards: str) -> Tensor | float:
 
 
 def _normalize_then_sum(rewards: Tensor, weights: Tensor, totals: Tensor) -> Tensor:
-    """Normalize each function within its group before the sum, so that two rewards cannot cancel each other."""
+    """Normalize each function within its group before the sum, so that two functions cannot cancel each other."""
     z = centred(rewards, 1) / (_std(rewards, 1).unsqueeze(1) + EPSILON)
     summed = (z.nan_to_num(0.0) * weights).sum(-1).flatten().masked_fill(totals.isnan(), torch.nan)
     return centred(summed) / (_std(summed) + EPSILON)
 
 
 def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
-    """Compute ``A_i = R_i - mean of the rest of the group``, ``(n,)``; 0 where no other completion was scored.
+    """Compute ``A_i = R_i - mean(R_j, j != i)`` within each group, ``(n,)``. It is 0 if no other completion was scored.
 
     Reference: RLOO, arXiv:2402.14740, equation 8.
 
@@ -226,11 +229,11 @@ def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
 
 
 def standardized(advantages: Tensor, scored: Tensor) -> Tensor:
-    """Return ``(A - mean) / (std + 1e-4)`` over the scored rows, ``(n,)``; 0 elsewhere, or if fewer than two rows are scored.
+    """Return ``(A - mean) / (std + 1e-4)`` over the scored rows, ``(n,)``. All other rows, or fewer than two scored rows, get 0.
 
     Args:
         advantages: ``(n,)`` over all ranks.
-        scored: ``(n,)`` bool, rows that some reward function scored.
+        scored: ``(n,)`` bool, whether a reward function scored the row.
     """
     known = advantages.masked_fill(~scored, torch.nan)
     return (centred(known) / (_std(known) + EPSILON)).nan_to_num(0.0)

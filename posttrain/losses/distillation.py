@@ -1,6 +1,7 @@
-"""Divergences of a student's next-token distribution q from a teacher's p: full vocabularies, sparse supports, sampled tokens.
+"""Divergences between a student's next-token distribution q and a teacher's distribution p.
 
-All functions take log-probs in float32 or wider. ``0 log 0 = 0``: an id with probability 0 on both sides adds 0, and no gradient.
+They are computed over full vocabularies, over selected token ids, or over sampled tokens. All functions take log-probs in float32
+or float64. A token id with probability 0 on both sides contributes 0 to the divergence and has no gradient.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ __all__ = [
     "with_tail",
 ]
 
-FLOOR = -1e4  # Replaces log 0: exp(FLOOR) is 0, and 0 * FLOOR is 0, whereas 0 * -inf is NaN.
-FULL = -1e-7  # Log of the maximum mass of a support, so that the tail's log-prob is finite (-16.1).
+FLOOR = -1e4  # Used instead of log 0: exp(FLOOR) is 0, and 0 * FLOOR is 0, whereas 0 * -inf would be NaN.
+FULL = -1e-7  # Maximum log of the total probability of selected ids, so that the tail's log-prob is finite (-16.1).
 
 
 def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
     """Compute the generalized Jensen-Shannon divergence with the mixture ``M = beta p + (1 - beta) q``.
 
-    ``beta = 0``: ``KL(p || q)``. ``beta = 1``: ``KL(q || p)``. Between: ``beta KL(p || M) + (1 - beta) KL(q || M)``, which tends
-    to 0 as beta approaches 0 or 1, not to the KL.
+    ``beta = 0`` gives ``KL(p || q)`` and ``beta = 1`` gives ``KL(q || p)``. Values between 0 and 1 give
+    ``beta KL(p || M) + (1 - beta) KL(q || M)``. As beta approaches 0 or 1, this converges to 0 and not to the KL.
 
     Args:
         log_q: ``(..., V)`` log-probs of the student.
         log_p: ``(..., V)`` log-probs of the teacher.
-        beta: In [0, 1]; compared with 0 and 1 exactly.
+        beta: Value in [0, 1]. Only exactly 0 and 1 give the KL.
 
     Returns:
-        ``(...)`` nats; +inf where the KL is infinite (one side has mass at an id with probability 0 on the other).
+        ``(...)`` nats. It is +inf if the KL is infinite, i.e. if an id with probability 0 on one side has a positive probability
+        on the other side.
 
     Reference: GKD, arXiv:2306.13649.
 
@@ -58,7 +60,7 @@ def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """Divergence with a custom backward that saves three tensors of vocabulary size. Autograd would save eight."""
+    """Divergence with a custom backward pass that saves three tensors of vocabulary size. Autograd would save eight."""
 
     @staticmethod
     def forward(ctx: Any, log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
@@ -79,7 +81,7 @@ class _Divergence(torch.autograd.Function):
         grad = grad[..., None]
         return (
             _slope(log_q, log_p, log_m, ctx.beta).mul_(grad) if of_q else None,
-            # The divergence is symmetric: exchanging p and q and using 1 - beta gives the same value.
+            # Exchanging p and q and replacing beta with 1 - beta gives the same divergence.
             _slope(log_p, log_q, log_m, 1 - ctx.beta).mul_(grad) if of_p else None,
             None,
         )
@@ -96,7 +98,7 @@ def _slope(log_q: Tensor, log_p: Tensor, log_m: Tensor, beta: float) -> Tensor:
 
 
 def _finite(logp: Tensor) -> Tensor:
-    if not logp.numel():  # A pass may have no trained token.
+    if not logp.numel():  # A forward pass can have no trained token.
         return logp
     return logp.masked_fill(logp == -torch.inf, FLOOR) if bool(torch.isneginf(logp.detach().amin())) else logp
 
@@ -111,13 +113,14 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
     return torch.where(outside, torch.inf, value)
 
 
-# Sparse supports --------------------------------------------------------------------------------------------------------
+# Selected token ids -----------------------------------------------------------------------------------------------------
 
 
 def with_tail(logp: Tensor) -> Tensor:
-    """Append the log of the mass outside ``(..., k)`` log-probs as an extra category, ``(..., k + 1)``.
+    """Append the log-prob of all ids that are not in ``(..., k)`` log-probs as an additional category, ``(..., k + 1)``.
 
-    The captured log-mass is clamped to at most -1e-7, so that a support with all the mass has a tail of 1e-7.
+    The log of the total probability is clamped to at most -1e-7. If the selected ids have all the probability, the tail therefore
+    has probability 1e-7.
     """
     captured = logp.logsumexp(-1, keepdim=True).clamp_max(FULL)
     return torch.cat([logp, torch.log(-torch.expm1(captured))], -1)
@@ -129,14 +132,14 @@ def normalized(logp: Tensor) -> Tensor:
 
 
 def support_mass(logp: Tensor) -> Tensor:
-    """Return the total probability of a support, ``(...)``."""
+    """Return the total probability of the selected ids, ``(...)``."""
     return logp.logsumexp(-1).exp()
 
 
 def union_support(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Concatenate two supports, ``(..., k)`` and ``(..., m)``, to ``(..., k + m)``, with a mask of repeated ids.
+    """Concatenate two sets of selected ids, ``(..., k)`` and ``(..., m)``, and return a mask of ids that occur twice.
 
-    The mask is true where an id of ``second`` is also in ``first``.
+    The mask is True for ids of ``second`` that are also in ``first``.
     """
     ids = torch.cat([first, second], -1)
     again = (second[..., :, None] == first[..., None, :]).any(-1)
@@ -147,9 +150,9 @@ def union_support(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def score_surrogate(logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """Return ``stopgrad(log q(y) - log p(y)) log q(y)``, whose expected gradient is that of KL(q || p) if y is sampled from q.
+    """Return ``stopgrad(log q(y) - log p(y)) log q(y)``. If y is sampled from q, its expected gradient is that of KL(q || p).
 
-    Its value is not the KL.
+    Its value is not the KL divergence.
 
     Args:
         logp: Log-probs of the sampled tokens under the student, any shape.
@@ -159,7 +162,7 @@ def score_surrogate(logp: Tensor, teacher_logp: Tensor) -> Tensor:
 
 
 def _by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """Regroup the masked tokens of ``(B, T)`` values as one row per sequence, ``(S, L)``, with a mask of the real entries."""
+    """Reshape the masked tokens of ``(B, T)`` values to one row per sequence, ``(S, L)``. Also return a mask of real entries."""
     lengths = torch.bincount(sequence[mask])
     lengths = lengths[lengths > 0].tolist()
     rows = pad_sequence(list(values[mask].split(lengths)), batch_first=True)
@@ -174,10 +177,10 @@ def discounted_returns(
 
     Args:
         rewards: ``(B, T)``.
-        mask: ``(B, T)`` bool, tokens that count; all other tokens get 0.
-        sequence: ``(B, T)`` int64.
+        mask: ``(B, T)`` bool, tokens that are included. All other tokens get 0.
+        sequence: ``(B, T)`` int64, sequence index of each token.
         gamma: Discount in [0, 1].
-        length_normalization: Divide by ``sum_{i >= t} gamma^(i - t)``.
+        length_normalization: Whether to divide by ``sum_{i >= t} gamma^(i - t)``.
 
     Reference: MiniLLM, arXiv:2306.08543.
     """
@@ -191,7 +194,7 @@ def discounted_returns(
 
 
 def prefix_weights(advantages: Tensor, mask: Tensor, sequence: Tensor, *, gamma: float, epsilon: float) -> Tensor:
-    """Compute weights ``1 + gamma (1 - sum_{i < t} |a_i| / sum_i |a_i|)``, ``(B, T)``, that fall from ``1 + gamma`` to 1.
+    """Compute weights ``1 + gamma (1 - sum_{i < t} |a_i| / sum_i |a_i|)``, ``(B, T)``. They fall from ``1 + gamma`` to 1.
 
     Args:
         advantages: ``(B, T)`` log-prob of each sampled token under the teacher minus that under the student, in nats.
@@ -216,7 +219,7 @@ def prefix_weights(advantages: Tensor, mask: Tensor, sequence: Tensor, *, gamma:
 def sorted_l1(q: Tensor, p: Tensor) -> Tensor:
     """Compute ``sum_i |sort(q)_i - sort(p)_i|`` of ``(..., V)`` and ``(..., W)`` probabilities, ``(...)``.
 
-    The shorter one is padded with 0. The loss ignores which token has which probability.
+    The shorter vector is padded with 0. The loss depends only on the sorted probabilities, not on which token has which one.
 
     Reference: Universal Logit Distillation, arXiv:2402.12030.
     """
@@ -228,19 +231,19 @@ def sorted_l1(q: Tensor, p: Tensor) -> Tensor:
 def hybrid_divergence(
     log_q: Tensor, log_p: Tensor, matched: tuple[Tensor, Tensor], *, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the divergence over tokens that both vocabularies share, and `sorted_l1` over all other tokens; both ``(...)``.
+    """Compute the divergence over tokens in both vocabularies, and `sorted_l1` over all other tokens. Both have shape ``(...)``.
 
-    For the divergence each side gets one extra category with its remaining mass, so that both sides are distributions.
+    For the divergence, both sides get an additional category with the remaining probability, so that they are distributions.
 
     Args:
         log_q: ``(..., V)`` log-probs of the student.
         log_p: ``(..., W)`` log-probs of the teacher.
-        matched: Two ``(M,)`` tensors: ids of the same bytes in the student's and in the teacher's vocabulary.
+        matched: Ids ``(M,)`` in the student's vocabulary, and ids ``(M,)`` in the teacher's vocabulary with the same bytes.
         beta: See `divergence`.
     """
     mine, theirs = matched
     both = divergence(with_tail(log_q[..., mine]), with_tail(log_p[..., theirs]), beta=beta)
     rest_q, rest_p = (
         log.exp().index_fill(-1, ids, 0.0) for log, ids in ((log_q, mine), (log_p, theirs))
-    )  # Matched ids have mass 0 here.
+    )  # Matched ids have probability 0 here.
     return both, sorted_l1(rest_q, rest_p)

@@ -1,8 +1,8 @@
-"""Values that preference losses read: sums and means of log-probs, weights, and scores under an f-divergence.
+"""Inputs of preference losses: sums and means of log-probs, weights, and scores under an f-divergence.
 
 Let ``L = log pi(y) - log rho(y)``. For a divergence with generator f, the score is ``f'(exp L)``, where f is chosen so that the
-score is 0 at L = 0. For the reverse KL (plain DPO) the score is L itself. The reward is beta times the score plus a per-prompt
-constant. The constant cancels only in a difference of scores, so a loss that reads one completion alone reads L.
+score is 0 at L = 0. For the reverse KL (plain DPO), the score is L. The reward is beta times the score plus a per-prompt
+constant. The constant cancels only in a difference of scores. Losses that use a single completion therefore use L instead.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = [
     "wpo_weight",
 ]
 
-MAX_LOG_P = -1e-6  # log(1 - p) of a mean log-prob closer to 0 than this has no useful float32 gradient.
+MAX_LOG_P = -1e-6  # Maximum mean log-prob in log(1 - p). Closer to 0, the float32 gradient would be useless.
 MAX_EXPONENT = 80.0  # exp(80) is 5.5e34, which leaves a factor of 6000 before float32 overflows.
 MAX_EXPONENT_HALF = 11.0  # exp(11) is 59874, below the 65504 of float16.
-NEAR_ONE = 1e-6  # An alpha this close to 1 is the reverse KL, because the formula would divide by almost 0.
+NEAR_ONE = 1e-6  # If alpha is this close to 1, the reverse KL is used, because the formula would divide by almost 0.
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def reverse_kl(log_ratio: Tensor) -> Tensor:
 
 
 def forward_kl(log_ratio: Tensor) -> Tensor:
-    """Compute ``1 - exp(-L)``, any shape. The exponent is clamped at 80 (11 in float16); beyond that the gradient is 0.
+    """Compute ``1 - exp(-L)``, any shape. The exponent is clamped at 80 (11 in float16), beyond which the gradient is 0.
 
     Reference: Beyond reverse KL (f-DPO), arXiv:2309.16240, table 1.
     """
@@ -86,7 +86,7 @@ def alpha_divergence(log_ratio: Tensor, *, alpha: float) -> Tensor:
         return log_ratio
     dtype = log_ratio.dtype
     score = _bounded_expm1(power * _wide(log_ratio), dtype) / power
-    # The quotient can exceed the range of a narrow dtype: exp(11) / 0.5 overflows float16.
+    # The quotient can exceed the range of a 16-bit dtype. For example, exp(11) / 0.5 overflows float16.
     return score.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
 
 
@@ -104,7 +104,7 @@ def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.
     Args:
         log_ratio: Any shape and floating dtype, in nats.
         divergence: A key of `DIVERGENCES`.
-        alpha: Coefficient of ``alpha_divergence``; other divergences ignore it.
+        alpha: Coefficient of ``alpha_divergence``. Other divergences do not use it.
 
     Returns:
         Scores in the log-ratio's shape and dtype.
@@ -125,19 +125,19 @@ def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.
 
 
 def mean_logp(logp: Tensor, length: Tensor) -> Tensor:
-    """Return ``log pi / max(n, 1)``, ``(P,)``: the mean log-prob or score per token. An empty completion gives 0, not NaN."""
+    """Return ``log pi / max(n, 1)``, ``(P,)``, the mean log-prob or score per token. Empty completions get 0 instead of NaN."""
     return logp / length.clamp_min(1).to(logp)
 
 
 def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tensor, *, alpha: float) -> Tensor:
-    """Compute ``sum_{k <= limit} l_k + alpha sum_{k > limit} l_k``: tokens beyond the shorter completion's length count less.
+    """Compute ``sum_{k <= limit} l_k + alpha sum_{k > limit} l_k``, which reduces the weight of the excess tokens (LD-DPO).
 
     Args:
-        logp: ``(B, T)`` log-probs, of the policy or of the reference.
-        mask: ``(B, T)`` bool, tokens that count.
-        sequence: ``(B, T)`` int64, sequence index of each token, -1 outside.
-        limits: ``(S,)`` tokens of the shorter completion of each sequence's pair.
-        alpha: Weight of the tokens beyond the limit. 1 gives the plain sum; 0 ignores these tokens.
+        logp: ``(B, T)`` log-probs of the policy or of the reference.
+        mask: ``(B, T)`` bool, tokens that are included.
+        sequence: ``(B, T)`` int64, sequence index of each token, -1 for tokens of no sequence.
+        limits: ``(S,)`` for each sequence, the number of tokens of the shorter completion of its pair.
+        alpha: Weight of the tokens beyond the limit. 1 gives the plain sum, and 0 ignores these tokens.
 
     Returns:
         ``(S,)``.
@@ -146,7 +146,7 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
     """
     kept = mask & (sequence >= 0)
     owner = sequence[kept]
-    order = owner.argsort(stable=True)  # Stable: the tokens of a sequence keep their order.
+    order = owner.argsort(stable=True)  # A stable sort keeps the order of the tokens of a sequence.
     counts = torch.bincount(owner, minlength=len(limits))
     starts = counts.cumsum(0) - counts
     rank = torch.empty_like(owner)
@@ -156,7 +156,7 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
 
 
 def collision_logp(logits: Tensor) -> Tensor:
-    """Return ``log sum_v p_v^2 = lse(2 z) - 2 lse(z)`` of ``(..., V)`` logits, ``(...)``: high if one token is near certain."""
+    """Return ``log sum_v p_v^2 = lse(2 z) - 2 lse(z)`` of ``(..., V)`` logits, ``(...)``. It is 0 for a certain token."""
     return (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)
 
 
@@ -168,7 +168,7 @@ def wpo_weight(logp: Tensor, collision: Tensor, length: Tensor) -> Tensor:
     Args:
         logp: ``(S,)`` plain sums.
         collision: ``(S,)`` sums of `collision_logp` over the same tokens.
-        length: ``(S,)`` tokens n, read as at least 1.
+        length: ``(S,)`` number of tokens n, clamped to at least 1.
 
     Reference: WPO, arXiv:2406.11827.
     """
@@ -178,7 +178,7 @@ def wpo_weight(logp: Tensor, collision: Tensor, length: Tensor) -> Tensor:
 def alpha_reward(logp: Tensor, *, alpha: float) -> Tensor:
     """Return AlphaPO's reward of a log-prob l: ``(1 - exp(-alpha l)) / alpha``, ``(P,)``, or ``l`` at alpha = 0.
 
-    The probability is not computed, because it would underflow where its power does not.
+    It is computed from the log-prob, because the probability itself could underflow.
 
     Reference: AlphaPO, arXiv:2501.03884.
     """
@@ -186,10 +186,10 @@ def alpha_reward(logp: Tensor, *, alpha: float) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """Compute ``log(1 - e^x)`` for x < 0, any shape. x is clamped to at most -1e-6; beyond that the gradient is 0.
+    """Compute ``log(1 - e^x)`` for x < 0, any shape. x is clamped to at most -1e-6, beyond which the gradient is 0.
 
-    The branch for small probabilities gets no x near 0. There its slope is infinite in half precision, and the branch that is not
-    selected would contribute 0 times infinity, which is NaN. The other branch is safe for every x.
+    torch.where also computes the gradient of the branch that is not selected. The branch for small probabilities has an infinite
+    slope near x = 0 in half precision, and 0 times infinity is NaN. It therefore gets a safe x there.
 
     Reference: Mächler 2012, "Accurately computing log(1 - exp(-|a|))", equation 7.
     """
@@ -211,18 +211,18 @@ def pair_values(
     alpha: float = 0.5,
     plain_chosen_logp: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return every tensor that a row of `posttrain.losses.preference.DPO_LOSSES` may read, by name, each ``(P,)``.
+    """Return all tensors that the losses in `posttrain.losses.preference.DPO_LOSSES` can use, by name, each ``(P,)``.
 
     Args:
-        chosen_logp: ``(P,)`` log-prob sums under the policy, already desensitized if `desensitized_sum` is used.
-        rejected_logp: ``(P,)`` likewise for the rejected completion.
-        ref_chosen_logp: ``(P,)`` log-prob sums under the reference, likewise.
-        ref_rejected_logp: ``(P,)`` likewise for the rejected completion.
-        chosen_length: ``(P,)`` tokens.
-        rejected_length: ``(P,)`` tokens.
+        chosen_logp: ``(P,)`` sums of the policy's log-probs of chosen completions. Computed by `desensitized_sum` if it is used.
+        rejected_logp: ``(P,)`` same for the rejected completions.
+        ref_chosen_logp: ``(P,)`` same for the chosen completions under the reference.
+        ref_rejected_logp: ``(P,)`` same for the rejected completions under the reference.
+        chosen_length: ``(P,)`` number of tokens of the chosen completions.
+        rejected_length: ``(P,)`` number of tokens of the rejected completions.
         divergence: A key of `DIVERGENCES`.
         alpha: Coefficient of ``alpha_divergence``.
-        plain_chosen_logp: ``(P,)`` plain sums for ``sft``, if ``chosen_logp`` is desensitized.
+        plain_chosen_logp: ``(P,)`` plain sums for the loss ``sft``, if ``chosen_logp`` comes from `desensitized_sum`.
 
     >>> one = torch.ones(1)
     >>> pair_values(2 * one, one, one, one, one, one)["chosen_score"]

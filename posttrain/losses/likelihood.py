@@ -16,7 +16,7 @@ def nll(logp: Tensor) -> Tensor:
 
 
 def dft(logp: Tensor) -> Tensor:
-    """Compute ``-sg(p) log p``, ``(B, T)``: the gradient of an unlikely token does not outweigh all others.
+    """Compute ``-sg(p) log p``, ``(B, T)``. The factor p keeps the gradients of unlikely tokens small.
 
     Reference: On the generalization of SFT (DFT), arXiv:2508.05629, equation 8.
     """
@@ -29,8 +29,8 @@ def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | float | 
     Args:
         outputs: Model output with ``logits (B, T, V)``. The logits at t predict the label at t + 1.
         labels: ``(B, T)``, the token, or -100 for a token that is not trained.
-        num_items_in_batch: N, the trained tokens of the optimizer step; None counts those of ``labels``. The divisor is at
-            least 1, so that a batch without a trained token has loss 0.
+        num_items_in_batch: Number N of trained tokens of the optimizer step. None counts the trained tokens of ``labels``. The
+            divisor is at least 1, so that a batch without trained tokens has loss 0.
 
     Returns:
         Scalar.
@@ -49,7 +49,7 @@ def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | float | 
 
 
 def uniform_nll(logits: Tensor) -> Tensor:
-    """Compute ``-1/V sum_v log p_v`` of each row of ``(N, V)`` logits, ``(N,)``. Label smoothing adds it to the loss.
+    """Compute ``-1/V sum_v log p_v`` of each row of ``(N, V)`` logits, ``(N,)``. It is the additional term of label smoothing.
 
     Reference: Rethinking the Inception architecture, arXiv:1512.00567, section 7.
     """

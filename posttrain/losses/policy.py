@@ -50,13 +50,13 @@ def importance_log_ratio(
 ) -> Tensor:
     """Compute the log of the ratio between the current policy and the policy that sampled, ``(B, T)``.
 
-    ``token``: ``logp - old_logp``. ``sequence``: the mean of that over the sequence, i.e. the geometric mean of the ratios, on
-    every token. ``sequence_token``: the same value, with each token's own gradient.
+    ``token``: ``logp - old_logp``. ``sequence``: the mean of these values over the sequence, i.e. the log of the geometric mean
+    of the token ratios, for every token. ``sequence_token``: the same value, but with each token's own gradient.
 
     Args:
         logp: ``(B, T)`` log-probs under the current policy.
-        old_logp: ``(B, T)`` log-probs at sampling time. None if the policy has not changed since: the value is 0, and the
-            gradient is that of ``logp``.
+        old_logp: ``(B, T)`` log-probs when the tokens were sampled. None if the policy has not changed since then: the value is
+            0, and the gradient is that of ``logp``.
         mask: ``(B, T)`` bool, loss tokens.
         sequence: ``(B, T)`` sequence index.
         num_sequences: S.
@@ -81,7 +81,7 @@ def _mask(ratio: Tensor, low: float, high: float) -> Tensor:
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
-# name -> (how the log gap is pooled over a sequence, how the ratio is bounded)
+# Modes by name: how log-ratios are aggregated over a sequence, and how the ratio is bounded.
 CORRECTIONS: dict[str, tuple[str, Callable[[Tensor, float, float], Tensor]]] = {
     "token_truncate": ("token", _truncate),
     "token_mask": ("token", _mask),
@@ -102,11 +102,12 @@ def rollout_correction(
     clip_max: float | None,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Compute importance weights that correct for sampling from an engine instead of the trainer, ``(B, T)``, no gradient.
+    """Compute importance weights ``(B, T)`` that correct for the difference between engine and trainer. No gradient.
 
-    ``r = exp(d)`` with ``d = logp - rollout_logp`` on loss tokens. d is taken per token, summed over the sequence
-    (``sequence_*``), or averaged over it (``geometric``). Then r is clamped to the bounds (``*_truncate``) or zeroed outside
-    them. A token without a log-prob from the engine (NaN) gets weight 0 and adds 0 to the gap of its sequence.
+    The weight is ``r = exp(d)`` with ``d = logp - rollout_logp`` on loss tokens. d is computed per token (``token_*``), summed
+    over the sequence (``sequence_*``), or averaged over the sequence (``geometric``). r is then clamped to the bounds
+    (``*_truncate``), or set to 0 if it is outside the bounds (all other modes). Tokens for which the engine returned no
+    log-prob (NaN) get weight 0 and count as 0 in the sum or mean of their sequence.
 
     Reference: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS, MIS).
     """
@@ -126,11 +127,11 @@ def rollout_correction(
 def sequence_weight(
     weight: Tensor, rollout_logp: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """Reduce a sequence-level correction to one weight per sequence, ``(S,)``, with a mask of the valid ones, ``(S,)`` bool.
+    """Reduce a sequence-level correction to one weight per sequence, ``(S,)``, and a bool mask of valid weights, ``(S,)``.
 
     Args:
-        weight: ``(B, T)`` from `rollout_correction`.
-        rollout_logp: ``(B, T)``. Tokens with NaN have weight 0, which is not the weight of their sequence.
+        weight: ``(B, T)`` weights from `rollout_correction`.
+        rollout_logp: ``(B, T)`` log-probs of the engine. Tokens with NaN are ignored, because their weight is always 0.
         mask: ``(B, T)`` bool, loss tokens.
         sequence: ``(B, T)`` sequence index.
         num_sequences: S.
@@ -141,15 +142,15 @@ def sequence_weight(
 
 
 def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Measure the difference between the engine's and the trainer's log-probs of the same tokens under the same weights.
+    """Measure the difference between the log-probs of engine and trainer for the same tokens and the same weights.
 
     Args:
         logp: Log-probs of the trainer, any shape, nats.
-        sampled_logp: Log-probs of the engine; NaN where it returned none.
+        sampled_logp: Log-probs of the engine, NaN if it returned no log-prob for a token.
         mask: Loss tokens.
 
     Returns:
-        Mean and largest ``|logp - sampled_logp|``, the KL estimate ``mean(rho - 1 - log rho)``, and the share of NaN.
+        Mean and maximum of ``|logp - sampled_logp|``, the KL estimate ``mean(rho - 1 - log rho)``, and the fraction of NaN.
     """
     known = mask & ~sampled_logp.isnan()
     difference = torch.where(known, logp.detach() - sampled_logp, 0.0)
@@ -172,9 +173,10 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> Tensor:
-    """Keep a sequence if its advantage is not negative or the policy has not moved away from it, ``(S,)`` bool.
+    """Select sequences with a nonnegative advantage, or whose probability has not decreased too much. Return ``(S,)`` bool.
 
-    The condition is ``A_i >= 0  or  mean_t(sampled_logp - logp) <= threshold``. A token without a sampled log-prob (NaN) adds 0.
+    The condition is ``A_i >= 0  or  mean_t(sampled_logp - logp) <= threshold``. Tokens without a sampled log-prob (NaN) count as
+    0.
 
     Reference: DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
     """
@@ -186,12 +188,12 @@ def off_policy_mask(
 def entropy_mask(
     entropy: Tensor, mask: Tensor, *, quantile: float, gather: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Keep the loss tokens whose entropy reaches the ``1 - quantile`` quantile of all loss tokens, ``(B, T)`` bool.
+    """Select the loss tokens whose entropy is at least the ``1 - quantile`` quantile of all loss tokens, ``(B, T)`` bool.
 
     Args:
         entropy: ``(B, T)`` nats.
         mask: ``(B, T)`` bool.
-        quantile: Share of the tokens to keep; 0 keeps only the maximum.
+        quantile: Fraction of the tokens to select. 0 selects only the token with the maximum entropy.
         gather: Function that concatenates a 1-D tensor over ranks, so that all ranks use the same threshold.
 
     Reference: Beyond the 80/20 rule, arXiv:2506.01939.
@@ -200,7 +202,7 @@ def entropy_mask(
     values = gather(values) if gather is not None else values
     if values.numel() == 0:
         return torch.zeros_like(mask)
-    # Sorting has no size limit; torch.quantile refuses more than 2**24 elements.
+    # Sorting has no size limit, whereas torch.quantile does not support more than 2**24 elements.
     ordered = values.sort().values
     position = (1.0 - quantile) * (values.numel() - 1)
     below = int(position)
@@ -212,14 +214,14 @@ def entropy_mask(
 def clipped(
     log_ratio: Tensor, advantages: Tensor, *, epsilon: float, epsilon_high: float, delta: float | None = None
 ) -> Tensor:
-    """Compute ``-min(r A, clip(r, 1 - eps, 1 + eps_high) A)``. If ``delta`` is given, the unclipped ratio is capped at it.
+    """Compute ``-min(r A, clip(r, 1 - eps, 1 + eps_high) A)``. If ``delta`` is not None, the unclipped r is limited to delta.
 
     Args:
         log_ratio: ``(B, T)`` log importance ratio.
         advantages: ``(B, T)``.
-        epsilon: Lower clip.
-        epsilon_high: Upper clip.
-        delta: Cap for a large ratio with a negative advantage, which is otherwise unbounded.
+        epsilon: Clip range below 1.
+        epsilon_high: Clip range above 1.
+        delta: Maximum of the unclipped ratio. For a negative advantage, the loss would otherwise be unbounded.
 
     Reference: PPO, arXiv:1707.06347, equation 7; two-sided clipping, INTELLECT-2, arXiv:2505.07291, section 3.4.
     """
@@ -230,7 +232,7 @@ def clipped(
 
 
 def cispo(log_ratio: Tensor, advantages: Tensor, logp: Tensor, *, epsilon_high: float) -> Tensor:
-    """Compute ``-sg(min(r, eps_high)) A log p``: every token keeps a gradient, and its weight is capped.
+    """Compute ``-sg(min(r, eps_high)) A log p``. Every token keeps a gradient, and its weight is limited.
 
     Reference: MiniMax-M1, arXiv:2506.13585, equation 4.
     """
@@ -238,7 +240,7 @@ def cispo(log_ratio: Tensor, advantages: Tensor, logp: Tensor, *, epsilon_high: 
 
 
 def sapo(log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float) -> Tensor:
-    """Compute ``-A (4 / tau) sigmoid(tau (r - 1))``: a soft gate instead of a clip. tau depends on the sign of A.
+    """Compute ``-A (4 / tau) sigmoid(tau (r - 1))``, which is a soft gate instead of a clip. tau depends on the sign of A.
 
     Reference: SAPO, arXiv:2511.20347, equation 6.
     """
@@ -257,17 +259,17 @@ def surrogate(
     delta: float | None,
     sapo_temperatures: tuple[float, float],
 ) -> Tensor:
-    """Compute the surrogate that is named ``clipped``, ``cispo`` or ``sapo``, ``(B, T)``.
+    """Compute the surrogate called ``clipped``, ``cispo`` or ``sapo``, ``(B, T)``.
 
     Args:
         name: See `LossType`.
         log_ratio: ``(B, T)`` log importance ratio.
         advantages: ``(B, T)``.
         logp: ``(B, T)`` log-probs under the current policy.
-        epsilon: Lower clip.
-        epsilon_high: Upper clip.
-        delta: See `clipped`.
-        sapo_temperatures: Temperatures of positive and of other advantages, see `sapo`.
+        epsilon: Clip range below 1.
+        epsilon_high: Clip range above 1.
+        delta: Maximum of the unclipped ratio, see `clipped`.
+        sapo_temperatures: Temperatures for positive advantages and for all other advantages, see `sapo`.
     """
     if name == "cispo":
         return cispo(log_ratio, advantages, logp, epsilon_high=epsilon_high)
@@ -318,16 +320,16 @@ def geometric_ratio(
     epsilon: float,
     epsilon_high: float,
 ) -> Tensor:
-    """Compute ``c_i = exp(mean_t d'_t)``, ``(S,)``, where ``d'`` is ``min(d, eps_high)`` if A > 0 and else ``max(d, -eps)``.
+    """Compute ``c_i = exp(mean_t d'_t)``, ``(S,)``. ``d'`` is ``min(d, eps_high)`` if A > 0, and ``max(d, -eps)`` otherwise.
 
     Args:
         log_ratio: ``(B, T)`` token log-ratios d.
         advantages: ``(S,)``.
-        mask: ``(B, T)`` bool, the tokens that count.
+        mask: ``(B, T)`` bool, tokens that are included.
         sequence: ``(B, T)`` sequence index.
         num_sequences: S.
-        epsilon: Lower clip, in log space.
-        epsilon_high: Upper clip, in log space.
+        epsilon: Clip range of the log-ratio below 0.
+        epsilon_high: Clip range of the log-ratio above 0.
 
     Reference: Geometric-mean policy optimization, arXiv:2507.20673, equation 4.
     """
@@ -337,7 +339,7 @@ def geometric_ratio(
 
 
 def _by_sign(good: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """Select one of two constants in the dtype of ``like``; torch.where of two Python floats would return float32."""
+    """Select one of two constants in the dtype of ``like``. With two Python floats, torch.where would return float32."""
     return torch.where(good, like.new_tensor(yes), like.new_tensor(no))
 
 
@@ -354,7 +356,7 @@ def vespo_weight(
 ) -> Tensor:
     """Compute ``phi = exp(lam + k log w - lam w)`` with the sequence ratio ``w``, ``(S,)``, no gradient.
 
-    A token with rollout weight 0 contributes ``log 1e-8``, which suppresses its whole sequence. This is intended.
+    A token with rollout weight 0 contributes ``log 1e-8``. This suppresses the whole sequence, which is intended.
 
     Args:
         log_ratio: ``(B, T)`` token log-ratios.
@@ -362,9 +364,9 @@ def vespo_weight(
         mask: ``(B, T)`` bool.
         sequence: ``(B, T)`` sequence index.
         num_sequences: S.
-        pos: ``(k, lam)`` where A >= 0.
-        neg: ``(k, lam)`` where A < 0.
-        rollout_weight: ``(B, T)`` correction for the engine's log-probs, see `rollout_correction`.
+        pos: ``(k, lam)`` for A >= 0.
+        neg: ``(k, lam)`` for A < 0.
+        rollout_weight: ``(B, T)`` weights from `rollout_correction`, or None.
 
     Reference: VESPO, arXiv:2602.10693.
     """
@@ -389,8 +391,8 @@ class LossType:
 
     Attributes:
         surrogate: ``clipped``, ``cispo``, ``sapo``, ``vespo`` or ``geometric``.
-        reduction: How token terms are reduced to one number; see `posttrain.losses.reduce`.
-        level: Ratio level that the loss type requires; None uses the config's level.
+        reduction: How the terms of tokens are reduced to one number; see `posttrain.losses.reduce`.
+        level: Ratio level that the loss type requires. None uses the level in the config.
     """
 
     surrogate: str
@@ -410,10 +412,10 @@ LOSS_TYPES: dict[str, LossType] = {
     "dapo": LossType("clipped", "token"),
     "cispo": LossType("cispo", "token"),
     "sapo": LossType("sapo", "sequence_token"),
-    # Per sequence, the term times the length, averaged over sequences: equal to the sum of its tokens' equal terms.
+    # Each sequence's term times its length, averaged over sequences. This is the sum over its tokens, which have equal terms.
     "luspo": LossType("clipped", "constant", "sequence"),
     "vespo": LossType("vespo", "token", "token"),
-    # One ratio per completion: all its tokens have the same term, so the mean over the sequence is that term.
+    # One ratio per completion. All its tokens have the same term, so the mean over the tokens is this term.
     "gmpo": LossType("geometric", "sequence_token", "token"),
 }
 
@@ -431,9 +433,9 @@ def clip_metrics(
     surrogate: str = "clipped",
     level: str = "token",
 ) -> dict[str, Metric]:
-    """Compute the share of ratios whose gradient is clipped: ``clip_ratio/{low,high,region}_mean``, ``low_min``, ``high_max``.
+    """Compute the fraction of clipped ratios: ``clip_ratio/{low,high,region}_mean``, ``low_min`` and ``high_max``.
 
-    A sequence-level ratio counts once, regardless of the sequence's length. Surrogates without a clip return no metrics.
+    A sequence-level ratio counts once, regardless of the sequence's length. For surrogates without a clip, there are no metrics.
     """
     ratio = log_ratio.detach().exp()
     lengths = sequence_sum(mask.float(), mask, sequence, num_sequences)
@@ -461,21 +463,21 @@ def clip_metrics(
     }
 
 
-CLAMP = 20.0  # exp(20) is 5e8: beyond this one token would dominate the loss.
+CLAMP = 20.0  # Maximum exponent. exp(20) is 5e8, with which a single token would already dominate the loss.
 
 
 def k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """Compute ``logp - ref_logp``: unbiased, can be negative."""
+    """Compute ``logp - ref_logp``, which is unbiased and can be negative."""
     return logp - ref_logp
 
 
 def k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """Compute ``(logp - ref_logp)^2 / 2``: biased, never negative."""
+    """Compute ``(logp - ref_logp)^2 / 2``, which is biased and never negative."""
     return (logp - ref_logp).square() / 2
 
 
 def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """Compute ``exp(d) - d - 1`` with ``d = ref_logp - logp``: unbiased, never negative, 0 where the log-probs are equal.
+    """Compute ``exp(d) - d - 1`` with ``d = ref_logp - logp``. It is unbiased, never negative, and 0 for equal log-probs.
 
     Reference: Schulman 2020, "Approximating KL divergence"; GRPO, arXiv:2402.03300, equation 4.
     """

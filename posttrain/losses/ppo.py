@@ -1,7 +1,7 @@
 """PPO: token rewards, generalized advantage estimation, whitening, and the clipped value loss.
 
-A response of L tokens, at most T, has states ``0..L-1``, one before each token. If ``L < T``, it has one more state after its
-last token. The score is the reward of the last state.
+A response of L tokens, at most T, has the states ``0..L-1``: one state before each token. If ``L < T``, there is one more state
+after the last token. The score is added to the reward of the last state.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = [
     "whiten",
 ]
 
-WHITEN_EPS = 1e-8  # Keeps the division finite when all values are equal.
+WHITEN_EPS = 1e-8  # Avoids a division by 0 if all values are equal.
 
 
 def response_masks(lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return which entries of an ``(S, T)`` grid are tokens of a response, and which are states with a value.
+    """Return a mask of tokens and a mask of states with a value, for responses in an ``(S, T)`` grid.
 
     ``tokens[i, t] = t < L_i`` and ``states[i, t] = t < min(L_i + 1, T)``.
 
@@ -51,18 +51,19 @@ def response_masks(lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def token_rewards(
     logp: Tensor, ref_logp: Tensor, scores: Tensor, lengths: Tensor, *, kl_coef: float, kl_estimator: str = "k1"
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``r_t = -kl_coef * kl_t``, plus the score in the last state.
+    """Compute ``r_t = -kl_coef * kl_t``, and add the score to the reward of the last state.
 
     Args:
         logp: ``(S, T)`` log-probs of the sampled tokens at sampling time, in nats. T is the maximum length of a response.
         ref_logp: ``(S, T)`` log-probs under the reference.
         scores: ``(S,)`` score of each response.
-        lengths: ``(S,)`` int, tokens of each response. Entries after the last token are not read.
+        lengths: ``(S,)`` int, number of tokens of each response. Entries after the last token are not used.
         kl_coef: Weight of the penalty.
         kl_estimator: ``k1`` or ``k3``, see `posttrain.losses.policy`.
 
     Returns:
-        Rewards, 0 after a response's last state, and divergences, 0 after its last token; ``(S, T)`` each.
+        Rewards, which are 0 after a response's last state, and KL divergences, which are 0 after its last token. Both are
+        ``(S, T)``.
 
     Reference: Learning to summarize from human feedback, arXiv:2009.01325, section 3.4.
     """
@@ -73,13 +74,13 @@ def token_rewards(
 
 
 def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Compute ``d_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = d_t + gamma lam A_{t+1}``, with V and A 0 beyond the end.
+    """Compute ``d_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = d_t + gamma lam A_{t+1}``. V and A are 0 after the end.
 
     Args:
         rewards: ``(S, T)``, 0 after a response's last state.
-        values: ``(S, T)``, 0 after its last state.
+        values: ``(S, T)``, 0 after a response's last state.
         gamma: Discount per token, in [0, 1].
-        lam: GAE lambda. 1 gives the Monte-Carlo return, 0 the one-step error.
+        lam: Lambda of GAE. 1 gives the Monte-Carlo return, and 0 gives the one-step error.
 
     Returns:
         Advantages and returns ``A + V``, ``(S, T)`` each.
@@ -101,7 +102,7 @@ def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> tuple[T
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean and sum of squared deviations of a set of numbers. Moments of several ranks merge exactly."""
+    """Count, mean, and sum of squared deviations of a set of numbers. Moments of several ranks can be merged exactly."""
 
     count: float
     mean: float
@@ -109,12 +110,12 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """Bessel-corrected variance; 0 for fewer than two numbers."""
+        """Bessel-corrected variance, or 0 for fewer than two numbers."""
         return self.deviations / (self.count - 1) if self.count > 1 else 0.0
 
 
 def moments(values: Tensor, mask: Tensor) -> Moments:
-    """Return the `Moments` of the masked-in values; all 0 for an empty mask."""
+    """Return the `Moments` of the values that the mask selects. They are all 0 if it selects no value."""
     kept = values[mask.bool()].double()
     if not kept.numel():
         return Moments(0.0, 0.0, 0.0)
@@ -136,22 +137,22 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
 
 
 def whiten(values: Tensor, mask: Tensor, statistics: Moments, *, shift_mean: bool = True) -> Tensor:
-    """Return ``(v - mean) / sqrt(var + 1e-8)`` where the mask is true, 0 elsewhere; ``shift_mean=False`` adds the mean back.
+    """Return ``(v - mean) / sqrt(var + 1e-8)`` where the mask is True, else 0. ``shift_mean=False`` adds the mean again.
 
     Args:
         values: Any shape.
         mask: Same shape, bool.
         statistics: Moments of all values that are whitened together, including those of other ranks.
-        shift_mean: Whether to subtract the mean, or only to scale.
+        shift_mean: Whether to subtract the mean. If False, values are only scaled.
 
     Returns:
-        Same shape. Fewer than two values have no variance and are returned unchanged.
+        Tensor of the same shape. Fewer than two values have no variance, and are returned unchanged.
 
     Raises:
         DataError: ``statistics.count`` is 0.
     """
     if not statistics.count:
-        raise DataError(f"whitening: the mask of shape {tuple(mask.shape)} selects no value, so the mean is undefined.")
+        raise DataError(f"cannot whiten: the mask of shape {tuple(mask.shape)} selects no value, so there is no mean.")
     if statistics.count < 2:
         return values * mask
     scaled = (values - statistics.mean) * (statistics.variance + WHITEN_EPS) ** -0.5
@@ -165,7 +166,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
         values: ``(B, T)`` current values.
         old_values: ``(B, T)`` values when the response was sampled.
         returns: ``(B, T)`` returns R, the targets.
-        cliprange: c, the distance from the old value beyond which the gradient stops.
+        cliprange: Maximum distance c from the old value. Beyond it, the gradient is 0.
 
     Reference: Implementation matters in deep policy gradients, arXiv:2005.12729, section 3, item 1.
     """

@@ -1,11 +1,15 @@
 """Losses of preference pairs: the DPO family, and the reference-free CPO, SimPO, AlphaPO, TPO and ORPO.
 
-Every function takes ``(P,)`` tensors in float32 or float64, one number per pair, and returns ``(P,)`` unreduced terms. Argument
-names: ``logp`` is a sum of log-probs over the completion's tokens in nats; ``ratio`` is that sum minus the reference's; ``score``
-is a ratio after its f-divergence link (`posttrain.losses.divergence`); ``length`` counts completion tokens. In the formulas,
-``+`` and ``-`` mark the chosen and the rejected completion, L is the ratio, ``d = s+ - s-``, and lsig is the log-sigmoid.
+Every function takes ``(P,)`` tensors in float32 or float64, with one number per pair, and returns ``(P,)`` loss terms. Names of
+arguments:
 
-The tables at the end list the tensors and scalars that each loss type reads.
+- ``logp``: sum of log-probs over the tokens of the completion, in nats;
+- ``ratio``: this sum minus the sum under the reference model;
+- ``score``: the ratio after its f-divergence link (`posttrain.losses.divergence`);
+- ``length``: number of tokens of the completion.
+
+In formulas, ``+`` and ``-`` mark the chosen and the rejected completion, L is the ratio, ``d = s+ - s-`` is the difference of
+scores, and lsig is the log-sigmoid. The tables at the end of the module list the tensors and scalars of each loss type.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ __all__ = [
 ]
 
 
-MAX_SQUARED = 1e18  # Its square, 1e36, leaves room to sum in float32. Exponential links can exceed it.
+MAX_SQUARED = 1e18  # Maximum before squaring, because exponential links can be larger. float32 can sum 1e36.
 
 
 def _square(x: Tensor) -> Tensor:
@@ -60,7 +64,7 @@ def _square(x: Tensor) -> Tensor:
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-lsig(beta d)``: the chosen completion gains likelihood over the rejected one, relative to the reference.
+    """Compute ``-lsig(beta d)``, the loss of DPO. It increases the score of the chosen over that of the rejected completion.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -79,7 +83,7 @@ def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ``max(0, 1 - beta d)``, ``(P,)``: the gradient is 0 once the gap has reached ``1 / beta``.
+    """Compute ``max(0, 1 - beta d)``, ``(P,)``. The gradient is 0 if the gap is at least ``1 / beta``.
 
     Reference: Statistical rejection sampling (RSO), arXiv:2309.06657; SLiC-HF, arXiv:2305.10425.
     """
@@ -87,7 +91,7 @@ def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def squared_gap(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ``(d - 1 / (2 beta))^2``, ``(P,)``: the gap has a finite target.
+    """Compute ``(d - 1 / (2 beta))^2``, ``(P,)``. The gap has a finite target.
 
     Reference: A general theoretical paradigm (IPO), arXiv:2310.12036, equation 17.
     """
@@ -95,14 +99,14 @@ def squared_gap(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def ipo(chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length: Tensor, *, beta: float) -> Tensor:
-    """Compute ``(s+/N+ - s-/N- - 1 / (2 beta))^2``, ``(P,)``: `squared_gap` of scores per token.
+    """Compute ``(s+/N+ - s-/N- - 1 / (2 beta))^2``, ``(P,)``, which is `squared_gap` with scores per token.
 
     Args:
         chosen: ``(P,)`` scores s+.
         rejected: ``(P,)`` scores s-.
-        chosen_length: ``(P,)`` tokens N+, clamped to at least 1.
-        rejected_length: ``(P,)`` tokens N-, likewise.
-        beta: Inverse of twice the target gap **per token**. A larger beta keeps the policy closer to the reference.
+        chosen_length: ``(P,)`` number of tokens N+, clamped to at least 1.
+        rejected_length: ``(P,)`` number of tokens N-, clamped to at least 1.
+        beta: The target gap **per token** is ``1 / (2 beta)``. A larger beta keeps the policy closer to the reference.
 
     Reference: A general theoretical paradigm (IPO), arXiv:2310.12036, equation 17.
     """
@@ -119,16 +123,16 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
         label_smoothing: eps in (0, 1), the probability that the label is wrong.
 
     Returns:
-        ``(P,)``, never negative, 0 where ``sig(beta d) = 1 - eps``.
+        ``(P,)``, never negative, and 0 for ``sig(beta d) = 1 - eps``.
 
     Raises:
-        ConfigError: ``label_smoothing`` outside (0, 1).
+        ConfigError: ``label_smoothing`` is not in (0, 1).
 
     Reference: Efficient exact optimization (EXO), arXiv:2402.00856.
     """
     if not 0.0 < label_smoothing < 1.0:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} with exo_pair: the loss takes its logarithm. "
+            f"label_smoothing={label_smoothing} does not work with exo_pair, which uses its logarithm. "
             "Fix: use a value above 0 and below 1, e.g. 1e-3."
         )
     x = beta * (chosen - rejected)
@@ -137,7 +141,7 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
 
 
 def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``: the chosen likelihood cannot just fall.
+    """Compute ``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``. It keeps chosen completions likely.
 
     Reference: Noise contrastive alignment (NCA), arXiv:2402.05369.
     """
@@ -146,7 +150,7 @@ def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute ``[-(1 - eps) lsig(beta d) + eps lsig(-beta d)] / (1 - 2 eps)``: unbiased if a share eps of labels is flipped.
+    """Compute ``[-(1 - eps) lsig(beta d) + eps lsig(-beta d)] / (1 - 2 eps)``, unbiased if a fraction eps of labels is flipped.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -158,21 +162,21 @@ def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: fl
         ``(P,)``; can be negative.
 
     Raises:
-        ConfigError: ``label_smoothing`` outside [0, 0.5).
+        ConfigError: ``label_smoothing`` is not in [0, 0.5).
 
     Reference: Provably robust DPO, arXiv:2403.00409.
     """
     if not 0.0 <= label_smoothing < 0.5:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} with robust: if half of the labels or more are flipped, they carry no signal "
-            "(0.5 divides by zero). Fix: use a value from 0 to below 0.5."
+            f"label_smoothing={label_smoothing} does not work with robust: if half of the labels are flipped, they contain no "
+            "signal (0.5 would divide by zero). Fix: use a value of at least 0 and below 0.5."
         )
     x = beta * (chosen - rejected)
     return (-(1 - label_smoothing) * F.logsigmoid(x) + label_smoothing * F.logsigmoid(-x)) / (1 - 2 * label_smoothing)
 
 
 def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-lsig(beta L+) - lsig(-beta L-)``, ``(P,)``: each side is compared with 0, without a running shift.
+    """Compute ``-lsig(beta L+) - lsig(-beta L-)``, ``(P,)``. Each ratio is compared with 0 instead of a running mean.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
@@ -180,7 +184,7 @@ def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``: each side has its own target.
+    """Compute ``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``. Each ratio has its own target.
 
     Reference: Self-play preference optimization (SPPO), arXiv:2405.00675, with hard labels.
     """
@@ -189,7 +193,7 @@ def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> T
 
 
 def smoothed_sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute ``-(1 - eps) lsig(beta d) - eps lsig(-beta d)``, ``(P,)``: cross-entropy with a label that may be wrong.
+    """Compute ``-(1 - eps) lsig(beta d) - eps lsig(-beta d)``, ``(P,)``, a cross-entropy with smoothed labels.
 
     Reference: Mitchell 2023, "A note on DPO with noisy preferences"; as CPO without a reference, arXiv:2401.08417.
     """
@@ -206,9 +210,9 @@ def aot(
     beta: float,
     label_smoothing: float,
 ) -> Tensor:
-    """Compute `smoothed_sigmoid` of sorted policy gaps against sorted reference gaps, for stochastic dominance.
+    """Compute `smoothed_sigmoid` of the policy's sorted gaps and the reference's sorted gaps, for stochastic dominance.
 
-    ``u = sort(log pi+ - log pi-)`` and ``v = sort(log rho+ - log rho-)``, matched by rank.
+    ``u = sort(log pi+ - log pi-)`` and ``v = sort(log rho+ - log rho-)`` are compared by rank.
 
     Args:
         chosen_logp: ``(P,)``.
@@ -219,7 +223,7 @@ def aot(
         label_smoothing: eps in [0, 1].
 
     Returns:
-        ``(P,)`` in sorted order: each term belongs to a rank, not to a pair.
+        ``(P,)`` in sorted order. Each term belongs to a rank and not to a pair.
 
     Reference: Distributional preference alignment (AOT), arXiv:2406.05882.
     """
@@ -228,7 +232,7 @@ def aot(
 
 
 def aot_unpaired(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute `smoothed_sigmoid` of sorted chosen against sorted rejected log-ratios, ``(P,)`` in sorted order.
+    """Compute `smoothed_sigmoid` of sorted chosen and sorted rejected log-ratios, ``(P,)`` in sorted order.
 
     Reference: Distributional preference alignment (AOT), arXiv:2406.05882.
     """
@@ -237,7 +241,7 @@ def aot_unpaired(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float, l
 
 
 def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``: raises the chosen and lowers the rejected likelihood.
+    """Compute ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``. It makes chosen completions more and rejected ones less likely.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -245,7 +249,7 @@ def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``: lowers both likelihoods, the rejected one more.
+    """Compute ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``. It makes both less likely, the rejected completion more so.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -255,8 +259,8 @@ def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: float) -> Tensor:
     """Compute ``(1 - g)(-lsig(a)) + g exp(-a)`` with ``a = beta d`` and ``g = sig(a / tau)``, ``(P,)``.
 
-    The second term is computed as ``exp(-a + lsig(a / tau))`` to avoid 0 times infinity at a very negative a. The loss is not
-    convex: for tau below 0.102 the slope at a = 0 is positive, so the first steps shrink the gap.
+    The second term is computed as ``exp(-a + lsig(a / tau))``, which avoids 0 times infinity for very negative a. The loss is not
+    convex. For tau below 0.102, the slope at a = 0 is positive, so the first steps decrease the gap.
 
     Reference: Discovering preference optimization algorithms (DiscoPOP), arXiv:2406.08414.
     """
@@ -268,7 +272,7 @@ def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: flo
 def sigmoid_norm(
     chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length: Tensor, *, beta: float
 ) -> Tensor:
-    """Compute ``-lsig(beta (s+/N+ - s-/N-))``, ``(P,)``: `sigmoid` of scores per token, so that length is not rewarded.
+    """Compute ``-lsig(beta (s+/N+ - s-/N-))``, ``(P,)``. Scores per token avoid a preference for long completions.
 
     Reference: Tülu 3, arXiv:2411.15124.
     """
@@ -276,26 +280,26 @@ def sigmoid_norm(
 
 
 def mean_nll(logp: Tensor, length: Tensor, *, mean_length: float | None = None) -> Tensor:
-    """Compute ``-P log pi / sum n``: terms whose mean over the rows is the mean over all their **tokens**.
+    """Compute ``-P log pi / sum n``. The mean of these terms over rows equals the mean over all **tokens** of the rows.
 
     Args:
         logp: ``(P,)`` plain sums, without length desensitization.
         length: ``(P,)`` number of tokens in each sum.
-        mean_length: Mean number of tokens per row over the whole optimizer step; None takes the mean of these rows.
+        mean_length: Mean number of tokens per row over the whole optimizer step. None uses the mean over these rows.
 
     Returns:
-        ``(P,)``; 0 for rows without a token, even if no row has one.
+        ``(P,)``. Rows without tokens get 0, even if no row has tokens.
     """
     per_row = length.to(logp).sum().clamp_min(1) / length.numel() if mean_length is None else mean_length
     return -logp / per_row
 
 
 def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float, label_smoothing: float) -> Tensor:
-    """Compute `smoothed_sigmoid` of ``u - gamma / beta``: the gap per token must reach a margin.
+    """Compute `smoothed_sigmoid` of ``u - gamma / beta``, where u is the gap per token. The gap must reach a margin.
 
     Args:
         chosen: ``(P,)`` mean log-prob per token, or its `alpha_reward`.
-        rejected: ``(P,)`` likewise.
+        rejected: ``(P,)`` same for the rejected completions.
         beta: Scale of the reward.
         gamma: Margin of the scaled reward.
         label_smoothing: eps in [0, 1].
@@ -306,13 +310,13 @@ def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float, label_
 
 
 def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute ``(a - b) - [log(1 - e^a) - log(1 - e^b)]``, ``(P,)``, of mean log-probs a and b per token, in float32 or wider."""
+    """Compute ``(a - b) - [log(1 - e^a) - log(1 - e^b)]``, ``(P,)``, for mean log-probs a and b per token. At least float32."""
     a, b = (x if x.dtype == torch.float64 else x.float() for x in (chosen, rejected))
     return a - b - (log1mexp(a) - log1mexp(b))
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-beta lsig(o)``, ``(P,)``, with o the `log_odds_ratio`. ORPO adds it to the likelihood loss.
+    """Compute ``-beta lsig(o)``, ``(P,)``, where o is `log_odds_ratio`. ORPO adds this term to the likelihood loss.
 
     Reference: ORPO, arXiv:2403.07691, equation 6.
     """
@@ -321,17 +325,17 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Loss function of a table, with the names of its inputs. Calling it selects these inputs from a larger mapping.
+    """Loss function with the names of its inputs. A call selects these inputs from a mapping that can contain more.
 
     Attributes:
-        function: The loss.
-        tensors: Keys of its tensors, in the order of the function's arguments. DPO's keys are those of
+        function: The loss function.
+        tensors: Keys of its tensors, in the order of the function's arguments. For DPO, these are keys of
             `posttrain.losses.divergence.pair_values`.
-        scalars: Names of its scalars. The loss does not use scalars that are not listed.
-        per_token: Whether scores or log-probs are divided by lengths. Then beta is one or two orders of magnitude larger.
-        kind: ``pair`` terms belong to a pair, ``sorted`` terms to a rank (no per-pair weight can multiply them), and
-            ``likelihood`` terms to the chosen completion alone.
-        of_margin: Whether the loss is known to be a smooth function of the margin between the two scores alone.
+        scalars: Names of its scalars.
+        per_token: Whether scores or log-probs are divided by lengths. beta should then be one or two orders of magnitude larger.
+        kind: What a term belongs to: ``pair``, ``sorted`` (a rank, so per-pair weights are not possible), or ``likelihood``
+            (only the chosen completion).
+        of_margin: Whether the loss is a smooth function of the difference between the two scores only.
     """
 
     function: Callable[..., Tensor]
@@ -342,12 +346,12 @@ class Formula:
     of_margin: bool = False
 
     def __call__(self, values: Mapping[str, Tensor], **scalars: float) -> Tensor:
-        """Return the terms. Tensors and scalars that this loss does not use are ignored."""
+        """Return the loss terms. Tensors and scalars that the loss does not use are ignored."""
         return self.function(*[values[n] for n in self.tensors], **{n: scalars[n] for n in self.scalars})
 
     @property
     def uses_link(self) -> bool:
-        """Whether an f-divergence link changes the loss."""
+        """Whether the choice of f-divergence affects the loss."""
         return any(name.endswith("_score") for name in self.tensors)
 
 
@@ -374,7 +378,7 @@ DPO_LOSSES: dict[str, Formula] = {
     "sigmoid_norm": Formula(sigmoid_norm, _SCORES_AND_LENGTHS, per_token=True, of_margin=True),
 }
 
-# Here "scores" are rewards of the policy alone: sums of log-probs, or means per token where ``per_token``.
+# In these losses, "scores" are rewards of the policy only: sums of log-probs, or means per token if ``per_token``.
 _SIMPO = Formula(simpo, scalars=("beta", "gamma", "label_smoothing"), per_token=True)
 _REFERENCE_FREE = {
     "sigmoid": Formula(smoothed_sigmoid, scalars=_SMOOTHED),
@@ -386,12 +390,12 @@ TPO_LOSSES: dict[str, Formula] = {**_REFERENCE_FREE, "tpo-l": _SIMPO}
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
-    """Compute ``-log sigmoid(r+ - r- - m)``: the chosen answer should score higher by at least the margin.
+    """Compute ``-log sigmoid(r+ - r- - m)``. The score of the chosen answer should be larger by at least the margin m.
 
     Args:
         chosen: ``(P,)`` scores r+.
         rejected: ``(P,)`` scores r-.
-        margin: ``(P,)`` m; None is 0.
+        margin: ``(P,)`` margin m. None is 0.
 
     Returns:
         ``(P,)``.
@@ -403,7 +407,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 
 
 def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute ``(r+ + r-)^2``, ``(P,)``: keeps the mean score near 0, which differences alone do not determine.
+    """Compute ``(r+ + r-)^2``, ``(P,)``. It keeps the mean score close to 0, which pairwise losses do not determine.
 
     Reference: Helping or herding, arXiv:2312.09244, equation 2.
     """

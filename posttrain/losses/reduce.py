@@ -1,7 +1,7 @@
-"""Reduce unreduced loss terms to one scalar. This is the only mean over tokens in the package.
+"""Reduce loss terms to a scalar. No other module of the package computes a mean over tokens.
 
-Denominators count the **whole optimizer step**, over all micro-batches and ranks, so splitting a batch differently does not
-change the gradient. The exception is ``local_token`` (the loss type ``bnpo``), which is local by definition.
+Denominators are counts over the **whole optimizer step**, i.e. over all micro-batches and ranks. The gradient therefore does not
+depend on how a batch is split. The exception is ``local_token`` (loss type ``bnpo``), whose definition uses local counts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Counts of an optimizer step, taken before its first forward pass.
+    """Counts of an optimizer step. They are known before the first forward pass.
 
     Attributes:
-        tokens: Tokens that carry loss, over all micro-batches and ranks.
-        sequences: Sequences, likewise. The branches of an episode count as one (`posttrain.types.Batch.shares`).
-        passes: Forward passes, likewise. Only ``local_token`` divides by this count.
-        world_size: Number of ranks. The loss is multiplied by it because data parallelism averages gradients.
-        named: Other counts that an objective divides by, likewise, for example the tokens of the chosen answers.
+        tokens: Number of loss tokens over all micro-batches and ranks.
+        sequences: Number of sequences over all micro-batches and ranks. The branches of an episode count as one sequence
+            (`posttrain.types.Batch.shares`).
+        passes: Number of forward passes over all micro-batches and ranks. Only ``local_token`` divides by this number.
+        world_size: Number of ranks. The loss is multiplied by it, because data parallelism averages gradients.
+        named: Other counts that a method divides by, for example the number of tokens of chosen answers.
     """
 
     tokens: float
@@ -49,48 +50,48 @@ class Denominators:
     named: Mapping[str, float] = field(default_factory=dict)
 
     def over(self, num_items_in_batch: Any, *, allowed: bool) -> Denominators:
-        """Replace the token count by a subclass's divisor of the sum over label tokens.
+        """Replace the number of tokens with the divisor that a subclass passed to ``compute_loss``.
 
         Args:
-            num_items_in_batch: The divisor, a number or a tensor with one element; None keeps the counts unchanged.
-            allowed: Whether the loss is a sum over label tokens.
+            num_items_in_batch: The divisor, as a number or a tensor with one element. None keeps the counts unchanged.
+            allowed: Whether the loss is a sum over label tokens. Other losses have no such divisor.
 
         Raises:
-            ConfigError: The loss is not such a sum, or the count is not above 0.
+            ConfigError: The loss is not a sum over label tokens, or the divisor is not above 0.
         """
         count = self.tokens if num_items_in_batch is None else float(num_items_in_batch)
         if num_items_in_batch is not None and not allowed:
             raise ConfigError(
-                f"num_items_in_batch={count:g} was passed to a loss that is not a sum over label tokens, so it has nothing to "
-                "divide. Fix: pass None, and scale the result of super().compute_loss(...) instead."
+                f"num_items_in_batch={count:g} was passed to a loss that is not a sum over label tokens, so this divisor does "
+                "not apply. Fix: pass None, and scale the result of super().compute_loss(...) instead."
             )
         if count == self.tokens:
             return self
         if not 0 < count < math.inf:
-            raise ConfigError(f"num_items_in_batch={count:g} must be above 0: the loss is divided by it.")
+            raise ConfigError(f"num_items_in_batch={count:g} must be above 0, because the loss is divided by it.")
         return replace(self, tokens=count)
 
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
     """Sum ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``."""
-    # Masked-out tokens are summed into index S and dropped: boolean indexing would synchronize with the device.
+    # Sum masked-out tokens into index S and drop it. Boolean indexing would synchronize with the device.
     place = torch.where(mask & (sequence >= 0), sequence, num_sequences)
     return values.new_zeros(num_sequences + 1).index_add(0, place.flatten(), values.flatten())[:num_sequences]
 
 
 def sequence_lengths(mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Count the masked tokens of each sequence, at least 1, ``(S,)`` float32."""
+    """Return the number of masked tokens of each sequence, at least 1, as ``(S,)`` float32."""
     return sequence_sum(mask.float(), mask, sequence, num_sequences).clamp_min(1.0)
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Average ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``; 0 for a sequence without masked tokens."""
+    """Average ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``. Sequences without such tokens get 0."""
     sums = sequence_sum(values, mask, sequence, num_sequences)
     return sums / sequence_lengths(mask, sequence, num_sequences).to(sums)
 
 
 def spread(values: Tensor, sequence: Tensor) -> Tensor:
-    """Expand ``(S,)`` values to every token of their sequence, ``(B, T)``, 0 outside sequences; return ``(B, T)`` unchanged."""
+    """Expand ``(S,)`` values to all tokens of their sequences, ``(B, T)``, with 0 elsewhere. ``(B, T)`` values are unchanged."""
     if values.shape == sequence.shape:
         return values
     return values[sequence.clamp_min(0)] * (sequence >= 0).to(values.dtype)
@@ -101,13 +102,13 @@ def _masked_sum(terms: LossTerms) -> Tensor:
 
 
 def _token(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``sum l*m / N``: every token of the step has the same weight (DAPO)."""
+    """Compute ``sum l*m / N``. Every token of the step has the same weight (DAPO)."""
     tokens = counts.tokens if terms.count is None else counts.named.get(terms.count, 1.0)
     return _masked_sum(terms) / (tokens or 1.0)
 
 
 def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``mean_i sum_t l*m / |o_i|``: every sequence has the same weight (GRPO)."""
+    """Compute ``mean_i sum_t l*m / |o_i|``. Every sequence has the same weight (GRPO)."""
     assert terms.sequence is not None
     means = sequence_mean(terms.terms, terms.mask, terms.sequence, terms.num_sequences)
     means = means if terms.share is None else means * terms.share
@@ -115,19 +116,19 @@ def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:
 
 
 def _sequence(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``mean_i l_i`` of per-sequence terms."""
+    """Compute ``mean_i l_i`` of terms per sequence."""
     total = _masked_sum(terms if terms.share is None else replace(terms, terms=terms.terms * terms.share))
     return total / (counts.sequences or 1.0)
 
 
 def _constant(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``sum l*m / (S * L)`` with a constant length L: no length bias (Dr. GRPO)."""
+    """Compute ``sum l*m / (S * L)`` with a constant length L, which has no length bias (Dr. GRPO)."""
     assert terms.constant is not None
     return _masked_sum(terms) / ((counts.sequences or 1.0) * terms.constant)
 
 
 def _local_token(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``sum l*m / sum m`` of this micro-batch, averaged over micro-batches (BNPO)."""
+    """Compute ``sum l*m / sum m`` in this micro-batch. It is averaged over micro-batches (BNPO)."""
     return _masked_sum(terms) / terms.mask.sum().clamp_min(1) / (counts.passes or 1.0)
 
 
@@ -143,13 +144,13 @@ REDUCTIONS: dict[str, Callable[[LossTerms, Denominators], Tensor]] = {
 def row_terms(
     batch: Batch, values: Tensor, *, branches: int = 1, metrics: dict[str, Metric] | None = None
 ) -> LossTerms:
-    """Return one loss term per collated row, ``(S / branches,)``, reduced to a mean over the rows of the whole optimizer step.
+    """Return loss terms ``(S / branches,)``, one per collated row. They are averaged over the rows of the optimizer step.
 
-    Every completion of a row has the row's term, so that the mean over sequences is the mean over rows.
+    All completions of a row get the row's term, so that the mean over sequences equals the mean over rows.
 
     Args:
-        batch: Collated with ``whole_rows=True`` if ``branches`` is above 1.
-        values: Terms in the order of the rows; for ``branches=1`` in the order of the batch's sequences.
+        batch: Batch, collated with ``whole_rows=True`` if ``branches`` is above 1.
+        values: Terms in the order of the rows. For ``branches=1``, in the order of the batch's sequences.
         branches: Number of completions per row.
         metrics: Metrics to log.
     """
@@ -158,9 +159,9 @@ def row_terms(
 
 
 def reduce(terms: LossTerms, denominators: Denominators) -> Tensor:
-    """Return the scalar to call backward on: this forward pass's share of the step's loss, times ``world_size``.
+    """Return the scalar on which to call backward: the part of the step's loss in this forward pass, times ``world_size``.
 
-    A pass without any loss token returns 0 that still depends on its terms, so that collectives in backward do not hang.
+    Without any loss token, the result is 0 but still depends on the terms, so that collectives in the backward pass do not hang.
 
     Raises:
         ConfigError: ``terms.reduction`` is not in `REDUCTIONS`.

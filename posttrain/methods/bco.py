@@ -95,14 +95,14 @@ class BCOConfig(ComparedConfig):
     """Arguments of `BCOTrainer`, which trains a binary classifier of good and bad answers."""
 
     learning_rate: float = option(
-        5e-7, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
+        5e-7, "Peak learning rate. The default is for full fine-tuning. Use about ten times this value for LoRA."
     )
     prompt_sample_size: PositiveInt = option(
-        1024, "With embedding_func: number of prompts per label that the model of prompt densities is fitted on."
+        1024, "With embedding_func: number of prompts per label to which the density model of prompts is fitted."
     )
     min_density_ratio: NonNegativeFloat = option(
         0.5,
-        "With embedding_func: minimum weight of a bad answer, above 0. The weight is larger if its prompt "
+        "With embedding_func: minimum weight of a bad answer, above 0. A bad answer gets a larger weight if its prompt "
         "resembles prompts of good answers.",
     )
     max_density_ratio: NonNegativeFloat = option(

@@ -133,71 +133,70 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     per_device_train_batch_size: int | str = option(
         PLANNED,
-        "Number of rows in a micro-batch on each device, at least 1. 'auto' tries dry steps at the maximum "
-        "lengths and selects the largest size that needs at most 90 % of the free memory. It changes "
-        "gradient_accumulation_steps so that the effective batch is the one of size 8.",
+        "Number of rows in a micro-batch on each device, at least 1. 'auto' runs trial steps at the maximum lengths and "
+        "selects the largest size that needs at most 90 % of the free memory. It then sets gradient_accumulation_steps so "
+        "that the effective batch size is the same as with a micro-batch of 8 rows.",
     )
     parallelism_config: dict[str, Any] | str | None = option(
         None,
-        "accelerate's ParallelismConfig, or a mapping of its fields. sp_size is the number of processes that "
-        "share the tokens of each row (Ulysses); 1 disables it. Use it for rows too long for one device. cp_size "
-        "and tp_size above 1 are refused. None reads the sizes that accelerate launch sets.",
+        "accelerate's ParallelismConfig, or a mapping with its fields. sp_size is the size of a sequence-parallel group: the "
+        "processes of a group share the tokens of each row (Ulysses). 1 disables it. Use it for rows that are too long for "
+        "one device. Values of cp_size and tp_size above 1 are refused. None uses the sizes set by accelerate launch.",
     )
     dry_step: bool | None = option(
         None,
-        "Run forward and backward at the maximum lengths before step 0, without an update, to find out whether "
-        "the memory suffices. None: True on a GPU. On a CPU False, because the step is slow and running out of "
-        "memory kills the process.",
+        "Run one forward and backward pass at the maximum lengths before the first step, without an update, to check that the "
+        "memory is sufficient. None: True on a GPU, and False on a CPU, where this pass is slow and the process is killed if "
+        "the memory is not sufficient.",
     )
     memory_limit_gib: PositiveFloat | None = option(
         None,
-        "Maximum memory of the device that the run may plan with, in GiB, above 0. None: the free memory. Set it "
-        "if other processes share the device.",
+        "Upper bound on the device memory of this run, in GiB, above 0. Batch sizes and caches are chosen to stay below it. "
+        "None: the free memory. Set it if other processes use the same device.",
     )
     logits_chunk_size: PositiveInt | None = option(
         None,
-        "Number of positions whose logits exist at the same time, in the loss and its backward pass. None: as "
-        "many as fit into 24 MiB on a CPU and 64 MiB on an accelerator, but at least 128. Smaller chunks need less "
-        "memory and take more time.",
+        "Number of positions per chunk of logits in the loss and its backward pass. Only the logits of one chunk are in "
+        "memory at a time. None: as many positions as fit into 24 MiB on a CPU or 64 MiB on an accelerator, but at "
+        "least 128. Smaller chunks need less memory and more time.",
     )
     logging_steps: float = option(
         10, "Number of optimizer steps between two log lines. A value below 1 is a fraction of all steps."
     )
     bf16: bool | None = option(
         None,
-        "Compute in bfloat16 with autocast. None: True if fp16 is off and the device is faster in bfloat16: a GPU "
-        "with native bfloat16, or a CPU with AMX or AVX512-BF16.",
+        "Compute in bfloat16 with autocast. None: True if fp16 is off and the device is faster in bfloat16, i.e. on a GPU "
+        "with native bfloat16 or a CPU with AMX or AVX512-BF16.",
     )
     lr_scheduler_kwargs: dict | str | None = option(
         None,
-        "Additional arguments of the learning-rate schedule as a mapping or JSON, for example {'num_cycles': 1} "
-        "for cosine with restarts.",
+        "Additional arguments of the learning-rate schedule as a mapping or JSON, for example {'num_cycles': 1} for cosine "
+        "with restarts.",
     )
     model_init_kwargs: dict[str, Any] | str | None = option(
         None,
-        "Keyword arguments of from_pretrained as a mapping or JSON, for example {'dtype': 'bfloat16'}. They apply "
-        "only if the model is given as a string. The tokenizer is loaded from the same revision.",
+        "Keyword arguments of from_pretrained as a mapping or JSON, for example {'dtype': 'bfloat16'}. They apply only if the "
+        "model is given as a string. The tokenizer is loaded from the same revision.",
     )
     trust_remote_code: bool = option(
         False,
-        "Allow Python code from the model's repository to run when models, tokenizers and reward models are "
-        "loaded. Enable it only for repositories that you trust.",
+        "Allow Python code from the model's repository to run when models, tokenizers and reward models are loaded. Enable it "
+        "only for repositories that you trust.",
     )
     router_aux_loss_coef: NonNegativeFloat | None = option(
         None,
-        "Weight of the load-balancing loss of mixture-of-experts models, at least 0. None: the value in the "
-        "model's config. 0 disables it. A positive value is an error for models without a router.",
+        "Weight of the load-balancing loss of mixture-of-experts models, at least 0. None: the value in the model's config. 0 "
+        "disables it. A positive value is an error for models without a router.",
     )
     activation_offloading: bool = option(
         False,
-        "Keep activations in host memory between the forward and the backward pass. This saves accelerator memory "
-        "and costs transfer time. It is an error on a CPU.",
+        "Keep activations in host memory between the forward and the backward pass. This saves accelerator memory and costs "
+        "transfer time. It is an error on a CPU.",
     )
     kept_layers: NonNegativeInt | None = option(
         None,
-        "With gradient_checkpointing: number of last layers that keep their activations instead of recomputing "
-        "them. None: as many layers as fit into the memory that chunked logits save. 0: none, which needs the least "
-        "memory.",
+        "With gradient_checkpointing: number of last layers that keep their activations instead of recomputing them. None: as "
+        "many layers as fit into the memory that chunked logits save. 0: no layers, which uses the minimum of memory.",
     )
     disable_dropout: bool = option(
         False,
@@ -205,46 +204,45 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "lora_dropout is not changed.",
     )
     strict_data: bool = option(
-        False, "Turn every warning about the data into an error, during preparation and in later checks."
+        False,
+        "Raise an error instead of logging a warning for every problem with the data, during preparation and in later checks.",
     )
     max_hours: PositiveFloat | None = option(
         None,
-        "Number of hours of training, above 0, after which the run logs, saves a checkpoint and stops at the end "
-        "of the current step. Set it below the time limit of a cluster job. None: no limit.",
+        "Maximum training time in hours, above 0. When it has passed, the run finishes the current step, saves a checkpoint "
+        "and stops. Set it below the time limit of a cluster job. None: no limit.",
     )
     push_run_record: bool = option(
         False,
-        "With push_to_hub, also upload the run record. It contains rows of the data, prompts and completions as "
-        "text, and the command line. False uploads the model, its tokenizer, the model card and TensorBoard's "
-        "logs.",
+        "With push_to_hub, also upload the run record. It contains rows of the data, prompts and completions as text, and the "
+        "command line. False uploads the model, its tokenizer, the model card and TensorBoard's logs.",
     )
     preflight: Literal["error", "warn", "off"] = option(
         "error",
-        "Effect of findings of the checks before and during training. 'error': findings of severity error stop "
-        "the run, other findings are logged. 'warn': findings are logged and never stop the run. 'off': no "
-        "checks.",
+        "Effect of the findings of checks before and during training. 'error': findings of severity 'error' stop the run, and "
+        "all other findings are logged. 'warn': all findings are logged, and no finding stops the run. 'off': no checks.",
     )
     silence_findings: dict[str, str] | str | None = option(
         None,
-        "Findings to accept, as a mapping or JSON from the code or name of a check to a reason, for example "
-        "{'PT-D013': 'a control group'}. They are recorded, but neither logged nor raised.",
+        "Findings to ignore, as a mapping or JSON. Each key is the code or the name of a check, and each value is the reason, "
+        "for example {'PT-D013': 'a control group'}. Ignored findings are recorded, but they are neither logged nor raised.",
     )
     bad_rows: Literal["error", "drop"] = option(
         "error",
-        "How to treat rows that cannot be trained, such as rows with a missing answer. 'error': refuse the "
-        "dataset. 'drop': drop them, and rows that teach nothing, such as equal or blank answers, and list all in "
-        "bad_rows.jsonl in the output folder.",
+        "How to treat rows that cannot be trained, such as rows with a missing answer. 'error': refuse the dataset. 'drop': "
+        "drop these rows, and also rows without a training signal, such as pairs with equal answers. Dropped rows are listed "
+        "in bad_rows.jsonl in the output folder.",
     )
     bad_rows_max: Share = option(
         0.05,
-        "With bad_rows='drop': maximum fraction of rows to drop, from 0 to 1. If more rows are bad, the run is "
-        "refused, because many bad rows usually mean a wrong column.",
+        "With bad_rows='drop': maximum fraction of rows to drop, from 0 to 1. If more rows are bad, the dataset is refused, "
+        "because many bad rows usually mean that a wrong column is used.",
     )
     max_row_tokens: PositiveInt | None = option(
         None,
-        "Maximum number of tokens of a packed batch row. None: 2048 for attention with segments, 256 with a dense "
-        "mask on a CPU, 2048 with a dense mask on a GPU, 16384 with FlexAttention, 4096 for models that need "
-        "padding. More tokens use a GPU better; fewer need less memory.",
+        "Maximum number of tokens of a packed batch row. None: the default of the attention backend, which is 2048 for "
+        "segment attention, 256 for a dense mask on a CPU, 2048 for a dense mask on a GPU, 16384 for FlexAttention, and 4096 "
+        "for models that need padding. A larger value uses a GPU better and needs more memory.",
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -431,42 +429,42 @@ class PictureConfig:
 
     freeze_vision: Annotated[str, OneOf(("auto", "tower", True, False))] = option(
         "auto",
-        "Which parameters of the vision tower and the projector are frozen. True: all of them. 'tower': the "
-        "tower's. False: none. 'auto': none if rows have images, all of them if rows have only text. A new "
-        "adapter covers only the text model, unless the value is False or its targets name the tower.",
+        "Which parameters of the vision tower and the projector are frozen. True: all of their parameters. 'tower': the "
+        "parameters of the tower only. False: no parameters. 'auto': no parameters if rows have images, and all of their "
+        "parameters if rows contain only text. A new adapter covers only the text model, unless this field is False or the "
+        "adapter's target modules are in the tower.",
     )
     image_fit: Literal["error", "drop", "resize"] = option(
         "error",
-        "How to treat rows whose images are too large, unreadable or too many. 'error': raise an error for an "
-        "unreadable image or an image above its limit, and if more than 0.5 % of the rows are too long or have "
-        "too many images. 'drop': drop such rows and log their number. 'resize': like 'error', but shrink images "
-        "above a limit, and images of rows above max_length.",
+        "How to treat rows with unreadable images, images that are too large, or too many images. 'error': raise an error for "
+        "any unreadable or too large image, and if more than 0.5 % of the rows are too long or have too many images. 'drop': "
+        "drop these rows and log their number. 'resize': same as 'error', but images that are too large, or in rows longer "
+        "than max_length, are made smaller.",
     )
     image_max_tokens: PositiveInt | None = option(
         None,
-        "Maximum number of placeholder tokens per image, at least 1. None: no limit. Lower it if images take too "
-        "much of max_length.",
+        "Maximum number of placeholder tokens per image, at least 1. None: no limit. Decrease it if images use too much of "
+        "max_length.",
     )
     image_max_pixels: PositiveInt | None = option(
         None, "Maximum number of pixels per image before the processor prepares it, at least 1. None: no limit."
     )
     max_images_per_row: NonNegativeInt | None = option(
         None,
-        "Maximum number of images per row. None: no limit. vLLM in the trainer's process reserves memory for this "
-        "number.",
+        "Maximum number of images per row. None: no limit. vLLM in the trainer's process reserves memory for this number.",
     )
     image_background: Literal["white", "black"] = option(
         "white", "Color behind transparent pixels, because models read RGB: 'white' or 'black'."
     )
     check_image_use: bool = option(
         False,
-        "Online methods: sample a second time in each evaluation with images exchanged between rows, and warn if "
-        "the reward does not change (PT-G017). It doubles the sampling in evaluation.",
+        "For online methods: in each evaluation, sample a second time with the images exchanged between rows, and warn if the "
+        "reward does not change (PT-G017). This doubles the sampling time in evaluation.",
     )
     image_cache_gb: NonNegativeFloat = option(
         1.0,
-        "Host memory for features of a frozen vision tower, in GB. The least recently used features are evicted "
-        "first. 0 disables the cache.",
+        "Size of the cache, in host memory, for the features of a frozen vision tower, in GB. The least recently used "
+        "features are evicted first. 0 disables the cache.",
     )
 
     def __post_init__(self) -> None:

@@ -28,30 +28,30 @@ class CPOConfig(UnreadFields, AnswerConfig):
 
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = option(
         "sigmoid",
-        "Loss of a pair. 'sigmoid': DPO's loss without a reference. 'hinge': ignores pairs with a sufficient gap. "
-        "'ipo': a target for the gap per token. 'simpo': the gap per token must reach the margin simpo_gamma / "
-        "beta; SimPO itself also sets cpo_alpha=0 and beta of 2 to 2.5. 'alphapo': 'simpo' with cpo_alpha=0 and a "
-        "reward shaped by alpha.",
+        "Loss of a pair. The gap is the difference between the log-probs of chosen and rejected answer. 'sigmoid': DPO's loss "
+        "without a reference model. 'hinge': ignores pairs whose gap is large enough. 'ipo': moves the gap per token to a "
+        "target value. 'simpo': the gap per token must reach the margin simpo_gamma / beta. For plain SimPO, also set "
+        "cpo_alpha=0 and beta to 2 to 2.5. 'alphapo': same as 'simpo' with cpo_alpha=0 and a reward shaped by alpha.",
     )
     cpo_alpha: NonNegativeFloat = option(
         1.0,
-        "Weight of the negative log-likelihood of chosen answers, at least 0. It keeps them likely. 0: no such "
-        "term, as in SimPO.",
+        "Weight of the negative log-likelihood of chosen answers, at least 0. This term keeps chosen answers likely. 0 "
+        "disables it, as in SimPO.",
     )
     simpo_gamma: float = option(
         0.5,
-        "With loss_type='simpo' or 'alphapo': margin of the scaled reward, about beta / 2. A larger margin "
-        "separates the answers further.",
+        "With loss_type='simpo' or 'alphapo': margin of the scaled reward, about beta / 2. A larger margin separates the "
+        "answers further.",
     )
     alpha: float = option(
         0.0,
-        "With loss_type='simpo', 'alphapo' or 'ipo': shape of the reward (1 - p^(-alpha)) / alpha, with p the "
-        "mean probability per token (AlphaPO, arXiv:2501.03884). 0: the mean log-prob.",
+        "With loss_type='simpo', 'alphapo' or 'ipo': shape of the reward (1 - p^(-alpha)) / alpha, where p is the geometric "
+        "mean of the token probabilities (AlphaPO, arXiv:2501.03884). 0: the reward is the mean log-prob per token.",
     )
     label_smoothing: Share = option(
         0.0,
-        "Probability that a label is wrong, from 0 to 1. Only 'sigmoid', 'simpo' and 'alphapo' use it; with other "
-        "losses a value above 0 is an error.",
+        "Probability that a label is wrong, from 0 to 1. Only 'sigmoid', 'simpo' and 'alphapo' use it. With other losses, a "
+        "value above 0 is an error.",
     )
 
     def __post_init__(self) -> None:

@@ -48,44 +48,42 @@ class DPOConfig(PictureConfig, ComparedConfig):
         },
     )
     loss_weights: list[float] | None = option(
-        None, "Weight of each loss in loss_type, for example [0.8, 0.2, 1.0] for MPO. None: 1 for each."
+        None, "Weight of each loss in loss_type, for example [0.8, 0.2, 1.0] for MPO. None: every loss has weight 1."
     )
     ld_alpha: Share | None = option(
         None,
-        "Weight of the tokens beyond the length of the pair's shorter answer, from 0 to 1 (LD-DPO). Lower values "
-        "reduce the preference for long answers; 0 ignores these tokens. None: 1, which is plain DPO. 'sft' "
-        "ignores it.",
+        "Weight, from 0 to 1, of the tokens of the longer answer that exceed the length of the shorter answer (LD-DPO). "
+        "Smaller values reduce the preference for long answers, and 0 ignores these tokens. None: 1, which is plain DPO. "
+        "loss_type='sft' does not use it.",
     )
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = option(
         "reverse_kl",
-        "Divergence from the reference that the loss regularizes (f-DPO). 'reverse_kl': plain DPO. 'forward_kl': "
-        "keeps all answers of the reference likely. 'js_divergence': between the two. 'alpha_divergence': between "
-        "them as set by f_alpha_divergence_coef. Only losses on the difference of chosen and rejected scores "
-        "accept another value than 'reverse_kl': sigmoid, sigmoid_norm, hinge, ipo, exo_pair, robust, discopop.",
+        "Divergence from the reference model that regularizes the loss (f-DPO). 'reverse_kl': plain DPO. 'forward_kl': keeps "
+        "all answers of the reference model likely. 'js_divergence': a compromise between the two. 'alpha_divergence': a "
+        "compromise that is set by f_alpha_divergence_coef. Values other than 'reverse_kl' need a loss on the difference of "
+        "chosen and rejected scores: sigmoid, sigmoid_norm, hinge, ipo, exo_pair, robust or discopop.",
     )
     f_alpha_divergence_coef: float = option(
         0.5,
-        "With f_divergence_type='alpha_divergence': the coefficient alpha. Near 0 the divergence is the forward "
-        "KL, at 1 the reverse KL.",
+        "With f_divergence_type='alpha_divergence': the coefficient alpha. For values near 0, the divergence is the forward "
+        "KL. For 1, it is the reverse KL.",
     )
     label_smoothing: Share = option(
         0.0,
-        "Probability that a label is wrong. 'robust' needs less than 0.5 (0.1 is common), 'exo_pair' needs more "
-        "than 0 (1e-3 is common); 'aot' and 'aot_unpaired' also use it. With other losses a value above 0 is an "
-        "error.",
+        "Probability that a label is wrong. 'robust' needs a value below 0.5 (0.1 is common). 'exo_pair' needs a value above "
+        "0 (1e-3 is common). 'aot' and 'aot_unpaired' use it too. With other losses, a value above 0 is an error.",
     )
     use_weighting: bool = option(
         False,
-        "Weight each pair by the policy's probability of its answers, normalized by their lengths (WPO, "
-        "arXiv:2406.11827). It makes off-policy pairs resemble on-policy ones. It is refused with 'aot' and "
-        "'aot_unpaired'.",
+        "Weight each pair by the policy's probability of its answers, normalized by their lengths (WPO, arXiv:2406.11827). "
+        "This makes off-policy pairs resemble on-policy pairs. It cannot be combined with 'aot' and 'aot_unpaired'.",
     )
     discopop_tau: PositiveFloat = option(
         0.05, "Temperature of loss_type='discopop', above 0. The default is the paper's value."
     )
     padding_free: bool = option(
         False,
-        "Accepted for compatibility with TRL. It has no effect, because batches have no padding between sequences.",
+        "Accepted for compatibility with TRL. It has no effect, because batches contain no padding between sequences.",
     )
 
     pad_token: str | None = option(None, "Deprecated. Set pad_token on the tokenizer instead.")
@@ -154,8 +152,8 @@ class DPOConfig(PictureConfig, ComparedConfig):
 def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOConfig) -> LossTerms:
     """Compute the weighted sum of the losses in ``cfg.loss_type``.
 
-    Losses are averaged over pairs, and ``sft`` is averaged over the tokens of chosen answers. Averages are over the
-    whole optimizer step, in evaluation over the whole set.
+    Losses are averaged over pairs, and ``sft`` is averaged over the tokens of chosen answers. In training, averages are
+    over the whole optimizer step. In evaluation, they are over the whole dataset.
 
     Args:
         out: Log-probs and the other outputs in `DPO.traits`.

@@ -31,14 +31,14 @@ class KTOConfig(PictureConfig, ComparedConfig):
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = option(
         "kto",
-        "Loss. 'kto': compare each answer's log-ratio with the mean log-ratio of answers to other prompts "
-        "(arXiv:2402.01306). It needs at least 2 rows per device; 4 or more make it less noisy. "
-        "'apo_zero_unpaired': compare it with 0 (arXiv:2408.06266), which costs no second pass.",
+        "Loss. 'kto': compares each answer's log-ratio with the mean log-ratio of answers to other prompts "
+        "(arXiv:2402.01306). It needs at least 2 rows per device, and is less noisy with 4 or more. 'apo_zero_unpaired': "
+        "compares the log-ratio with 0 (arXiv:2408.06266), which needs no second forward pass.",
     )
     desirable_weight: NonNegativeFloat = option(
         1.0,
-        "Weight of good answers, at least 0. If good and bad answers are unequal in number, set one weight so "
-        "that the weighted good ones are 1 to 1.33 times the bad ones. A warning shows suitable values.",
+        "Weight of good answers, at least 0. If the numbers of good and bad answers differ, set the weights so that weight "
+        "times number is 1 to 1.33 times as large for good answers as for bad answers. A warning shows suitable values.",
     )
     undesirable_weight: NonNegativeFloat = option(1.0, "Weight of bad answers, at least 0. See desirable_weight.")
 

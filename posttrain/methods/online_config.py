@@ -44,92 +44,89 @@ class GenerationFields:
 
     num_generations: PositiveInt = option(
         8,
-        "Number of completions sampled per prompt (the group size G). Advantages compare the completions of a "
-        "group, so it is at least 2. It must divide generation_batch_size. Raise it if most groups have equal "
-        "rewards.",
+        "Number of completions sampled per prompt (the group size G). It must be at least 2, because advantages compare the "
+        "completions of a group, and it must divide generation_batch_size. Increase it if most groups have equal rewards.",
     )
     num_generations_eval: NonNegativeInt | None = option(
         None,
-        "Number of completions per prompt in evaluation. A smaller number makes evaluation cheaper. None or 0: "
-        "num_generations.",
+        "Number of completions per prompt in evaluation. A smaller number saves time. None or 0: same as in training.",
     )
     max_completion_length: PositiveInt = option(
         512,
-        "Maximum number of tokens of a completion, including the end token. Raise it if completions/clipped_ratio "
-        "in the log is above 0.1.",
+        "Maximum number of tokens per completion, including the end token. Increase it if the logged metric "
+        "completions/clipped_ratio is above 0.1.",
     )
     shuffle_dataset: bool = option(
         True,
-        "Shuffle the prompts of the training set in every epoch. False keeps the dataset's order, for example for "
-        "a curriculum.",
+        "Shuffle the prompts of the training set in every epoch. False keeps the order of the dataset, e.g. for a curriculum.",
     )
     generation_batch_size: PositiveInt | None = option(
         None,
-        "Number of completions per generation, over all processes. It must be a multiple of num_generations and "
-        "of per_device_train_batch_size x processes. None: per_device_train_batch_size x processes x "
-        "steps_per_generation. Set this or steps_per_generation.",
+        "Number of completions per generation, over all processes. It must be a multiple of num_generations and of "
+        "per_device_train_batch_size x processes. None: per_device_train_batch_size x processes x steps_per_generation. Set "
+        "either this field or steps_per_generation.",
     )
     steps_per_generation: PositiveInt | None = option(
         None,
-        "Number of micro-batches that one generation is split into for training. None: "
-        "gradient_accumulation_steps, so each optimizer step trains on new completions. A larger value samples "
-        "less often and trains on older completions.",
+        "Number of micro-batches into which one generation is split for training. None: same as gradient_accumulation_steps, "
+        "so that each optimizer step trains on new completions. With a larger value, completions are sampled less often and "
+        "are older when they are trained.",
     )
     temperature: PositiveFloat = option(
         1.0,
-        "Divisor of the logits in sampling and in every log-prob, above 0. Higher values make completions more "
-        "diverse. At 1 the model's own distribution is sampled and trained.",
+        "Sampling temperature, above 0. Logits are divided by it, both in sampling and in every log-prob of the loss. Higher "
+        "values make completions more diverse. 1 uses the model's own distribution.",
     )
     top_p: PositiveShare = option(
         1.0,
-        "Nucleus sampling: sample only from the most likely tokens whose probabilities sum to top_p, above 0 and "
-        "at most 1. 1 disables it.",
+        "Nucleus sampling: sample only from the most likely tokens whose probabilities sum to top_p, above 0 and at most 1. 1 "
+        "disables it.",
     )
     top_k: NonNegativeInt | None = option(0, "Sample only from the k most likely tokens. 0 or None disables it.")
     min_p: Share | None = option(
         None,
-        "Sample only from tokens whose probability is at least min_p times that of the most likely token, from 0 "
-        "to 1. Common values are 0.01 to 0.2. None disables it.",
+        "Sample only from tokens whose probability is at least min_p times that of the most likely token, from 0 to 1. Common "
+        "values are 0.01 to 0.2. None disables it.",
     )
     repetition_penalty: PositiveFloat = option(
         1.0,
-        "Penalty on tokens that are already in the prompt or the completion, above 0. Values above 1 discourage "
-        "repetition, values below 1 encourage it, 1 disables it. Log-probs ignore it, so they differ from the "
-        "sampled distribution.",
+        "Penalty on tokens that are already in the prompt or the completion, above 0. Values above 1 discourage repetition, "
+        "values below 1 encourage it, and 1 disables the penalty. Log-probs are computed without the penalty, so they differ "
+        "from the sampled distribution.",
     )
     generation_kwargs: dict | str | None = option(
         None,
-        "Further sampling settings as a mapping or JSON: stop_strings, suppress_tokens, logit_bias, "
-        "min_new_tokens, no_repeat_ngram_size, eos_token_id, stop_token_ids, max_new_tokens, structured_outputs. "
-        "temperature, top_p, top_k, min_p and repetition_penalty override the fields of these names. "
-        "do_sample=False and a seed are refused.",
+        "Additional sampling settings as a mapping or JSON: stop_strings, suppress_tokens, logit_bias, min_new_tokens, "
+        "no_repeat_ngram_size, eos_token_id, stop_token_ids, max_new_tokens, structured_outputs. temperature, top_p, top_k, "
+        "min_p and repetition_penalty override the fields with these names. do_sample=False and a seed are not allowed.",
     )
     chat_template_kwargs: dict | str | None = option(
         None,
-        "Arguments of the chat template as a mapping or JSON, for example {'enable_thinking': false}. They apply "
-        "whenever a prompt is rendered.",
+        "Arguments of the chat template as a mapping or JSON, for example {'enable_thinking': false}. They apply whenever a "
+        "prompt is rendered.",
     )
     cache_implementation: str | None = option(
         None,
-        "Key-value cache of transformers' generate, for example 'static'. Only rollout_engine='hf' uses it; other "
-        "engines ignore it with a warning. None: transformers' default.",
+        "Key-value cache of transformers' generate, for example 'static'. Only rollout_engine='hf' uses it; other engines "
+        "ignore it with a warning. None: transformers' default.",
     )
     rollout_engine: Annotated[str, OneOf(("auto", *ENGINES))] = option(
         "auto",
-        "Engine that samples completions. 'native': in process, on the trainer's weights. 'native_bf16': the same "
-        "on a CPU with weights rounded to bfloat16. 'hf': transformers' generate, slow but correct for every "
-        "model. 'paged': transformers' continuous batching. 'vllm': vLLM in process. 'server': rollout servers. "
-        "'auto': on a GPU the first usable of vllm, paged, native, hf; on a CPU native if it is exact, else hf.",
+        "Engine that samples completions. 'native': runs in the trainer's process, on the trainer's weights. 'native_bf16': "
+        "same as 'native' on a CPU, with weights rounded to bfloat16. 'hf': transformers' generate, which is slow but correct "
+        "for every model. 'paged': transformers' continuous batching. 'vllm': vLLM in the trainer's process. 'server': "
+        "rollout servers. 'auto': on a GPU, the first supported engine of vllm, paged, native and hf; on a CPU, native if its "
+        "results are exact for the model, else hf.",
     )
     pad_to_multiple_of: int | str | None = option(
         None,
-        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for "
-        "FlexAttention, which needs multiples of 128.",
+        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for FlexAttention, "
+        "which needs multiples of 128.",
     )
     ds3_gather_for_generation: bool = option(
         True,
-        "DeepSpeed ZeRO-3: gather the weights on every device for generation. False is refused with use_vllm and "
-        "otherwise ignored with a warning. For a model larger than one device, use a rollout server.",
+        "DeepSpeed ZeRO-3: gather the weights on every device for generation. False is refused with use_vllm and otherwise "
+        "ignored with a warning. For a model larger than one device, use a rollout server.",
     )
 
 
@@ -139,98 +136,97 @@ class VllmFields:
 
     use_vllm: bool = option(
         False,
-        "Generate with vLLM or rollout servers instead of an engine on the trainer's weights. Weights are pushed "
-        "to vLLM after every update. vllm_mode selects where it runs.",
+        "Generate with vLLM or rollout servers instead of an engine that uses the trainer's weights. The weights are pushed "
+        "to vLLM after every update. vllm_mode selects where vLLM runs.",
     )
     vllm_mode: Literal["server", "colocate"] = option(
         "colocate",
-        "Where vLLM runs. 'colocate': in the trainer's process, on the same GPUs. 'server': in servers that must "
-        "be running, started with posttrain serve or vllm serve.",
+        "Where vLLM runs. 'colocate': in the trainer's process, on the same GPUs. 'server': in servers that must be running, "
+        "started with posttrain serve or vllm serve.",
     )
     vllm_model_impl: str = option(
         "vllm",
-        "Implementation of the model in vLLM. 'vllm': vLLM's own. 'transformers': the transformers backend, for "
-        "models that vLLM does not implement.",
+        "Implementation of the model in vLLM. 'vllm': vLLM's own. 'transformers': the transformers backend, for models that "
+        "vLLM does not implement.",
     )
     vllm_enable_sleep_mode: bool = option(
         False,
-        "Release vLLM's GPU memory while the trainer updates the weights (vllm_mode='colocate'). This saves "
-        "memory; waking up costs time. vllm_sleep_level selects what happens to the weights.",
+        "Release vLLM's GPU memory while the trainer updates the weights (vllm_mode='colocate'). This saves memory, but "
+        "waking up takes time. vllm_sleep_level selects what happens to vLLM's weights.",
     )
     vllm_structured_outputs_regex: str | None = option(
         None,
-        "Regular expression that every completion must match (structured outputs). vLLM and the native engine "
-        "support it; the native engine needs xgrammar. None: no constraint.",
+        "Regular expression that every completion must match (structured outputs). vLLM and the native engine support it; the "
+        "native engine needs xgrammar. None: no constraint.",
     )
     vllm_server_base_url: str | None = option(
         None,
-        "Address of the rollout server, for example 'http://localhost:8000', or several addresses separated by "
-        "commas. It replaces vllm_server_host and vllm_server_port. None: the address is built from them.",
+        "Address of the rollout server, for example 'http://localhost:8000', or several addresses separated by commas. It "
+        "overrides vllm_server_host and vllm_server_port. None: the address is built from these two fields.",
     )
-    vllm_server_host: str = option(
-        "0.0.0.0", "Host of the rollout server. It is ignored if vllm_server_base_url is set."
-    )
-    vllm_server_port: Port = option(8000, "Port of the rollout server. It is ignored if vllm_server_base_url is set.")
+    vllm_server_host: str = option("0.0.0.0", "Host of the rollout server. Ignored if vllm_server_base_url is set.")
+    vllm_server_port: Port = option(8000, "Port of the rollout server. Ignored if vllm_server_base_url is set.")
     vllm_server_timeout: PositiveFloat = option(
         240.0,
-        "Seconds to wait for a rollout server at the start, and for one to come back if all are lost. After that "
-        "the run ends with an error.",
+        "Seconds to wait for a rollout server at the start of the run, and for a server to become available again if all "
+        "servers are lost. After this time, the run ends with an error.",
     )
     vllm_group_port: Port = option(
         51216,
-        "Port of the process group that sends weights to vLLM servers. Change it only if another process uses it.",
+        "Port of the process group that sends weights to vLLM servers. Change it only if another program uses it.",
     )
     vllm_gpu_memory_utilization: PositiveShare = option(
         0.3,
-        "Fraction of the GPU's memory for vLLM, above 0 and at most 1 (vllm_mode='colocate'). The trainer needs "
-        "the rest. Set it on the server if there is one.",
+        "Fraction of the GPU's memory for vLLM, above 0 and at most 1 (vllm_mode='colocate'). The trainer uses the remaining "
+        "memory. With vllm_mode='server', set it on the server instead.",
     )
     vllm_max_model_length: PositiveInt | None = option(
         None,
-        "Maximum number of tokens of prompt and completion in vLLM (vllm_mode='colocate'). Set it to the longest "
-        "prompt plus max_completion_length to save memory. None: the model's context length.",
+        "Maximum number of tokens of prompt and completion in vLLM (vllm_mode='colocate'). Set it to the longest prompt plus "
+        "max_completion_length to save memory. None: the model's context length.",
     )
     vllm_tensor_parallel_size: PositiveInt = option(
         1,
-        "Accepted for compatibility with TRL and must be 1, because each process runs its own vLLM. Serve larger "
-        "models with vllm_mode='server' and set tensor parallelism on the server.",
+        "Accepted for compatibility with TRL. It must be 1, because each process runs its own vLLM. For larger models, use "
+        "vllm_mode='server' and set tensor parallelism on the server.",
     )
     vllm_importance_sampling_correction: bool = option(
         True,
-        "Multiply the loss by the ratio of the trainer's to the engine's probabilities, if the engine is not "
-        "exactly the policy. It corrects for their numerical difference. False ignores the difference.",
+        "Multiply the loss by the ratio between the trainer's and the engine's probabilities, if the engine does not compute "
+        "exactly the same probabilities. This corrects for the numerical difference. False ignores the difference.",
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"
     ] = option(
         "sequence_mask",
-        "How the correction bounds the ratio at clip_min and clip_max. 'token_truncate': clamp each token's "
-        "ratio. 'token_mask': set a token's ratio to 0 outside the bounds. 'sequence_truncate' and "
-        "'sequence_mask': the same for the product of a completion's ratios. 'geometric': mask by their geometric "
-        "mean. The default drops completions on which engine and trainer disagree.",
+        "How vllm_importance_sampling_correction limits the ratio to the range from clip_min to clip_max. 'token_truncate': "
+        "clamp each token's ratio to the range. 'token_mask': set a token's ratio to 0 if it is outside the range. "
+        "'sequence_truncate' and 'sequence_mask': do the same with the product of a completion's ratios. 'geometric': set the "
+        "ratios of a completion to 0 if their geometric mean is outside the range. The default excludes completions for which "
+        "engine and trainer disagree.",
     )
     vllm_importance_sampling_clip_max: PositiveFloat | None = option(
         3.0,
-        "Upper bound of the correction's ratio, above 0. Modes with truncate clamp a larger ratio to it; the "
-        "other modes set it to 0. None: no upper bound.",
+        "Upper bound of the correction's ratio, above 0. The truncate modes clamp a larger ratio to the bound. The mask modes "
+        "and 'geometric' set a larger ratio to 0. None: no upper bound.",
     )
     vllm_importance_sampling_clip_min: NonNegativeFloat | None = option(
         None,
-        "Lower bound of the correction's ratio, below clip_max. Modes with truncate clamp a smaller ratio to it; "
-        "the other modes set it to 0. None: 0, which has no effect.",
+        "Lower bound of the correction's ratio, below clip_max. The truncate modes clamp a smaller ratio to the bound. The "
+        "mask modes and 'geometric' set a smaller ratio to 0. None: 0, which has no effect.",
     )
     vllm_importance_sampling_cap: PositiveFloat | None = option(
         None, "Deprecated name of vllm_importance_sampling_clip_max. If it is set, it overrides that field."
     )
     use_transformers_continuous_batching: bool = option(
         False,
-        "Generate with transformers' continuous batching, the same as rollout_engine='paged'. It supports text "
-        "only, with temperature, top_k and top_p.",
+        "Generate with transformers' continuous batching. Same as rollout_engine='paged'. It supports only text, and only the "
+        "sampling parameters temperature, top_k and top_p.",
     )
     transformers_continuous_batching_config: dict | str | None = option(
         None,
-        "Fields of transformers' ContinuousBatchingConfig as a mapping or JSON. Only continuous batching uses "
-        "them. None: transformers' defaults.",
+        "Fields of transformers' ContinuousBatchingConfig as a mapping or JSON. Only continuous batching uses them. None: "
+        "transformers' defaults.",
     )
     use_transformers_paged: bool | None = option(None, "Deprecated name of use_transformers_continuous_batching.")
 
@@ -241,19 +237,18 @@ class ReferenceFields:
 
     beta: NonNegativeFloat = option(
         0.0,
-        "Weight of the KL penalty, which keeps the policy near the reference model. 0: no penalty, and no "
-        "reference model is loaded, which saves memory. DeepSeek-R1 uses 0.001. Raise it if the model loses "
-        "earlier skills.",
+        "Weight of the KL penalty, which keeps the policy close to the reference model. 0: no penalty, and no reference model "
+        "is loaded, which saves memory. DeepSeek-R1 uses 0.001. Increase it if the model loses earlier skills.",
     )
     sync_ref_model: bool = option(
         False,
-        "Move the reference model towards the policy every ref_model_sync_steps steps (TR-DPO, arXiv:2404.09656). "
-        "It needs beta above 0. Adapters and quantized weights are refused.",
+        "Move the reference model towards the policy every ref_model_sync_steps steps (TR-DPO, arXiv:2404.09656). It needs "
+        "beta above 0. It does not work with adapters or quantized weights.",
     )
     ref_model_mixup_alpha: PositiveShare = option(
         0.6,
-        "With sync_ref_model: the fraction a in reference = (1 - a) * reference + a * policy, above 0 and at most "
-        "1. 1 replaces the reference by the policy.",
+        "With sync_ref_model: the fraction a in reference = (1 - a) * reference + a * policy, above 0 and at most 1. 1 "
+        "replaces the reference with the policy.",
     )
     ref_model_sync_steps: PositiveInt = option(
         512, "With sync_ref_model: number of optimizer steps between two updates of the reference model, at least 1."
@@ -265,28 +260,28 @@ class RewardFields:
     """Options of scoring completions with reward functions."""
 
     reward_weights: list[float] | None = option(
-        None, "Factor of each reward function in the sum of rewards, one number per function. None: 1 for each."
+        None,
+        "Weight of each reward function in the sum of rewards, one number per function. None: every function has weight 1.",
     )
     reward_timeout: PositiveFloat | None = option(
         None,
-        "Maximum number of seconds that a reward function may take for one generation. A slower function ends the "
-        "run with an error that names it. None: no limit.",
+        "Timeout of a reward function for one generation, in seconds. If a function takes longer, the run ends with an error "
+        "that contains the function's name. None: no limit.",
     )
     reward_transform: list[str] | None = option(
         None,
-        "One transform per reward function, applied before the weights. 'none'; 'clip:a:b' clamps to [a, b]; "
-        "'log1p' is sign(r) log(1 + |r|); 'tanh:s' is tanh(r / s); 'rank' is the rank in the group, from 0 to 1; "
-        "'zscore' standardizes over the generation; 'running' divides by the standard deviation of all rewards so "
-        "far. None: no transforms.",
+        "One transform per reward function, applied before the weights. 'none': no transform. 'clip:a:b': clamp to [a, b]. "
+        "'log1p': sign(r) * log(1 + |r|). 'tanh:s': tanh(r / s). 'rank': rank in the group, from 0 to 1. 'zscore': "
+        "standardize over the generation. 'running': divide by the standard deviation of all rewards since the start of the "
+        "run. None: no transforms.",
     )
     check_rewards: bool = option(
         True,
-        "Call each reward function once on two rows with synthetic completions before the model loads, so that "
-        "errors in it appear early. Set False if a call is expensive.",
+        "Call each reward function once on two rows with made-up completions before the model is loaded, so that errors in "
+        "the function are found early. Set it to False if a call is expensive.",
     )
     check_reward_determinism: bool = option(
-        False,
-        "Score 4 rows of the first generation a second time, and warn if a reward function returns different rewards.",
+        False, "Score 4 rows of the first generation twice, and warn if a reward function returns different rewards."
     )
 
 
@@ -296,54 +291,50 @@ class VllmSyncFields:
 
     vllm_weight_bucket_mb: PositiveInt = option(
         512,
-        "Size of one request with weights to a server, in MiB, at least 1. Lower it if a proxy limits the size of "
-        "requests.",
+        "Maximum size of a request that sends weights to a server, in MiB, at least 1. Decrease it if a proxy limits the size "
+        "of requests.",
     )
     vllm_sync_timeout: PositiveFloat = option(
-        720.0,
-        "Maximum number of seconds of one request of a weight update. Raise it for large models on slow networks.",
+        720.0, "Timeout of each request of a weight update, in seconds. Increase it for large models on slow networks."
     )
     vllm_request_timeout: PositiveFloat | None = option(
         None,
-        "Maximum number of seconds of one generation request to a server. None: 30 plus 0.02 per requested token, "
-        "and at least 600.",
+        "Timeout of a generation request to a server, in seconds. None: 30 plus 0.02 per requested token, but at least 600.",
     )
     vllm_sync_retries: NonNegativeInt = option(
-        2, "How many times a failed weight update is repeated from its beginning before the run stops. 0: never."
+        2, "How many times a failed weight update is retried from the beginning before the run stops. 0: no retries."
     )
     vllm_sleep_level: Literal["auto", "1", "2"] = option(
         "auto",
-        "With vllm_enable_sleep_mode: what happens to vLLM's weights. '1' keeps them in host memory. '2' drops "
-        "them until the next push. 'auto': '1' if one push serves several generations and the weights fit into "
-        "host memory, else '2'.",
+        "With vllm_enable_sleep_mode: what happens to vLLM's weights. '1' keeps them in host memory. '2' drops them until the "
+        "next push. 'auto': '1' if one push serves several generations and the weights fit into host memory, else '2'.",
     )
     adapter_sync: Literal["auto", "adapter", "merged"] = option(
         "auto",
-        "What is pushed when a LoRA adapter is trained. 'adapter': the adapter alone; it is an error if the "
-        "engine does not support it. 'merged': all weights with the adapter merged. 'auto': the adapter alone if "
-        "the engine supports it, else merged with one warning.",
+        "Which weights are pushed to the engine if a LoRA adapter is trained. 'adapter': only the adapter; this is an error "
+        "if the engine does not support adapters. 'merged': all weights, with the adapter merged into them. 'auto': 'adapter' "
+        "if the engine supports adapters, else 'merged' with a warning.",
     )
     vllm_server_api_key: str | None = option(
         None,
-        "Bearer token for the rollout servers. None: the environment variable POSTTRAIN_API_KEY, or the token "
-        "that a server of the same user on this machine has written to a file.",
+        "Bearer token for the rollout servers. None: the environment variable POSTTRAIN_API_KEY. If it is not set, the token "
+        "is read from the file that a server of the same user on this machine has written.",
     )
     mask_ids_without_token: bool = option(
         False,
-        "Never sample token ids without a token in the tokenizer. Set it for models whose embedding is padded to "
-        "more rows than there are tokens.",
+        "Never sample ids for which the tokenizer has no token. Set it for models whose embedding is padded, i.e. has more "
+        "rows than the tokenizer has tokens.",
     )
     weight_parity_every: NonNegativeInt | None = option(
         None,
-        "Number of weight pushes between two comparisons of log-probs with the engine. None compares as often as "
-        "it costs less than 1 % of the run's time. The first push, and each until training has moved the weights, "
-        "are always compared; 0 compares nothing after these.",
+        "Number of weight pushes after which the log-probs of engine and trainer are compared. None: as often as possible "
+        "within 1 % of the run's time. The first push is always compared, and so is every push until training has changed the "
+        "weights. 0: no comparison after these.",
     )
     allow_biased_is: bool = option(
         False,
-        "Allow the importance-sampling correction together with a repetition penalty, structured outputs or a "
-        "logit bias. By default this is an error, because they change the sampled distribution and bias every "
-        "ratio.",
+        "Allow the importance-sampling correction together with a repetition penalty, structured outputs or a logit bias. By "
+        "default this is an error, because these settings change the sampled distribution, so that every ratio is biased.",
     )
 
 
@@ -455,60 +446,58 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     _corrects_sampler: ClassVar[bool] = False
 
     learning_rate: float = option(
-        1e-6, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
+        1e-6, "Peak learning rate. The default is for full fine-tuning. Use about ten times this value for LoRA."
     )
     remove_unused_columns: bool | None = option(
         False,
-        "Drop all columns of the dataset except the prompt. Reward functions then do not receive them. Leave it "
-        "False if a reward function needs a column, for example an answer.",
+        "Drop all columns of the dataset except the prompt. Reward functions then do not receive these columns. Leave it "
+        "False if a reward function needs a column, for example the reference answer.",
     )
     num_iterations: PositiveInt = option(
         1,
-        "Number of times that each generation is trained on (mu), at least 1. Above 1, later passes are "
-        "off-policy and the importance ratio is clipped.",
+        "Number of training passes over each generation (mu in the papers), at least 1. If it is above 1, later passes are "
+        "off-policy, and the importance ratio is clipped.",
     )
     epsilon: NonNegativeFloat = option(
         0.2,
-        "Lower clip of the importance ratio: 1 - epsilon, at least 0. Smaller values limit how far one generation "
-        "can move the policy. loss_type='gmpo' clips the log of the ratio.",
+        "Clip range of the importance ratio below 1: the ratio is clipped at 1 - epsilon. At least 0. Smaller values limit "
+        "how far one generation can move the policy. loss_type='gmpo' clips the log of the ratio instead.",
     )
     epsilon_high: NonNegativeFloat | None = option(
         None,
-        "Upper clip of the importance ratio: 1 + epsilon_high. None: epsilon. DAPO uses 0.28 to keep unlikely "
-        "tokens trainable. loss_type='cispo' caps the ratio at epsilon_high itself and needs at least 1; 5.0 is "
-        "common.",
+        "Clip range of the importance ratio above 1: the ratio is clipped at 1 + epsilon_high. None: same as epsilon. DAPO "
+        "uses 0.28, so that unlikely tokens can still become more likely. loss_type='cispo' limits the ratio to epsilon_high "
+        "itself, which must then be at least 1 (5.0 is common).",
     )
     mask_truncated_completions: bool = option(
         False,
-        "Exclude completions that reach the length limit from the loss. Their rewards still count in their group. "
-        "Set it, as DAPO does, if good answers are truncated at max_completion_length and get low rewards.",
+        "Exclude completions that were truncated at max_completion_length from the loss. Their rewards still count in the "
+        "statistics of their group. Set it, as DAPO does, if good answers get low rewards because they are truncated.",
     )
     dynamic_sampling: NonNegativeInt = option(
         0,
-        "Maximum number of rounds in which groups with equal rewards are replaced by new prompts (DAPO), because "
-        "they give no gradient. Each round samples again. 0 disables it.",
+        "Maximum number of additional sampling rounds in which groups with equal rewards, which have no gradient, are "
+        "replaced with groups of new prompts (DAPO). 0 disables it.",
     )
     balance_ranks: bool = option(
         True,
-        "Exchange rows between processes so that they compute similar numbers of tokens, if it pays. The gradient "
-        "does not change.",
+        "Exchange rows between processes so that all processes compute similar numbers of tokens, if this saves time. The "
+        "gradient does not change.",
     )
     stop_without_signal: PositiveInt | None = option(
         None,
-        "Number of consecutive generations without any nonzero advantage after which the run ends with an error. "
-        "None: log a warning and continue.",
+        "Number of consecutive generations without any nonzero advantage after which the run ends with an error. None: log a "
+        "warning and continue.",
     )
     log_completions: bool = option(
-        False,
-        "Print completions with their rewards at each log step, and send them as a table to the trackers in report_to.",
+        False, "Print completions and rewards at each log step, and send them as a table to the trackers in report_to."
     )
     log_multimodal: bool = option(
-        True,
-        "Include images in the logged tables of completions. Set False to keep the logs of runs with large images "
-        "small.",
+        True, "Include images in the logged tables of completions. Set it to False if the logs become too large."
     )
     num_completions_to_print: NonNegativeInt | None = option(
-        None, "Number of completions that log_completions prints, selected at random. None: all. 0: none."
+        None,
+        "Number of completions that log_completions prints. They are selected at random. None: all. 0: no completions.",
     )
     log_unique_prompts: bool = option(False, "Send only one completion per prompt to the trackers. False sends all.")
 
@@ -750,24 +739,22 @@ class EpisodeFields(HarnessFields):
 
     max_tool_calling_iterations: Annotated[int, Range(least=-1)] | None = option(
         None,
-        "Maximum number of rounds of tool calls per completion, at least 0. None: 32. -1: no limit except "
+        "Maximum number of rounds of tool calls per completion, at least 0. None: 32. -1: limited only by "
         "max_completion_length.",
     )
     max_tool_output_tokens: PositiveInt | None = option(
-        None, "Maximum number of tokens of a tool's result. A longer result loses its middle. None: no limit."
+        None, "Maximum number of tokens of a tool's result. The middle of a longer result is removed. None: no limit."
     )
     tool_workers: NonNegativeInt | None = option(
         None,
-        "Number of completions whose tools run at the same time. None: all, up to 32. 0: one after the other on "
-        "the main thread, for tools that are not thread-safe.",
+        "Number of completions whose tool calls run concurrently. None: all completions, up to 32. 0: tool calls run one "
+        "after the other on the main thread, which is needed for tools that are not thread-safe.",
     )
     tool_timeout: PositiveFloat | None = option(
         60.0,
-        "Maximum number of seconds of a tool call, or of an environment's reset or get_reward. None: no limit. It "
-        "has no effect with tool_workers=0.",
+        "Timeout in seconds of a tool call, and of an environment's reset and get_reward. None: no limit. It has no effect "
+        "with tool_workers=0.",
     )
     environment_retries: NonNegativeInt = option(
-        0,
-        "Number of further attempts if an environment's reset or get_reward raises an error. 0: the first error "
-        "ends the run.",
+        0, "Number of retries if an environment's reset or get_reward raises an error. 0: the first error ends the run."
     )

@@ -44,35 +44,35 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     """
 
     learning_rate: float = option(
-        5e-7, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
+        5e-7, "Peak learning rate. The default is for full fine-tuning. Use about ten times this value for LoRA."
     )
     disable_dropout: bool = option(
         True,
-        "Set every dropout probability of the model to 0, so that policy and reference give equal log-probs for "
-        "equal inputs. An adapter's lora_dropout is not changed.",
+        "Set every dropout probability of the model to 0, so that policy and reference give equal log-probs for equal inputs. "
+        "An adapter's lora_dropout is not changed.",
     )
     reward_model_path: str | None = option(
         None,
-        "Accepted for scripts that load a reward model themselves. The trainer does not use it; pass reward_funcs "
-        "to the trainer.",
+        "Accepted for scripts that load a reward model themselves. The trainer does not use it. Pass reward_funcs to the "
+        "trainer instead.",
     )
-    max_new_tokens: PositiveInt = option(64, "Maximum number of tokens of a completion, including the end token.")
+    max_new_tokens: PositiveInt = option(64, "Maximum number of tokens per completion, including the end token.")
     max_completion_length: PositiveInt | None = option(
         None, "Alias of max_new_tokens. None: max_new_tokens. A different value is an error."
     )
     max_length: PositiveInt = option(
         512,
-        "Maximum number of tokens of prompt and completion, above max_new_tokens. A longer prompt loses its beginning.",
+        "Maximum number of tokens of prompt and completion, above max_new_tokens. The start of a longer prompt is removed.",
     )
     temperature: PositiveFloat = option(
         0.9,
-        "Divisor of the logits in sampling, above 0. Higher values make the two completions of a prompt differ "
-        "more. The log-probs of the loss use temperature 1.",
+        "Sampling temperature, above 0. Higher values make the two completions of a prompt differ more. The log-probs of the "
+        "loss use temperature 1.",
     )
     missing_eos_penalty: PositiveFloat | None = option(
         None,
-        "Number above 0 that is subtracted from the reward of a completion without an end token. It favors "
-        "completions shorter than max_new_tokens. None: no penalty.",
+        "Penalty, above 0, that is subtracted from the reward of a completion without an end token. It encourages completions "
+        "shorter than max_new_tokens. None: no penalty.",
     )
     beta: list[float] = field(  # type: ignore[assignment]
         default_factory=lambda: [0.1],
@@ -86,26 +86,26 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     )
     loss_type: Literal["sigmoid", "ipo"] = option(
         "sigmoid",
-        "Loss of a pair of completions. 'sigmoid': the loss of DPO. 'ipo': a finite target for the gap of "
-        "log-ratios, 1 / (2 beta), without division by length.",
+        "Loss of a pair of completions. 'sigmoid': the loss of DPO. 'ipo': moves the difference of the two log-ratios to the "
+        "target 1 / (2 beta). The log-ratios are not divided by length.",
     )
     num_generations: PositiveInt = option(
-        2, "Number of completions per prompt. It must be 2, because the better and the worse one form a pair."
+        2, "Number of completions per prompt. It must be 2, because the two completions form a pair."
     )
     num_generations_eval: NonNegativeInt | None = option(
         1,
-        "Number of completions per prompt in evaluation. It must be 1 (or 0 or None, with the same effect), "
-        "because evaluation scores completions without comparing them.",
+        "Number of completions per prompt in evaluation. It must be 1 (or 0 or None, with the same effect), because "
+        "evaluation scores completions without comparing them.",
     )
     keep_eos_for_rewards: bool = option(
         False,
-        "Append the end token to plain-text completions that have ended before reward functions receive them. "
-        "Conversations are not changed.",
+        "Append the end token to the text of finished completions before it is passed to reward functions. Conversations are "
+        "not changed.",
     )
     vllm_gpu_memory_utilization: PositiveShare = option(
         0.55,
-        "Fraction of the GPU's memory for vLLM, above 0 and at most 1 (vllm_mode='colocate'). The trainer needs "
-        "the rest. Set it on the server if there is one.",
+        "Fraction of the GPU's memory for vLLM, above 0 and at most 1 (vllm_mode='colocate'). The trainer uses the remaining "
+        "memory. With vllm_mode='server', set it on the server instead.",
     )
 
     def check_fields(self) -> None:

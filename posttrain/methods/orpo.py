@@ -28,8 +28,7 @@ class ORPOConfig(UnreadFields, AnswerConfig):
 
     beta: PositiveFloat = option(
         0.1,
-        "Weight of the odds-ratio term, above 0. The paper calls it lambda. A larger value penalizes rejected "
-        "answers more.",
+        "Weight of the odds-ratio term, above 0 (lambda in the paper). Larger values penalize rejected answers more.",
     )
 
     def __post_init__(self) -> None:

@@ -213,48 +213,47 @@ class AnswerConfig(PostTrainingConfig):
     desirable_weight = undesirable_weight = 1.0  # Constants, not fields: only some methods have these options.
 
     learning_rate: float = option(
-        1e-6, "Peak learning rate. The default suits training of all weights; use about 1e-5 for LoRA."
+        1e-6, "Peak learning rate. The default is for full fine-tuning. Use about 1e-5 for LoRA."
     )
     disable_dropout: bool = option(
         True,
-        "Set every dropout probability of the model to 0, so that policy and reference give equal log-probs for "
-        "equal inputs. An adapter's lora_dropout is not changed.",
+        "Set every dropout probability of the model to 0, so that policy and reference give equal log-probs for equal inputs. "
+        "An adapter's lora_dropout is not changed.",
     )
     max_length: int | None = option(
         1024,
-        "Maximum number of tokens of prompt and answer, at least 2. Longer answers are truncated, and rows whose "
-        "prompt fills it are dropped. None: no limit. Raise it if the log reports many truncated answers.",
+        "Maximum number of tokens of prompt and answer together, at least 2. Longer answers are truncated, and rows whose "
+        "prompt alone reaches the maximum are dropped. None: no limit. Increase it if the log reports many truncated answers.",
     )
     truncation_mode: Literal["keep_start", "keep_end"] = option(
         "keep_start",
-        "Which end of a row above max_length is kept. 'keep_start': the prompt and the beginning of each answer. "
-        "'keep_end': the end of each answer, and of the prompt if tokens are left for it; DPO deprecates it.",
+        "Which part of a row longer than max_length is kept. 'keep_start': the prompt and the beginning of each answer. "
+        "'keep_end': the end of each answer, and as much of the end of the prompt as fits. DPO deprecates 'keep_end'.",
     )
     mask_inner_turns: bool = option(
         False,
-        "Exclude turns of the user and of tools within an answer from the loss. False trains them like the "
-        "model's own text, with a warning. Set it for answers with tool calls.",
+        "Exclude user and tool turns within an answer from the loss. False trains them like the model's own text, and logs a "
+        "warning. Set it for answers with tool calls.",
     )
     dataset_num_proc: PositiveInt | None = option(
         None,
-        "Number of processes that prepare the dataset, at least 1. None: the main process only. Raise it for "
-        "large datasets.",
+        "Number of processes that prepare the dataset, at least 1. None: the main process only. Raise it for large datasets.",
     )
     pad_to_multiple_of: int | str | None = option(
         None,
-        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for "
-        "FlexAttention, which needs multiples of 128.",
+        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for FlexAttention, "
+        "which needs multiples of 128.",
     )
     beta: PositiveFloat = option(
         0.1,
-        "Strength of the regularization, above 0. For losses with a reference, a larger value keeps the policy "
-        "closer to it. For 'ipo' it is tau: the target gap per token is 1 / (2 beta). Losses that average over "
-        "tokens need a value one or two orders of magnitude larger.",
+        "Strength of the regularization, above 0. For losses with a reference model, a larger value keeps the policy closer "
+        "to the reference. For 'ipo', it is tau in the paper: the target gap per token is 1 / (2 beta). Losses that average "
+        "over tokens need a value that is one or two orders of magnitude larger.",
     )
     pair_reward_model: str | None = option(
         None,
-        "Folder or Hub id of a reward model that scores up to 512 pairs before training. Its agreement with the "
-        "labels is logged, and pairs that it contradicts are listed in a file. None: no scoring.",
+        "Folder or Hub id of a reward model that scores up to 512 pairs before training. Its agreement with the labels is "
+        "logged, and the pairs for which it prefers the rejected answer are listed in a file. None: pairs are not scored.",
     )
 
     def __post_init__(self) -> None:
@@ -298,7 +297,7 @@ class UnreadFields:
     )
     is_encoder_decoder: bool | None = option(None, "Not supported. Only causal language models are trained.")
     padding_value: int | None = option(
-        None, "Not supported. Padding is not part of any loss; set pad_token on the tokenizer."
+        None, "Not supported. Padding never affects the loss. To change the pad token, set it on the tokenizer."
     )
 
     def refuse_unread(self) -> None:
@@ -319,23 +318,23 @@ class ComparedConfig(AnswerConfig):
 
     precompute_ref_log_probs: bool = option(
         False,
-        "Compute the reference's log-probs once, before training, and release the reference model. This saves its "
-        "memory. It needs a dataset with a length and cannot be combined with sync_ref_model.",
+        "Compute the log-probs of the reference model once, before training, and then release the model to save memory. This "
+        "needs a dataset with a length, and cannot be combined with sync_ref_model.",
     )
     precompute_ref_batch_size: PositiveInt | None = option(
         None,
-        "With precompute_ref_log_probs: number of rows per forward pass. None: per_device_train_batch_size. A "
-        "larger number is faster, because no gradients are stored.",
+        "With precompute_ref_log_probs: number of rows per forward pass. None: per_device_train_batch_size. A larger number "
+        "is faster, because no gradients are stored.",
     )
     sync_ref_model: bool = option(
         False,
-        "Move the reference model towards the policy every ref_model_sync_steps steps (TR-DPO, arXiv:2404.09656). "
-        "Adapters and quantized weights are refused.",
+        "Move the reference model towards the policy every ref_model_sync_steps steps (TR-DPO, arXiv:2404.09656). It does not "
+        "work with adapters or quantized weights.",
     )
     ref_model_mixup_alpha: PositiveShare = option(
         0.6,
-        "With sync_ref_model: the fraction a in reference = (1 - a) * reference + a * policy, above 0 and at most "
-        "1. 1 replaces the reference by the policy.",
+        "With sync_ref_model: the fraction a in reference = (1 - a) * reference + a * policy, above 0 and at most 1. 1 "
+        "replaces the reference with the policy.",
     )
     ref_model_sync_steps: PositiveInt = option(
         512, "With sync_ref_model: number of optimizer steps between two updates of the reference model, at least 1."

@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 class RewardConfig(PostTrainingConfig):
     """Arguments of `RewardTrainer`, which trains a scalar head to score chosen answers above rejected ones."""
 
-    learning_rate: float = option(1e-4, "Peak learning rate. Use about ten times more for LoRA.")
+    learning_rate: float = option(1e-4, "Peak learning rate. For LoRA, use a value about ten times larger.")
     disable_dropout: bool = option(
         True,
-        "Set every dropout probability of the model to 0, so that equal answers get equal scores. An adapter's "
-        "lora_dropout is not changed.",
+        "Set every dropout probability of the model to 0, so that equal answers get equal scores. An adapter's lora_dropout "
+        "is not changed.",
     )
     chat_template_path: str | None = option(
         None,
-        "Path of a .jinja or .j2 file with a chat template, whose special tokens must be in the vocabulary "
-        "already. Any other value is the folder or Hub id of a tokenizer: its template and added tokens are "
-        "copied, and the embedding grows. None: the tokenizer's own template.",
+        "Chat template to use. Either the path of a .jinja or .j2 file, whose special tokens must already be in the "
+        "vocabulary, or the folder or Hub id of a tokenizer. The template and the added tokens of that tokenizer are copied, "
+        "and the model's embedding is extended. None: the tokenizer's own template.",
     )
     eos_token: str | None = option(
         None, "Token that ends a sequence. It must be in the tokenizer's vocabulary. None: the tokenizer's own token."
@@ -41,23 +41,22 @@ class RewardConfig(PostTrainingConfig):
     pad_token: str | None = option(None, "Deprecated. Set pad_token on the tokenizer instead.")
     max_length: PositiveInt | None = option(
         1024,
-        "Maximum number of tokens of prompt and answer, at least 1. A pair with a longer chosen or rejected side "
-        "is dropped, because its end decides the score. None keeps all pairs.",
+        "Maximum number of tokens of prompt and answer, at least 1. Pairs with a longer answer are dropped and not truncated, "
+        "because the score is read at the end of the answer. None keeps all pairs.",
     )
     dataset_num_proc: PositiveInt | None = option(
         None,
-        "Number of processes that prepare the dataset, at least 1. None: the main process only. Raise it for "
-        "large datasets.",
+        "Number of processes that prepare the dataset, at least 1. None: the main process only. Raise it for large datasets.",
     )
     center_rewards_coefficient: NonNegativeFloat | None = option(
         None,
-        "Weight of the term (r_chosen + r_rejected)^2, which keeps scores near 0 (arXiv:2312.09244). 0.01 is "
-        "recommended. None or 0: no term, so scores have an arbitrary offset.",
+        "Weight of the term (r_chosen + r_rejected)^2, which keeps scores close to 0 (arXiv:2312.09244). 0.01 is recommended. "
+        "None or 0 disables the term, so that scores have an arbitrary offset.",
     )
     pad_to_multiple_of: int | str | None = option(
         None,
-        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for "
-        "FlexAttention, which needs multiples of 128.",
+        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for FlexAttention, "
+        "which needs multiples of 128.",
     )
 
 

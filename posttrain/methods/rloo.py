@@ -42,24 +42,23 @@ class RLOOConfig(PictureConfig, OnlineConfig):
     _corrects_sampler: ClassVar[bool] = True
     num_generations: PositiveInt = option(
         2,
-        "Number of completions sampled per prompt, at least 2. The baseline of a completion is the mean reward of "
-        "the other completions of its prompt, so more completions make it less noisy. It must divide "
-        "generation_batch_size.",
+        "Number of completions sampled per prompt, at least 2. The baseline of a completion is the mean reward of the other "
+        "completions of its prompt, so more completions make it less noisy. It must divide generation_batch_size.",
     )
     beta: NonNegativeFloat = option(
         0.05,
-        "Weight of the KL to the reference model, which is subtracted from the reward. 0: no KL, and no reference "
-        "model is loaded. Raise it if the model loses earlier skills.",
+        "Weight of the KL divergence from the reference model, which is subtracted from the reward. 0: no KL penalty, and no "
+        "reference model is loaded. Increase it if the model loses earlier skills.",
     )
     reward_clip_range: list[float] | None = option(
         None,
-        "Two numbers, the minimum and the maximum reward. Rewards are clipped before the KL is subtracted; the "
-        "log shows them unclipped. None: no clipping.",
+        "Minimum and maximum reward, as a list of two numbers. Rewards are clipped before the KL penalty is subtracted. The "
+        "log contains the rewards before clipping. None: no clipping.",
     )
     normalize_advantages: bool = option(
         False,
-        "Standardize advantages over the whole generation to mean 0 and standard deviation 1, and limit them to "
-        "-10 to 10. False uses them unscaled. Set it if rewards are large.",
+        "Standardize advantages over the whole generation to mean 0 and standard deviation 1, and clip them to the range from "
+        "-10 to 10. False does not scale advantages. Set it if rewards are large.",
     )
 
     def __post_init__(self) -> None:

@@ -32,22 +32,20 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
     _VALID_DICT_FIELDS = [*PostTrainingConfig._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012
 
     learning_rate: float = option(
-        2e-5, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
+        2e-5, "Peak learning rate. The default is for full fine-tuning. Use about ten times this value for LoRA."
     )
     dataset_text_field: str = option(
         "text",
-        "Name of the column with plain text. It is read only if a row has no input_ids, messages, or prompt and "
-        "completion.",
+        "Name of the column with plain text. It is read only if a row has no input_ids, messages, or prompt and completion.",
     )
     dataset_kwargs: dict[str, Any] | str | None = option(
         None,
-        "Options of the dataset's preparation as a mapping or JSON. The only key is skip_prepare_dataset: True "
-        "uses rows as they are, with the columns input_ids and labels. It is refused for rows with images.",
+        "Options for the preparation of the dataset, as a mapping or JSON. The only key is skip_prepare_dataset. If it is "
+        "True, rows are not prepared and must have the columns input_ids and labels. This does not work for rows with images.",
     )
     dataset_num_proc: PositiveInt | None = option(
         None,
-        "Number of processes that prepare the dataset, at least 1. None: the main process only. Raise it for "
-        "large datasets.",
+        "Number of processes that prepare the dataset, at least 1. None: the main process only. Raise it for large datasets.",
     )
     eos_token: str | None = option(
         None, "Token that ends a sequence. It must be in the tokenizer's vocabulary. None: the tokenizer's own token."
@@ -55,69 +53,67 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
     pad_token: str | None = option(None, "Deprecated. Set pad_token on the tokenizer instead.")
     chat_template_path: str | None = option(
         None,
-        "Path of a .jinja or .j2 file with a chat template, whose special tokens must be in the vocabulary "
-        "already. Any other value is the folder or Hub id of a tokenizer: its template and added tokens are "
-        "copied, and the embedding grows. None: the tokenizer's own template.",
+        "Chat template to use. Either the path of a .jinja or .j2 file, whose special tokens must already be in the "
+        "vocabulary, or the folder or Hub id of a tokenizer. The template and the added tokens of that tokenizer are copied, "
+        "and the model's embedding is extended. None: the tokenizer's own template.",
     )
     max_length: PositiveInt | None = option(
         1024,
-        "Maximum number of tokens per row, at least 1. Longer rows are truncated; with packing it is the length "
-        "of a packed row. None disables truncation and is refused with packing. Raise it if the log reports many "
-        "truncated rows.",
+        "Maximum number of tokens per row, at least 1. Longer rows are truncated. With packing, it is the length of a packed "
+        "row. None disables truncation and excludes packing. Increase it if the log reports many truncated rows.",
     )
     truncation_mode: Literal["keep_start", "keep_end"] = option(
         "keep_start",
-        "Which end of a long row is kept. 'keep_start': the beginning. 'keep_end': the end; it is deprecated, "
-        "because such rows do not look like any prompt.",
+        "Which part of a row longer than max_length is kept. 'keep_start': the beginning. 'keep_end': the end. 'keep_end' is "
+        "deprecated, because the truncated rows begin in the middle of a text, unlike any prompt.",
     )
     completion_only_loss: bool | None = option(
         None,
-        "Train only the completion of rows with prompt and completion. True and None do this. False also trains "
-        "the prompt. All tokens of rows without a prompt are trained.",
+        "Whether to train only the completion of rows with prompt and completion. True or None: only the completion is "
+        "trained. False: the prompt is trained too. In rows without a prompt, all tokens are trained.",
     )
     assistant_only_loss: bool = option(
         False,
-        "Train only the assistant's turns of a conversation, including the token that ends each turn. False "
-        "trains all tokens. If the chat template does not mark assistant turns, a matching template with marks is "
-        "used for tokenizing.",
+        "Train only the assistant's turns of a conversation, including the token that ends each turn. False trains all "
+        "tokens. If the chat template does not mark assistant turns, rows are tokenized with an equivalent template that "
+        "does.",
     )
     allow_untrained_stop: bool = option(
         False,
-        "Continue if assistant_only_loss trains no token that ends a turn. By default this is an error, because "
-        "the model would not learn to stop.",
+        "Continue if assistant_only_loss trains no token that ends a turn. By default this is an error, because the model "
+        "would not learn to stop.",
     )
     loss_type: Literal["nll", "chunked_nll", "dft"] | None = option(
         "nll",
-        "Loss. 'nll': negative log-likelihood, averaged over the trained tokens of the optimizer step and "
-        "computed in chunks of logits. 'chunked_nll': alias of 'nll'. 'dft': Dynamic Fine-Tuning "
-        "(arXiv:2508.05629), which weights each token's loss by its probability, treated as a constant. None: "
-        "'nll'.",
+        "Loss. 'nll': negative log-likelihood, averaged over the trained tokens of the optimizer step and computed in chunks "
+        "of logits. 'chunked_nll': alias of 'nll'. 'dft': Dynamic Fine-Tuning (arXiv:2508.05629), which weights each token's "
+        "loss by its probability, treated as a constant. None: 'nll'.",
     )
     packing: bool = option(
         False,
-        "Pack several documents into each row of the training set, up to max_length tokens. Documents do not "
-        "attend to each other. Batch sizes then count packed rows, so steps have similar numbers of tokens.",
+        "Pack several documents into each row of the training set, up to max_length tokens. Documents do not attend to each "
+        "other. Batch sizes then count packed rows, so that all steps have similar numbers of tokens.",
     )
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = option(
         "bfd",
-        "How packing fills rows. 'bfd': best fit, longest documents first; documents above max_length are "
-        "truncated. 'bfd_split': the same, but long documents are split into independent pieces. 'wrapped': keep "
-        "the order and split documents wherever a row is full. Rows with images need 'bfd'.",
+        "How rows are packed. 'bfd': best-fit decreasing, which packs the longest documents first. Documents longer than "
+        "max_length are truncated. 'bfd_split': same as 'bfd', but long documents are split into independent pieces. "
+        "'wrapped': documents keep their order, and are split wherever a row is full. Rows with images need 'bfd'.",
     )
     eval_packing: bool | None = option(None, "Pack the evaluation sets. None: same as packing.")
     padding_free: bool = option(
         False,
-        "Accepted for compatibility with TRL. It has no effect, because batches have no padding between sequences.",
+        "Accepted for compatibility with TRL. It has no effect, because batches contain no padding between sequences.",
     )
     shuffle_dataset: bool = option(
         False,
-        "Shuffle the dataset once before training, with the config's seed. With packing, documents are also "
-        "shuffled before they are packed.",
+        "Shuffle the dataset once before training, with the config's seed. With packing, documents are also shuffled before "
+        "they are packed.",
     )
     pad_to_multiple_of: int | str | None = option(
         None,
-        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for "
-        "FlexAttention, which needs multiples of 128.",
+        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for FlexAttention, "
+        "which needs multiples of 128.",
     )
 
     def __post_init__(self) -> None:

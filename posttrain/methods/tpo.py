@@ -27,28 +27,28 @@ class TPOConfig(AnswerConfig):
     """Arguments of `TPOTrainer`, which trains on triples of a chosen, a rejected and a gold answer."""
 
     learning_rate: float = option(
-        5e-7, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
+        5e-7, "Peak learning rate. The default is for full fine-tuning. Use about ten times this value for LoRA."
     )
     loss_type: Literal["sigmoid", "hinge", "ipo", "tpo-l"] = option(
         "sigmoid",
-        "Loss of the pair, without a reference model. 'sigmoid' and 'hinge' compare sums of log-probs; 'hinge' "
-        "ignores pairs with a sufficient gap. 'ipo' and 'tpo-l' compare means per token: 'ipo' has a target for "
-        "the gap, 'tpo-l' the margin tpo_l_gamma.",
+        "Loss of the pair, without a reference model. 'sigmoid' and 'hinge' compare the sums of log-probs, and 'hinge' "
+        "ignores pairs whose gap is large enough. 'ipo' and 'tpo-l' compare the mean log-probs per token. 'ipo' moves their "
+        "gap to a target value; for 'tpo-l', the gap must reach the margin tpo_l_gamma.",
     )
     beta: PositiveFloat = option(
         0.01,
-        "Scale of the reward, above 0. For 'ipo' the target gap is 1 / (2 beta). Losses on means per token need a "
-        "value one or two orders of magnitude larger.",
+        "Scale of the reward, above 0. For 'ipo', the target gap is 1 / (2 beta). Losses on mean log-probs per token need a "
+        "value that is one or two orders of magnitude larger.",
     )
     label_smoothing: Share = option(
         0.0,
-        "Probability that a label is wrong, from 0 to 1. Only 'sigmoid' and 'tpo-l' use it; with other losses a "
-        "value above 0 is an error.",
+        "Probability that a label is wrong, from 0 to 1. Only 'sigmoid' and 'tpo-l' use it. With other losses, a value above "
+        "0 is an error.",
     )
     tpo_alpha: NonNegativeFloat = option(
         1.0,
-        "Weight of the negative log-likelihood of gold answers, at least 0. 0 excludes gold answers, which saves "
-        "their part of the forward pass.",
+        "Weight of the negative log-likelihood of gold answers, at least 0. 0 excludes gold answers, which makes the forward "
+        "pass smaller.",
     )
     tpo_l_gamma: float = option(0.5, "With loss_type='tpo-l': margin that the scaled difference of rewards must reach.")
 

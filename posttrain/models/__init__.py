@@ -1,4 +1,4 @@
-"""Models: loading, masks, forward pass, log-probs, references, sharding."""
+"""Models: loading, attention and masks, the forward pass, log-probs, reference models, and sharding."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import posttrain
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name of ``posttrain``, because TRL keeps public helpers in its package of this name."""
+    """Return a public name of ``posttrain``. TRL has public helpers in its package `models`, so old imports work."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(posttrain, name)

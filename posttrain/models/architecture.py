@@ -1,4 +1,4 @@
-"""Architecture fields of model configs under one name for all families; None if a family has no such field."""
+"""Architecture fields of model configs under the same names for all families. A field is None if a family lacks it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Names of tree attention in transformers' registry, and the backend that each uses for calls without a `Forest`.
+# Names of tree attention in transformers' registry. Calls without a `Forest` use the backend on the right.
 OWN_NAMES = {"posttrain_sdpa": "sdpa", "posttrain_eager": "eager"}
 
 
@@ -32,23 +32,23 @@ def text_of(config: PretrainedConfig | None) -> Any:
 
 
 def attention_name(text: PretrainedConfig | None) -> str | None:
-    """Return transformers' name of a model's attention backend, also if tree attention wraps it. Return None for None."""
+    """Return transformers' name of a model's attention backend, even if tree attention wraps it. None for None."""
     name = getattr(text, "_attn_implementation", None)
     return OWN_NAMES.get(name, name)
 
 
 def context_length(text: PretrainedConfig | None) -> int | None:
-    """Return the maximum sequence length in tokens, or None without position limits."""
+    """Return the maximum sequence length in tokens, or None if positions are not limited."""
     return getattr(text, "max_position_embeddings", None)
 
 
 def layer_kinds(text: PretrainedConfig) -> tuple[str, ...]:
-    """Return the kind of each layer (``full_attention``, ``linear_attention``, ...); empty if the config lists none."""
+    """Return the type of each layer (``full_attention``, ``linear_attention``, ...). Empty if the config does not list them."""
     return tuple(getattr(text, "layer_types", None) or ())
 
 
 def sliding_window(text: PretrainedConfig | None) -> int | None:
-    """Return the size of the sliding attention window in tokens, or None without one."""
+    """Return the size of the sliding attention window in tokens, or None if there is no window."""
     return getattr(text, "sliding_window", None)
 
 
@@ -84,12 +84,12 @@ def key_value_width(text: PretrainedConfig) -> int:
 
 
 def differs_by_layer(text: PretrainedConfig) -> bool:
-    """Return whether sizes differ by layer, as head sizes do in Gemma 4. The config has no single value for such fields."""
+    """Return whether sizes differ by layer, as head sizes do in Gemma 4. The config then has no single value for such fields."""
     return getattr(text, "is_heterogeneous", False)
 
 
 def layer_configs(text: PretrainedConfig) -> list[Any]:
-    """Return one config per layer. All are the same object unless sizes differ by layer."""
+    """Return one config per layer. All layers have the same config object unless sizes differ by layer."""
     if differs_by_layer(text):
         return [text.per_layer_config[i] for i in range(text.num_hidden_layers)]
     return [text] * text.num_hidden_layers

@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Backends that accept an arbitrary mask.
 
 
-# Fields that models read in every pass, so a probe can narrow them. Llama 4 counts ``floor_scale`` in columns.
+# Fields that models read in every pass, so that a probe can reduce them. Llama 4's ``floor_scale`` is in columns.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # Dropout on attention probabilities.
-KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # Layer kinds whose mask is known.
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # Types of layers whose mask is known.
 
 
 def attention_inputs(
@@ -44,7 +44,7 @@ def attention_inputs(
 ) -> dict[str, Any]:
     """Return a model's keyword arguments that define which tokens attend to which in a batch.
 
-    ``span`` is the same as in `forest_mask`, and ``split`` the same as in `Forest`.
+    ``span`` is described in `forest_mask`, and ``split`` in `Forest`.
 
     Returns:
         A dict with ``attention_mask`` and, for tree attention, ``forest``. The mask depends on the batch and the backend:
@@ -54,8 +54,8 @@ def attention_inputs(
         - Otherwise a 4-D mask in the backend's format: additive for eager and for sdpa on a CPU, bool for sdpa elsewhere, and
           ``BlockMask`` for flex.
 
-        Models that mix kinds of layers get a dict of masks by layer type. Recurrent layers get no mask: their functions read
-        ``forest`` (`posttrain.models.recurrent`).
+        Models with several types of layers get a dict of masks by layer type. Recurrent layers get no mask, because their
+        functions use ``forest`` (`posttrain.models.recurrent`).
 
     Raises:
         DataError: The batch's segments do not match its rows.
@@ -79,7 +79,7 @@ def attention_inputs(
         allowed = tree_attention.forest_mask(batch, window, chunk, span)
         if implementation == "sdpa" and allowed.device.type != "cpu":
             return allowed
-        # On a CPU, sdpa converts a bool mask to floats in every layer and saves each copy for backward.
+        # On a CPU, sdpa would convert a bool mask to floats in every layer, and save each copy for the backward pass.
         return tree_attention.added(allowed, dtype, -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min)
 
     forest = {"forest": tree_attention.Forest(batch, split)} if parts or stateful or split is not None else {}
@@ -94,14 +94,14 @@ def attention_inputs(
         "chunked_attention": (None, getattr(text, "attention_chunk_size", None)),
     }
     masks = {kind: build(*limits.get(kind, (None, None))) for kind in sorted(kinds)}
-    # Models of these families index the mask by layer type even when all layers are of one type.
+    # Models of these families get the mask by layer type even if all layers have the same type.
     families = ("gemma", "qwen", "cohere2", "olmo3", "smollm3", "exaone4", "llama4")
     indexed = len(masks) > 1 or text.model_type.startswith(families)
     return {"attention_mask": masks if indexed else next(iter(masks.values())), **forest}
 
 
 def has_recurrent_layers(model: Module) -> bool:
-    """Return whether layers mix tokens by other means than attention, according to the model's class and config."""
+    """Return whether some layers mix tokens in another way than by attention, according to the model's class and config."""
     inner = causal_lm(model)
     return getattr(inner, "_is_stateful", False) or bool(set(layer_kinds(text_of(config_of(inner)))) - KINDS)
 
@@ -109,13 +109,13 @@ def has_recurrent_layers(model: Module) -> bool:
 def rope_limits(model: Module) -> tuple[int | None, int | None]:
     """Return the lengths above which the rotary frequencies of a pass depend on its longest sequence.
 
-    Among transformers' types (``ROPE_INIT_FUNCTIONS``), default, linear, llama3, yarn and proportional have no such limit.
-    ``longrope`` uses other frequencies for the whole pass if its longest sequence exceeds the original context. ``dynamic``
-    computes them from the longest sequence so far, and keeps them for later passes.
+    Of transformers' types (``ROPE_INIT_FUNCTIONS``), default, linear, llama3, yarn and proportional have no such limit.
+    ``longrope`` uses other frequencies for the whole pass if the longest sequence of the pass exceeds the original context.
+    ``dynamic`` computes frequencies from the longest sequence so far, and keeps them for later passes.
 
     Returns:
-        The maximum sequence length below the switch of ``longrope``, and the maximum length with equal frequencies in all passes
-        for ``dynamic``. None if the model has no such limit. Virtual tokens count, so they are subtracted.
+        The maximum length with the shorter context's frequencies of ``longrope``, and the maximum length for which ``dynamic``
+        has the same frequencies in all passes. None if the model has no such limit. Virtual tokens are subtracted.
     """
     text = causal_lm(model).config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -125,13 +125,13 @@ def rope_limits(model: Module) -> tuple[int | None, int | None]:
     ends = [text.max_position_embeddings for rope in kinds if "dynamic" in rope["rope_type"]]
     if len(set(switches)) > 1:
         raise ModelError(
-            f"layers with longrope change at different lengths {sorted(set(switches))}: no pass can be right."
+            f"layers with longrope change their frequencies at different lengths {sorted(set(switches))}, which is not supported."
         )
     return (min(switches) - virtual if switches else None), (min(ends) - virtual if ends else None)
 
 
 def padded_layout(model: Module) -> Layout:
-    """Return the layout with one sequence per padded row, for models that do not support packed prefix trees."""
+    """Return the layout with one sequence per padded row, for models that cannot use packed prefix trees."""
     switch, end = rope_limits(model)
     return Layout("padded", row_tokens=4096, rope_switch=switch, rope_end=end)
 
@@ -139,11 +139,11 @@ def padded_layout(model: Module) -> Layout:
 def layout_for(
     model: Module, *, dense_mask: bool = False, autocast: torch.dtype | None = None, device: str | None = None
 ) -> Layout:
-    """Return the fastest layout of the model's attention backend. It is not verified here, see `probe_layout`.
+    """Return the fastest layout for the model's attention backend. `probe_layout` checks whether its results are correct.
 
     Args:
         model: The model.
-        dense_mask: Use a dense mask.
+        dense_mask: Whether to use a dense mask.
         autocast: Dtype of products if it differs from the weights' dtype.
         device: Device type of training, ``cpu`` or ``cuda``. None means the model's current device.
     """
@@ -161,9 +161,9 @@ def layout_for(
     if family.whole:
         return padded_layout(model)
     if family.cross:
-        # Each tree is a pass, see `Family.cross`.
+        # Each tree is a separate pass, see `Family.cross`.
         return replace(layout, row_tokens=1, pass_tokens=0, joins_rows=False)
-    # In a bidirectional prompt, each token depends on the end of the prompt.
+    # If a prompt has bidirectional attention, each of its tokens depends on the end of the prompt.
     return replace(layout, joins_rows=family.block != "prompt")
 
 
@@ -176,15 +176,16 @@ def _fastest_layout(model: Module, implementation: str, autocast: torch.dtype | 
 
 
 def _dense_layout(device: str) -> Layout:
-    # Attention with a dense mask costs T^2, and a pass has a fixed cost (gradients are accumulated). On a 135M model and 2 cores,
-    # six trees of 240 tokens took 8.0 s one by one, 7.5 s with two per row, 6.5 s with three rows per pass, and 6.0 s in one
-    # pass. Memory grows with the tokens of a pass (4.0 GB at 480, 4.9 GB at 720, including the optimizer).
+    # The cost of attention with a dense mask is T^2 per row, and each pass has a fixed cost for accumulating gradients. For a
+    # 135M model on 2 cores, six trees of 240 tokens took 8.0 s in separate passes, 7.5 s with two trees per row, 6.5 s with three
+    # rows per pass, and 6.0 s in one pass. Memory grows with the tokens of a pass (4.0 GB for 480 and 4.9 GB for 720 tokens,
+    # including the optimizer).
     on_cpu = Layout("tree", row_tokens=256, pass_tokens=512)
     return replace(on_cpu if device == "cpu" else Layout("tree", row_tokens=2048), dense_mask=True)
 
 
 def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> str:
-    """Return why attention needs a dense mask on a device according to the config, or "" if tree attention is possible."""
+    """Return why attention needs a dense mask on a device, based on the config, or "" if tree attention is possible."""
     text = causal_lm(model).config.get_text_config()
     if reason := tree_attention.no_kernel(device, autocast or coarsest_dtype(model)):
         return reason
@@ -194,7 +195,7 @@ def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> st
         if share := getattr(text, name, None):
             return f"{name}={share} in the model's config (0 allows tree attention)"
     if device != "cpu" and "chunked_attention" in layer_kinds(text):
-        return "layers attend within chunks"
+        return "its layers use chunked attention"
     return ""
 
 
@@ -213,6 +214,6 @@ def coarsest_dtype(model: Module) -> torch.dtype:
 def rounds_to_tf32() -> bool:
     """Return whether products of float32 matrices on a GPU are computed in TF32.
 
-    torch raises on reading ``allow_tf32`` after its newer setting was written, as transformers does for ``tf32=True``.
+    After transformers has written torch's newer setting (for ``tf32=True``), reading ``allow_tf32`` raises an error.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"

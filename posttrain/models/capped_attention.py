@@ -1,8 +1,8 @@
 """Attention with scores ``cap * tanh(scale q k^T / cap)`` in PyTorch (`Capped`, `capped_attention`, `capped_attention_backward`).
 
-torch's flash operator for CPUs has no bound of scores. These two functions replace it for one part of tree attention: they return
-the log-sum-exp, and the backward takes the output and log-sum-exp merged over all parts. `BLOCK` queries are computed at a time,
-so that no tensor has the size of all scores.
+torch's flash attention for CPUs does not support a cap. These two functions replace it for one block of tree attention. They
+return the log-sum-exp, and the backward pass gets the output and the log-sum-exp after all blocks have been merged. `BLOCK`
+queries are computed at a time, so that the scores of all queries are never in memory together.
 
 Reference: Gemma 2, arXiv:2408.00118.
 """
@@ -19,13 +19,13 @@ BLOCK = 256
 
 
 class Capped(NamedTuple):
-    """Rule of one part of attention.
+    """Parameters of one block of attention.
 
     Attributes:
-        causal: Queries and keys are the same tokens, and each sees those up to its own.
-        mask: ``(n, m)`` numbers that are added to the bounded scores, or None.
+        causal: Whether queries and keys are the same tokens, so that each token attends to itself and to earlier tokens.
+        mask: ``(n, m)`` numbers that are added to the capped scores, or None.
         scale: Factor of the products of queries and keys.
-        cap: Bound of the scores.
+        cap: Maximum absolute value of the scores.
     """
 
     causal: bool
@@ -52,7 +52,7 @@ def capped_attention(q: Tensor, k: Tensor, v: Tensor, rule: Capped) -> tuple[Ten
 def capped_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Capped
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values for `capped_attention`; ``out`` and ``lse`` may include other keys."""
+    """Return the gradients of queries, keys and values. ``out`` and ``lse`` can include other keys than ``k``."""
     kv, wide = k.shape[1], _wide(q)
     key, value = k.to(wide)[:, :, None], v.to(wide)[:, :, None]
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(key[:, :, 0]), torch.zeros_like(value[:, :, 0])
@@ -67,7 +67,7 @@ def capped_attention_backward(
 
 
 def _blocks(q: Tensor, k: Tensor, rule: Capped) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Return for each block of queries its place, the scores ``(1, KV heads, r, n, m)``, and the derivative of the bound."""
+    """Yield for each block of queries its slice, the scores ``(1, KV heads, r, n, m)``, and the derivative of the cap."""
     wide = _wide(q)
     queries, keys = q.to(wide).unflatten(1, (k.shape[1], -1)), k.to(wide)[:, :, None]
     for start in range(0, q.shape[2], BLOCK):

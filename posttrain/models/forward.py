@@ -1,5 +1,5 @@
-"""One forward pass over a batch of prefix trees. Only hidden states at loss positions are used, and log-probs are
-computed in chunks.
+"""Forward pass over a batch of prefix trees. Only hidden states at loss positions are used, and log-probs are computed in
+chunks.
 """
 
 from __future__ import annotations
@@ -54,23 +54,22 @@ def forward(
     Args:
         model: A language model or classifier, wrapped or not, with `install_token_head`.
         batch: Batch on the model's device.
-        needs: Requested outputs, any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``mean_logit``,
-            ``collision``, ``logits``, ``aux``; or only ``scores`` (a classifier's score at the last token of each
-            sequence).
-        temperature: Divides the logits, so that log-probs are those of the sampling distribution.
-        truncation: Truncation of the sampling distribution. ``log_mass`` is the log of the mass that it leaves.
-        chunk_size: Number of positions whose logits are in memory at once. None: chosen by `token_logprobs`.
+        needs: Names of the requested outputs: any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``mean_logit``,
+            ``collision``, ``values``, ``logits`` and ``aux``. For classifiers, it is only ``scores``, the score at the last
+            token of each sequence.
+        temperature: Sampling temperature, by which the logits are divided.
+        truncation: Truncation of the sampling distribution. ``log_mass`` is the log of the probability that remains.
+        chunk_size: Number of positions per chunk of logits. None uses the default of `token_logprobs`.
         compare: See `TokenHead.compare`. Its result is returned as ``compared``.
 
     Returns:
-        Log-probs, entropies and correctness of each token, zero outside ``loss_mask``; scores ``(S,)``; and with
-        ``values`` in ``needs`` the value of the state before each completion token.
+        The requested outputs. Their shapes are described in `posttrain.types.ModelOutputs`.
     """
     install_token_head(model)
     asked = Pass(batch, needs, temperature, truncation, chunk_size, compare is not None)
     split = token_split.active()
-    # Backward calls checkpointed layers again, so after a pass with gradients the name of the attention stays in the
-    # config.
+    # The backward pass calls checkpointed layers again. After a pass with gradients, the attention's name in the config
+    # therefore stays changed.
     named = nullcontext() if torch.is_grad_enabled() else attention_renamed(model, lambda name: name)
     with named:
         if split is None or (torch.is_grad_enabled() and not split.in_turn):
@@ -97,17 +96,17 @@ def forward(
 
 @contextmanager
 def on_whole_rows(model: nn.Module) -> Iterator[None]:
-    """Compute batches on this process alone inside the block, for a teacher. The other processes of the group wait to
-    help with the student.
+    """Compute batches on this process alone inside the block, e.g. for a teacher. Other processes of the group wait until
+    they can help with the student.
 
     Raises:
-        ModelError: The model is sharded, but the other processes do not run it.
+        ModelError: The model is sharded, so that its forward pass needs all processes of the group.
     """
     split = token_split.active()
     if split is not None and gathers_in_forward(model.modules()):
         raise ModelError(
-            f"sp_size={split.size}: a sharded model would run on whole rows, but the other processes of its group do "
-            "not run this pass. Fix: use a teacher that is not sharded (no self-distillation with FSDP), or "
+            f"sp_size={split.size}: the model is sharded, but its forward pass runs on one process of the group only, so it "
+            "cannot gather its shards. Fix: use a teacher that is not sharded (no self-distillation with FSDP), or "
             "sp_size=1."
         )
     with token_split.alone():
@@ -116,10 +115,10 @@ def on_whole_rows(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Description of a forward pass for processes that compute a batch together; see `forward`.
+    """Description of a forward pass, sent to the processes that compute a batch together; see `forward`.
 
     Attributes:
-        compares: Whether the owner of the batch compares the last hidden states with another model.
+        compares: Whether the owner of the batch compares the last hidden states with those of another model.
     """
 
     batch: Batch
@@ -130,7 +129,7 @@ class Pass:
     compares: bool = False
 
     def bare(self) -> Pass:
-        """Return a copy on the CPU, without the tensors that only the objective reads."""
+        """Return a copy on the CPU without the tensors that only the objective needs."""
         empty = dict.fromkeys(("advantages", "old_logp", "ref_logp", "rollout_logp", "expected_grad"))
         return replace(self, batch=replace(self.batch, **empty, columns={}).to("cpu"))
 
@@ -142,7 +141,7 @@ def _run(
     split: TokenSplit | None = None,
     owner: int = 0,
 ) -> dict[str, Any]:
-    """Run one forward pass. With a ``split``, compute this process's columns of a batch of process ``owner``.
+    """Run a forward pass. With a ``split``, compute only this process's columns of the batch of process ``owner``.
 
     Returns:
         Results by name, ordered by loss positions ``(N, ...)`` or sequences ``(S, ...)``, and summed over the split.
@@ -170,15 +169,15 @@ def _run(
         **({"output_router_logits": True} if balance else {}),
         **batch.model_kwargs,
     )
-    # Compared values have already been gathered.
+    # Values that were compared have already been gathered.
     return result if split is None or own is None or asked.compares else _at_owner(result, own, split, owner)
 
 
 def _piece(
     head: TokenHead | ScoreHead, columns: slice, split: TokenSplit, owner: int, *, compares: bool
 ) -> tuple[TokenHead | ScoreHead, tuple[Tensor, int]]:
-    """Return the head for the positions predicted from some columns, the indices of these positions, and the number of
-    all positions.
+    """Return the head for the positions that are predicted from some columns, the indices of these positions, and the
+    number of all positions.
     """
     inside = (head.columns >= columns.start) & (head.columns < columns.stop)
     own = (inside.nonzero()[:, 0], len(head.columns))
@@ -197,14 +196,14 @@ def _piece(
 def _compared_at_owner(
     head: TokenHead, own: tuple[Tensor, int], split: TokenSplit, owner: int
 ) -> Callable[..., dict[str, Any]]:
-    """Gather the last hidden states on the owner of the batch, which compares them with another model."""
+    """Gather the last hidden states on the owner of the batch, which compares them with those of another model."""
 
     def compare(hidden: Tensor, layer: nn.Module, rule: Any, piece: TokenHead) -> dict[str, Any]:
         (whole,) = split.at_owner(owner, [_all_positions(hidden, *own)])
         if owner == split.rank:
             assert head.compare is not None
             return head.compare(whole, layer, rule, head)
-        # Gradient averaging waits for a gradient of every weight.
+        # Every weight needs a gradient, because gradient averaging waits for all of them.
         weights = () if layer is None else [p for p in layer.parameters() if p.requires_grad]
         return {"hidden": whole, **{f"weight {i}": p.flatten()[:1] for i, p in enumerate(weights)}}
 
@@ -217,7 +216,7 @@ def _all_positions(values: Tensor, where: Tensor, count: int) -> Tensor:
 
 
 def _at_owner(result: dict[str, Any], own: tuple[Tensor, int], split: TokenSplit, owner: int) -> dict[str, Any]:
-    """Gather the results of all processes that were not compared. The router term is already complete."""
+    """Gather the results on the owner, except compared values. The router's loss term is already complete."""
     names = [name for name in ("logp", "log_mass", *PER_TOKEN, "logits", "scores") if name in result]
     if not names:
         return result
@@ -240,7 +239,7 @@ def _in_turns(
 
 
 def help_with(model: nn.Module, owner: int, device: torch.device | str) -> Tensor:
-    """Compute this process's columns of a training pass of process ``owner``. Return the tensor to call backward on."""
+    """Compute this process's columns of a training pass of process ``owner``. Return a tensor whose backward must be called."""
     split = token_split.active()
     assert split is not None
     install_token_head(model)
@@ -251,7 +250,7 @@ def help_with(model: nn.Module, owner: int, device: torch.device | str) -> Tenso
 
 
 def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:
-    """Return the image inputs, see `view`. A text model has none."""
+    """Return the image inputs (see `view`). For text models, they are empty."""
     reads_images = image_token(model.config) is not None
     return view(model, batch, columns) if reads_images or batch.pictures else VisionView(batch.position_ids)
 
@@ -278,13 +277,13 @@ def _token_head(asked: Pass, virtual: int) -> TokenHead:
         chunk_size=asked.chunk_size,
         expected_grad=None if batch.expected_grad is None else batch.expected_grad[rows, columns],
         needs=asked.needs,
-        # Virtual tokens are also routed, and the model's own term counts them.
+        # Virtual tokens are routed too, and the model's own loss term counts them.
         balance_over=nn.functional.pad(batch.real.long(), (virtual, 0), value=1) if "aux" in asked.needs else None,
     )
 
 
 def _score_head(batch: Batch, virtual: int) -> ScoreHead:
-    """Return the head for the last tokens of sequences, found by position (the pad id may equal the eos id)."""
+    """Return the head for the last token of each sequence. It is found by position, because the pad and eos ids can be equal."""
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     last = torch.full((batch.num_sequences,), -1, dtype=torch.long, device=rows.device)
     flat = rows * batch.input_ids.shape[1] + columns
@@ -293,8 +292,8 @@ def _score_head(batch: Batch, virtual: int) -> ScoreHead:
 
 
 def _value_reader(inner: nn.Module, batch: Batch, virtual: int) -> Callable[[Tensor], Tensor]:
-    """Return a function from the policy's last hidden states to the values before each completion token, with its own
-    value head or a separate critic.
+    """Return a function that maps the policy's last hidden states to the values before each completion token. It uses the
+    value head or the separate critic.
     """
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     columns = batch.predictor[rows, columns]
@@ -324,10 +323,10 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def alone_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
-    """Compute log-probs of every completion, each sequence alone through the model's own forward and its full logits.
+    """Compute log-probs of every completion. Each sequence is passed separately through the model's own forward method.
 
-    This simple computation is the ground truth for the fast one. It only calls the model as it was passed, including
-    its adapter and virtual tokens.
+    This simple computation with full logits is the ground truth for `forward`. The model is called unchanged,
+    including its adapter and virtual tokens.
     """
     bare: Any = unwrapped(model)
     device, virtual = next(bare.parameters()).device, virtual_tokens(bare)
@@ -345,7 +344,7 @@ def alone_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def plain_logps(model: nn.Module, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return the log-probs of every token after the first of each sequence, by `sequence_logps`."""
+    """Return the log-probs of all tokens of each sequence except the first token, by `sequence_logps`."""
     rows = [Row(list(ids[:1]), [list(ids[1:])], [[1] * (len(ids) - 1)]) for ids in sequences]
     with torch.no_grad():
         return [logp.float().cpu().tolist() for logp in sequence_logps(model, rows)]
@@ -360,15 +359,15 @@ def batch_logps(
     chunk_size: int,
     truncation: Truncation = WHOLE,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Compute per-token log-probs of all completions with the training forward, in the order of the collated rows, and
-    the log of the mass that truncation leaves (empty without truncation).
+    """Compute log-probs of all completions per token, in the order of the collated rows, with the forward pass of training.
+    Also compute the log of the probability that remains after truncation (empty without truncation).
 
     Args:
         model: Model, wrapped as in the run.
-        batches: Batches on the model's device. Results are dropped for batches with the flag False, which only keep
-            ranks synchronized.
-        temperature: Divides the logits.
-        chunk_size: Number of tokens whose logits are in memory at once.
+        batches: Batches on the model's device with a flag. The results of a batch with the flag False are dropped. Such
+            batches keep the ranks synchronized.
+        temperature: Temperature by which the logits are divided.
+        chunk_size: Number of tokens per chunk of logits.
         truncation: Truncation of the sampler.
     """
     settings = {"temperature": temperature, "truncation": truncation, "chunk_size": chunk_size}
@@ -378,7 +377,7 @@ def batch_logps(
         out = forward(model, batch, **settings)
         if not counts:
             continue
-        # Two copies to the CPU instead of one per completion.
+        # Copy the whole tensors to the CPU, which needs two copies instead of one per completion.
         host = replace(batch, sequence=batch.sequence.cpu())
         for by_origin, values in ((logps, out.logp), (masses, out.log_mass)):
             if values is not None:
@@ -388,14 +387,14 @@ def batch_logps(
 
 
 def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
-    """Compute scores ``(S, labels)`` at the last token of each completion, one sequence at a time with the model's own
-    forward.
+    """Compute scores ``(S, labels)`` at the last token of each completion. Each sequence is passed separately through the
+    model's own forward method.
     """
     bare: Any = unwrapped(model)
     config = causal_lm(bare).config.get_text_config()
     device, pad = next(bare.parameters()).device, config.pad_token_id
     scores = []
-    config.pad_token_id = None  # Otherwise a last token with the pad id would not be scored.
+    config.pad_token_id = None  # Otherwise the model would not score a last token that equals the pad token.
     try:
         with tree_attention.uninstalled(bare):
             for row in rows:
@@ -409,7 +408,7 @@ def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
 
 
 def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
-    """Return the weight of the load-balancing loss: the option if it is set, otherwise the architecture's own. 0
+    """Return the weight of the load-balancing loss: the option if it is set, else the architecture's own. It is 0 for models
     without a router.
 
     Raises:
@@ -421,12 +420,12 @@ def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
     if not hasattr(text, "output_router_logits"):
         if wanted and wanted != default:
             raise ConfigError(
-                f"router_aux_loss_coef={wanted}, but {type(causal_lm(model)).__name__} has no router. Only mixtures "
-                "of experts have a load-balancing loss. Remove the option."
+                f"router_aux_loss_coef={wanted} is set, but {type(causal_lm(model)).__name__} has no router. Only "
+                "mixture-of-experts models have a load-balancing loss. Fix: remove the option."
             )
         return 0.0
     coefficient = getattr(text, "router_aux_loss_coef", None) if wanted is None else wanted
-    # The term is added here. The model's own would be divided by tokens and counted once per micro-batch.
+    # This module adds the term itself. The model's own term would be divided by tokens and counted once per micro-batch.
     text.output_router_logits = False
     if wanted is not None:
         text.router_aux_loss_coef = wanted
@@ -434,7 +433,7 @@ def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
 
 
 def with_router_term(terms: LossTerms, aux_loss: Tensor, coefficient: float) -> LossTerms:
-    """Return the loss with the load-balancing term of a mixture of experts, averaged over passes."""
+    """Add the load-balancing term of a mixture of experts, averaged over passes, to the loss."""
     term = coefficient * aux_loss[None]
     balance = LossTerms(term, torch.ones_like(term, dtype=torch.bool), "local_token")
     return replace(terms, extra=[*terms.extra, balance], metrics=terms.metrics | {"aux_loss": mean(aux_loss)})

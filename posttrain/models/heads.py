@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Modules of a multimodal model that belong neither to the vision tower nor to the projector.
+# Modules of a multimodal model that are part of neither the vision tower nor the projector.
 LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
@@ -46,14 +46,14 @@ class Float32Linear(nn.Linear):
 def cast_head_to_fp32(model: nn.Module) -> None:
     """Replace the output layer of a causal language model with a `Float32Linear`, in place.
 
-    If the input embeddings are tied to it, their output is cast back to the previous dtype for the layers.
+    If the input embeddings are tied to it, their output is cast back to the original dtype of the layers.
 
     Args:
         model: A transformers model, not a peft wrapper around one.
 
     Raises:
         ConfigError: The head has an adapter.
-        ModelError: The head is not a plain linear layer (e.g. a quantized one).
+        ModelError: The head is not a plain linear layer, e.g. because it is quantized.
 
     Reference: MiniMax-M1, arXiv:2506.13585
     """
@@ -61,13 +61,13 @@ def cast_head_to_fp32(model: nn.Module) -> None:
     name = type(head).__name__
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
         raise ConfigError(
-            f"cast_lm_head_to_fp32=True cannot be used with an adapter on the output layer ({name}). Take lm_head out of "
-            "target_modules and modules_to_save, or set cast_lm_head_to_fp32=False."
+            f"cast_lm_head_to_fp32=True cannot be combined with an adapter on the output layer ({name}). Fix: remove lm_head "
+            "from target_modules and modules_to_save, or set cast_lm_head_to_fp32=False."
         )
     if type(head) is Float32Linear:
         return
     if type(head) is not nn.Linear:
-        raise ModelError(f"cast_lm_head_to_fp32=True needs a plain linear output layer, and this model has a {name}.")
+        raise ModelError(f"cast_lm_head_to_fp32=True needs a plain linear output layer, but this model has a {name}.")
     embeddings = model.get_input_embeddings()
     before = embeddings.weight.dtype
     tied = head.weight is embeddings.weight
@@ -75,7 +75,7 @@ def cast_head_to_fp32(model: nn.Module) -> None:
     wide.weight, wide.bias = head.float().weight, head.bias
     model.set_output_embeddings(wide)
     if tied:
-        embeddings.weight = wide.weight  # ``float()`` may have made a new parameter.
+        embeddings.weight = wide.weight  # ``float()`` can create a new parameter.
         if before != torch.float32:
             embeddings.register_forward_hook(lambda module, args, output: output.to(before))
 
@@ -83,14 +83,14 @@ def cast_head_to_fp32(model: nn.Module) -> None:
 # Config fields for the factor and the softcap of the logits.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-SCALES_UP = ("hyperclovax",)  # These models multiply by ``logits_scaling``; Granite divides by it.
-PER_TOKEN = ("entropy", "correct", "mean_logit", "collision")  # Optional outputs per token besides the log-prob.
+SCALES_UP = ("hyperclovax",)  # Models that multiply by ``logits_scaling``. Granite divides by it.
+PER_TOKEN = ("entropy", "correct", "mean_logit", "collision")  # Optional outputs per token in addition to the log-prob.
 SCORE_LAYERS = ("score", "classifier", "classification_head")
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """Scale and softcap that an architecture applies to ``hidden @ W.T``: Gemma caps, Cohere multiplies, Granite divides."""
+    """Scale and softcap of an architecture's logits ``hidden @ W.T``: Gemma caps, Cohere multiplies, Granite divides."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -115,22 +115,22 @@ class LogitRule:
 
 @dataclass(slots=True)
 class TokenHead:
-    """Outputs to compute at the loss positions, passed through all wrappers to the patched forward as one argument.
+    """Outputs to compute at loss positions. It is passed through all wrappers to the patched forward method.
 
     Attributes:
         rows, columns: ``(N,)`` positions of the hidden states that predict the targets.
         targets: ``(N,)`` predicted token ids.
-        temperature: Divisor of the logits before the softmax.
-        truncation: Truncation of the sampler. The log of the probability mass it keeps is returned.
-        chunk_size: Number of positions whose logits exist at once. None: see `token_logprobs`.
-        expected_grad: See `token_logprobs`. None: unknown.
+        temperature: Temperature by which the logits are divided.
+        truncation: Truncation of the sampler. The log of the remaining probability is returned too.
+        chunk_size: Number of positions per chunk of logits. None uses the default of `token_logprobs`.
+        expected_grad: Expected gradient, see `token_logprobs`. None if it is unknown.
         needs: Names of additional outputs, see `posttrain.models.forward.forward`.
-        balance_over: ``(B, T)`` 1 on real tokens. If set, return the router's load-balancing term over them.
-        values: Function from last hidden states ``(B, T, H)`` to values ``(M,)``, which are returned with the log-probs.
-        compare: Function that replaces the log-probs. It maps hidden states ``(N, H)``, the output layer (None: the states are
-            logits), its `LogitRule` and this object to the result. Used to compare two models without full logits.
-        inputs: Function from the model without wrappers to more arguments of its forward (the features of images).
-        total: Function that sums a tensor over all processes that hold tokens of the batch. None: this process holds all.
+        balance_over: ``(B, T)``, 1 on real tokens. If it is set, the router's load-balancing term over these tokens is returned.
+        values: Function from last hidden states ``(B, T, H)`` to values ``(M,)``, which are returned in addition to log-probs.
+        compare: Function that replaces the computation of log-probs, to compare two models without full logits. Its arguments are
+            hidden states ``(N, H)``, the output layer (None if the states are logits), its `LogitRule`, and this object.
+        inputs: Function from the model without wrappers to additional arguments of its forward method, e.g. image features.
+        total: Function that sums a tensor over all processes that have tokens of the batch. None if this process has all of them.
     """
 
     rows: Tensor
@@ -163,7 +163,7 @@ class ScoreHead:
 
 
 def unwrapped(model: object) -> Any:
-    """Return the model or its peft wrapper, without the wrappers of parallelism (DDP's ``module``) and compilation."""
+    """Return the model or its peft wrapper, without the wrappers of parallelism (e.g. DDP) and of compilation."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         inner = getattr(model, "module", None) if inner is None else inner
@@ -173,7 +173,7 @@ def unwrapped(model: object) -> Any:
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """Return the transformers model (of any task) inside wrappers (DDP, PEFT)."""
+    """Return the transformers model (for any task) inside the wrappers of DDP and PEFT."""
     inner = unwrapped(model)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
@@ -185,7 +185,7 @@ def output_layer(model: object) -> Any:
 
 
 def adapters_of(model: object) -> dict[str, PeftConfig]:
-    """Return the configs of a model's adapters by name; empty without adapters."""
+    """Return the configs of a model's adapters by name, or an empty dict."""
     return getattr(unwrapped(model), "peft_config", {})
 
 
@@ -195,7 +195,7 @@ def adapter_kind(config: PeftConfig) -> str:
 
 
 def unsaved_encoders(model: nn.Module) -> list[str]:
-    """Return the adapters whose virtual tokens come from an encoder, which peft does not save."""
+    """Return the adapters whose virtual tokens are computed by an encoder, which peft does not save."""
     return [
         name
         for name, config in adapters_of(model).items()
@@ -232,21 +232,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def trunk(inner: nn.Module) -> Any:
-    """Return the layers below a model's head. Llama 4's text model names a ``base_model`` that it does not have."""
+    """Return the layers below a model's head. Llama 4's text model has no module with the name in ``base_model_prefix``."""
     return inner.base_model if inner.base_model is not inner else inner.model
 
 
 def install_token_head(model: nn.Module) -> None:
     """Patch a model's forward to accept ``token_head`` (a `TokenHead` or `ScoreHead`). Calls without it do not change.
 
-    From then on, the model's layers save less for backward (`keep_inputs_only`). The forward is patched so that DDP, FSDP,
-    DeepSpeed, autocast and PEFT wrappers run one ordinary forward call. Installing twice has no effect.
+    The model's layers then also save less for the backward pass (`keep_inputs_only`). Because the forward method is patched, the
+    wrappers of DDP, FSDP, DeepSpeed, autocast and PEFT run one ordinary forward call. Repeated calls have no effect.
     """
     inner: Any = causal_lm(model)
     owner = _owner_of(inner.forward)
     if owner is inner:
         return
-    # A copied model whose forward was wrapped in a function would run the original's layers.
+    # If a copied model's forward method was wrapped in a function, it would run the layers of the original model.
     if owner is not None:
         del inner.forward
         vars(inner).pop("_original_forward", None)
@@ -261,7 +261,7 @@ def install_token_head(model: nn.Module) -> None:
             kwargs |= token_head.inputs(inner)
         masks = kwargs.get("attention_mask")
         if isinstance(masks, dict) and inner.config.model_type == "paligemma":
-            # PaliGemma's forward takes one mask. The hook passes the masks by layer kind (PaliGemma 2) to the layers.
+            # PaliGemma's forward method accepts one mask. A hook passes the masks by layer type (PaliGemma 2) to the layers.
             kwargs["attention_mask"] = masks["full_attention"]
             with inner.model.language_model.register_forward_pre_hook(
                 lambda _, args, given: (args, {**given, "attention_mask": masks}), with_kwargs=True
@@ -270,16 +270,16 @@ def install_token_head(model: nn.Module) -> None:
         return _head_forward(inner, inner.headless_forward, token_head, *args, **kwargs)
 
     vars(forward)["takes_token_head"] = True
-    # Bind as a method: a deep copy of the model then binds it to the copy, together with accelerate's wrapper. accelerate wraps
-    # other callables in a function, which would run the original's layers.
+    # Use a bound method. A deep copy of the model then binds it to the copy, also with accelerate's wrapper. Other callables
+    # would be wrapped in a function that runs the layers of the original model.
     inner.forward = MethodType(forward, inner)
 
 
 def _owner_of(forward: Any) -> Any:
-    """Return the model that owns ``forward``, also below accelerate's wrappers; None if it does not accept ``token_head``.
+    """Return the model that owns ``forward``, also inside accelerate's wrappers. None if it does not accept ``token_head``.
 
-    accelerate wraps the forward of a prepared model in autocast and keeps only ``__wrapped__``. A second patch on top would
-    call the head outside of autocast, so a bfloat16 run would compute in float32.
+    accelerate wraps the forward method of a prepared model in autocast and keeps only ``__wrapped__``. If the wrapper were
+    patched again, the head would be called outside of autocast, so a bfloat16 run would compute it in float32.
     """
     owner, takes_head = None, False
     while forward is not None:
@@ -328,7 +328,7 @@ def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: li
     name = next((n.split(".")[-1] for n, module in model.named_modules() if module is embedding), None)
     if name is None:
         raise ModelError(
-            f"the embedding of {type(model).__name__} cannot be found by name; train its new tokens in full."
+            f"the embedding of {type(model).__name__} cannot be found by name. Fix: train new tokens with modules_to_save."
         )
     indices = config.trainable_token_indices or {}
     if isinstance(indices, list):
@@ -350,7 +350,7 @@ def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
     name = next((n.split(".")[-1] for n, module in model.named_modules() if module is layer), None)
     if name is None:
         raise ModelError(
-            f"{type(model).__name__} has no classification head. Load it with AutoModelForSequenceClassification."
+            f"{type(model).__name__} has no classification head. Fix: load it with AutoModelForSequenceClassification."
         )
     config = copy.deepcopy(peft_config)
     if config.task_type == "CAUSAL_LM":
@@ -380,7 +380,7 @@ def _unhooked(layer: nn.Module) -> bool:
 
 
 def _in_force(layer: Any) -> Any:
-    """Return the active output layer inside peft's wrapper for a head that is trained in full or for some tokens."""
+    """Return the output layer in use. peft wraps a head that is trained in full or for some tokens."""
     if not hasattr(layer, "original_module"):
         return layer
     if layer.disable_adapters:
@@ -391,7 +391,7 @@ def _in_force(layer: Any) -> Any:
     base = layer.original_module
     if not (is_one_matrix(base) and _unhooked(layer)):
         return layer
-    # Trained token rows of a tied head are stored separately, and ``weight`` inserts them into the matrix.
+    # The trained rows of a tied head are stored separately. The property ``weight`` inserts them into the matrix.
     joined = type(base)(1, 1, bias=False, device="meta")
     del joined.weight
     joined.weight, joined.bias = layer.weight, base.bias
@@ -424,7 +424,7 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
             )
         fields = {name: getattr(out, name) for name in ("logp", "log_mass", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
-    # Slow path for heads that are not a plain matrix (an adapter on ``lm_head``, a hook) and for losses on logits.
+    # Slow path: heads that are not a plain matrix (because of an adapter or a hook), and losses that need logits.
     if type(layer) in (nn.Linear, Float32Linear) and not is_one_matrix(layer):
         warn_once(
             logger, "the output layer has hooks, so all logits of a pass are computed at once, which needs more memory."
@@ -458,8 +458,8 @@ def _balance(
 ) -> Tensor:
     """Return the unscaled load-balancing term ``E sum_e f_e P_e`` over the real tokens of all layers.
 
-    ``f_e`` is the number of assignments per token to expert e, and ``P_e`` is its mean probability. With perfect balance, the
-    term equals top-k.
+    ``f_e`` is the number of assignments to expert e per token, and ``P_e`` is its mean probability. For perfect balance, the term
+    is equal to top-k.
 
     Reference: Switch Transformers, arXiv:2101.03961, equation 4.
     """
@@ -469,7 +469,7 @@ def _balance(
     layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]
     probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)
     chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
-    if total is not None:  # Both means of the product are over the tokens of all processes.
+    if total is not None:  # Both factors of the product are means over the tokens of all processes.
         sums = total(torch.stack([chosen.sum(0), probabilities.sum(0), torch.ones_like(chosen).sum(0)]))  # (3, E)
         return probabilities.shape[1] * (sums[0] * sums[1] / sums[2] ** 2).sum()
     return probabilities.shape[1] * (chosen.mean(0) * probabilities.mean(0)).sum()

@@ -1,4 +1,4 @@
-"""Replacements for transformers' MLP and RMSNorm layers that save only their inputs for backward."""
+"""Replacements for transformers' MLP and RMSNorm layers that save only their inputs for the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """``silu(gate) * up``; autograd would also save ``silu(gate)``."""
+    """``silu(gate) * up``. Autograd would also save ``silu(gate)``."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _SwiGLUDown(torch.autograd.Function):
-    """``(silu(gate) * up) W^T + b``; autograd would also save the input of the product, which is as wide as gate and up."""
+    """``(silu(gate) * up) W^T + b``. Autograd would also save the input of the product, which is as wide as gate and up."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -54,7 +54,7 @@ class _SwiGLUDown(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """``w * cast(x r)`` with ``r = (mean x^2 + eps)^(-1/2)`` in float32; autograd would save ``cast(x r)`` in addition to x.
+    """``w * cast(x r)`` with ``r = (mean x^2 + eps)^(-1/2)`` in float32. Autograd would save ``cast(x r)`` in addition to x.
 
     With ``n = x r`` and ``d = g w``:  ``dx = r (d - n mean(d n))``,  ``dw = sum g n``.
     """
@@ -101,27 +101,27 @@ class _LeanNorm:
 
 
 def plain(module: nn.Module) -> bool:
-    """Return whether a call of the module computes its class's forward and nothing else."""
+    """Return whether a call of the module runs only the forward method of its class, without hooks or wrappers."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     computes_it = _own_forward(module) in (None, _LeanMLP.forward, _LeanNorm.forward)
     return computes_it and not (hooks or module._compiled_call_impl)
 
 
 def _own_forward(module: nn.Module) -> Any:
-    """Return the function of a forward that was set on the module itself. Return None if its class's forward runs."""
+    """Return the function that was set as forward on the module itself, or None if the forward method of the class is used."""
     forward = vars(module).get("forward")
     function = forward.__func__ if isinstance(forward, MethodType) else forward
     return None if function is type(module).forward else function
 
 
 def keep_inputs_only(model: nn.Module) -> int:
-    """Make Llama-style feed-forward and norm layers save less for backward. Return the number of changed layers.
+    """Make Llama-style MLP and norm layers save less for the backward pass. Return the number of changed layers.
 
-    A layer of width H and inner width I saves ``2 H + 2 I`` fewer numbers per token (of about ``13 H + 4 I``). They are
-    recomputed from the inputs by elementwise operations; no product is recomputed. Outputs are bit-identical. Every class is
-    compared on random inputs first. A class with other outputs stays unchanged, and so does a layer whose forward was replaced.
-    A changed layer gets its own ``forward``. Hooks, adapters and copies work as before. A layer that is pickled
-    (`torch.save(model)`) gets its class's forward again.
+    A layer of width H and MLP width I saves ``2 H + 2 I`` fewer numbers per token (of about ``13 H + 4 I``). They are recomputed
+    from the inputs by elementwise operations, without matrix products. Outputs are bit-identical. Every class is first compared
+    on random inputs. Classes with other outputs, and layers whose forward method was replaced, are not changed. A changed layer
+    gets its own ``forward``. Hooks, adapters and copies work as before. Pickling (`torch.save(model)`) restores the forward
+    method of the class.
     """
     changed = 0
     for module in model.modules():
@@ -134,12 +134,12 @@ def keep_inputs_only(model: nn.Module) -> int:
 
 @functools.cache
 def _lean_forward(kind: type, activation: type) -> Callable | None:
-    """Return the forward that saves less for layers of a class. Return None for classes that compute something else."""
+    """Return the forward function that saves less for layers of a class, or None if the class computes something else."""
     lean = _LeanMLP if kind.__name__.endswith("MLP") else _LeanNorm if kind.__name__.endswith("RMSNorm") else None
     if lean is None or not kind.__module__.startswith("transformers.models."):
         return None
     try:
-        # Do not advance the run's random generators, and return the same answer to all callers.
+        # Do not change the random state of the run, and return the same result to all callers.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False):
             torch.manual_seed(0)
             parts: dict[str, Any] = {"weight": nn.Parameter(torch.randn(6)), "variance_epsilon": 1e-5}
@@ -147,7 +147,7 @@ def _lean_forward(kind: type, activation: type) -> Callable | None:
                 parts = {name: nn.Linear(6, 6) for name in ("gate_proj", "up_proj", "down_proj")}
                 parts["act_fn"] = activation()
             same = all(_agree(kind, lean.forward, parts, dtype) for dtype in (torch.float32, torch.bfloat16))
-    except Exception:  # Other submodules or arguments: a different kind of layer.
+    except Exception:  # The layer has other submodules or arguments, so it is a different type of layer.
         return None
     return lean.forward if same else None
 

@@ -1,6 +1,7 @@
-"""What Llama 4's attention layers do not pass on: the size of chunks (`chunk_of`) and positions (`tempered`); `placed` adds both.
+"""Properties of Llama 4's attention layers that they do not pass to attention functions: chunk size and scale by position.
 
-Other models do not call these functions: `MODEL_TYPE` selects the layers.
+`chunk_of` returns the size of chunks, `tempered` corrects the scale of queries, and `placed` does both. Only layers of
+`MODEL_TYPE` call these functions.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ MODEL_TYPE = "llama4_text"
 
 
 def placed(module: Any, query: Tensor, positions: Tensor) -> tuple[Tensor, int | None]:
-    """Return queries ``(B, heads, T, d)`` with the scale of their positions ``(B, T)``, and the size of chunks or None."""
+    """Return queries ``(B, heads, T, d)``, scaled for their positions ``(B, T)``, and the size of chunks or None."""
     return tempered(module, query, positions) if has_temperature(module) else query, chunk_of(module)
 
 
 def chunk_of(module: Any) -> int | None:
-    """Return the size of the chunks of positions within which an attention layer attends, or None without chunks."""
+    """Return the size of the chunks of positions within which a layer attends, or None if attention is not chunked."""
     chunked = "chunked_attention" in layer_kinds(module.config)[module.layer_idx :][:1]
     return module.config.attention_chunk_size if chunked else None
 
@@ -34,7 +35,7 @@ def has_temperature(module: Any) -> bool:
 def tempered(module: Any, query: Tensor, positions: Tensor) -> Tensor:
     """Correct the scale of queries ``(B, heads, T, d)`` for their positions ``(B, T)``.
 
-    Without a cache, a layer that `has_temperature` takes columns for positions.
+    Without a cache, a layer with `has_temperature` uses columns instead of positions.
     """
 
     def factor(places: Tensor) -> Tensor:

@@ -64,81 +64,80 @@ class ModelConfig:
     model_revision: str = option("main", "Branch, tag or commit of the model on the Hub.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "float32",
-        "Precision of the weights: 'float32', 'bfloat16', 'float16', or 'auto' for that of the checkpoint. The "
-        "default keeps small updates from being rounded away; bf16 already computes faster in bfloat16. Use "
-        "'bfloat16' to halve the memory of frozen weights under an adapter.",
+        "Precision of the weights: 'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's precision. The default is "
+        "'float32', because small updates would be rounded away in a lower precision. The field bf16 makes computation faster "
+        "and does not change this precision. With an adapter, 'bfloat16' halves the memory of the frozen weights.",
     )
     attn_implementation: str | None = option(
         None,
-        "Attention backend of transformers, such as 'sdpa', 'flash_attention_2' or 'flex_attention'. None: "
-        "transformers' default for the model.",
+        "Attention backend of transformers, such as 'sdpa', 'flash_attention_2' or 'flex_attention'. None: transformers' "
+        "default for the model.",
     )
     use_peft: bool = option(
         False,
-        "Train a LoRA adapter instead of all weights, which needs much less memory. The lora_ options have no "
-        "effect without it. Raise learning_rate about ten times.",
+        "Train a LoRA adapter instead of all weights, which needs much less memory. The options that start with lora_ have no "
+        "effect without it. Use a learning_rate that is about ten times larger than for full fine-tuning.",
     )
     lora_r: PositiveInt = option(
         16, "Rank of the LoRA matrices, at least 1. A larger rank can learn more and needs more memory."
     )
     lora_alpha: PositiveInt = option(
         32,
-        "Scale of the adapter: its output is multiplied by lora_alpha / lora_r, or lora_alpha / sqrt(lora_r) with "
-        "use_rslora.",
+        "Scale of the adapter: its output is multiplied by lora_alpha / lora_r, or lora_alpha / sqrt(lora_r) with use_rslora.",
     )
     lora_dropout: Share = option(0.05, "Dropout probability on the adapter's input, from 0 to 1. 0 disables it.")
     lora_target_modules: list[str] | None = option(
         None,
-        "Names of the modules that get an adapter, such as q_proj and v_proj; or 'all-linear', or one regular "
+        "Names of the modules that get an adapter, such as q_proj and v_proj. It can also be 'all-linear' or one regular "
         "expression. None: peft's default for the architecture.",
     )
     lora_target_parameters: list[str] | None = option(
-        None, "Names of parameters that get an adapter, for experts that are stored as one tensor. None: none."
+        None,
+        "Names of parameters that get an adapter, for mixture-of-experts models that store all experts in one tensor. None: "
+        "no parameters.",
     )
     lora_modules_to_save: list[str] | None = option(
-        None, "Names of modules that are trained and saved in full besides the adapter. None: none."
+        None, "Names of modules that are trained and saved in full, in addition to the adapter. None: no modules."
     )
     lora_task_type: str = option(
         "CAUSAL_LM", "peft's task type of the adapter. 'CAUSAL_LM' for language models, 'SEQ_CLS' for reward models."
     )
     use_rslora: bool = option(
         False,
-        "Scale the adapter by lora_alpha / sqrt(lora_r) instead of lora_alpha / lora_r (rank-stabilized LoRA). "
-        "Set it for large ranks.",
+        "Scale the adapter by lora_alpha / sqrt(lora_r) instead of lora_alpha / lora_r (rank-stabilized LoRA). Set it for "
+        "large ranks.",
     )
     use_dora: bool = option(
         False,
-        "Train the magnitude of the weights separately from their direction (DoRA). It can improve small ranks "
-        "and is slower than LoRA.",
+        "Train the magnitude of the weights separately from their direction (DoRA). It can improve small ranks and is slower "
+        "than LoRA.",
     )
     load_in_8bit: bool = option(
         False,
-        "Load the weights in 8 bits with bitsandbytes. Only an adapter can be trained then. It cannot be combined "
-        "with load_in_4bit.",
+        "Load the weights in 8 bits with bitsandbytes. Only adapters can be trained then. It excludes load_in_4bit.",
     )
     load_in_4bit: bool = option(
         False,
-        "Load the weights in 4 bits with bitsandbytes (QLoRA). Only an adapter can be trained then. It cannot be "
-        "combined with load_in_8bit.",
+        "Load the weights in 4 bits with bitsandbytes (QLoRA). Only adapters can be trained then. It excludes load_in_8bit.",
     )
     bnb_4bit_quant_type: Literal["fp4", "nf4"] = option(
         "nf4",
-        "With load_in_4bit: data type. 'nf4': quantiles of a normal distribution, which suits weights. 'fp4': "
-        "4-bit floating point.",
+        "With load_in_4bit: data type. 'nf4': quantiles of a normal distribution, which suits weights. 'fp4': 4-bit floating "
+        "point.",
     )
     use_bnb_nested_quant: bool = option(
-        False, "With load_in_4bit: quantize the quantization constants too, which saves about 0.4 bits per weight."
+        False, "With load_in_4bit: also quantize the quantization constants, which saves about 0.4 bits per weight."
     )
     bnb_4bit_quant_storage: str | None = option(
         None,
-        "With load_in_4bit: dtype of the tensors that store the packed weights. None: uint8. FSDP needs the dtype "
-        "of all other weights, such as 'bfloat16'.",
+        "With load_in_4bit: dtype of the tensors that store the packed weights. None: uint8. With FSDP, it must be the dtype "
+        "of the other weights, such as 'bfloat16'.",
     )
 
     def __post_init__(self) -> None:
         check_fields(self, beside=object)
         if self.load_in_8bit and self.load_in_4bit:
-            raise ConfigError("load_in_8bit=True and load_in_4bit=True contradict each other. Set one of them.")
+            raise ConfigError("load_in_8bit=True and load_in_4bit=True contradict each other. Fix: set only one.")
         modules: Any = self.lora_target_modules
         if modules and len(modules) == 1 and (modules[0] == "all-linear" or set(modules[0]) & set("*+|^$(\\")):
             # peft needs a regex or 'all-linear' as a string. A plain name stays in a list: peft reads a string as a regex.
@@ -172,7 +171,7 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
         ]
         if unread:
             logger.warning(
-                "%s: without use_peft no adapter is trained, but the whole model. Fix: --use_peft.", ", ".join(unread)
+                "%s: ignored without use_peft. The whole model is trained. To train an adapter: --use_peft.", ", ".join(unread)
             )
         return None
     peft = require("peft", "use_peft=True")
@@ -193,8 +192,8 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
     """Return the bitsandbytes config that ``model_args`` describes, or None without quantization.
 
-    4-bit weights compute in float16 if ``dtype`` is float16. Otherwise they compute in bfloat16, or in float32 on hardware
-    where bfloat16 is slower (`bf16_is_faster`).
+    Products with 4-bit weights are computed in float16 if ``dtype`` is float16. Otherwise they are computed in bfloat16, or in
+    float32 on hardware where bfloat16 is slower (`bf16_is_faster`).
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
@@ -214,10 +213,10 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
 
 
 def check_model_source(model: str | Module, *, generative: bool = True) -> None:
-    """Raise before any weight is read if the model cannot be used.
+    """Raise an error before any weight is read if the model cannot be used.
 
     Raises:
-        ModelError: A local path that does not exist or has no ``config.json``; a classifier given to a generative trainer.
+        ModelError: A local path does not exist or has no ``config.json``, or a generative trainer got a classifier.
     """
     if not isinstance(model, str):
         name = type(causal_lm(model)).__name__
@@ -231,13 +230,13 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
     if not folder.exists():
         raise ModelError(not_found("model", model))
     if not folder.is_dir():
-        raise ModelError(f"model={model!r} is not a folder. Give a folder with config.json and weights, or a hub id.")
+        raise ModelError(f"model={model!r} is no folder. Fix: pass a folder with config.json and weights, or a hub id.")
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        raise ModelError(f"the model folder {model!r} has no config.json. Found: {sorted(os.listdir(folder))[:10]}.")
+        raise ModelError(f"the model folder {model!r} has no config.json, but {sorted(os.listdir(folder))[:10]}.")
     weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
     if (folder / "adapter_config.json").is_file() and not weights:
         raise ModelError(
-            f"the model folder {model!r} holds an adapter without its base model. Load both with "
+            f"the model folder {model!r} contains an adapter without its base model. Fix: load both with "
             "peft.AutoPeftModelForCausalLM.from_pretrained(folder, is_trainable=True) and pass the model."
         )
     if generative:
@@ -253,8 +252,8 @@ def _refuse_headless(model_id: str, config: PretrainedConfig) -> None:
 
 def _not_generative(what: str, name: str) -> ModelError:
     return ModelError(
-        f"{what} is {name}, which has no language-model head and cannot generate. Give the checkpoint of a causal language "
-        "model (a reward model belongs in reward_funcs)."
+        f"{what} is {name}, which has no language-model head and cannot generate. Fix: use a checkpoint of a causal language "
+        "model. Pass reward models as reward_funcs."
     )
 
 
@@ -273,23 +272,23 @@ def with_dtype(init: Mapping[str, Any]) -> dict[str, Any]:
     former, dtype = init["torch_dtype"], init.get("dtype", init["torch_dtype"])
     if str(former).removeprefix("torch.") != str(dtype).removeprefix("torch."):
         raise ConfigError(
-            f"torch_dtype={former!r} and dtype={dtype!r} are two names of one setting and contradict each other. Fix: give "
-            "dtype alone."
+            f"torch_dtype={former!r} and dtype={dtype!r} set the same option to different values. Fix: pass only "
+            "dtype, which replaces torch_dtype."
         )
     return keywords | {"dtype": dtype}
 
 
 def check_distributed(distributed: Any) -> None:
-    """Raise if transformers' ``DistributedConfig`` shards the model at load time.
+    """Raise an error if transformers' ``DistributedConfig`` shards the model when it is loaded.
 
-    Weights sharded at load time are gathered in the forward pass of their own module. This library reads the output layer
-    outside that forward pass, one chunk of logits at a time. Its gradient would reach only the local shard.
+    Weights that are sharded on loading are gathered in the forward pass of their module. This library uses the output layer
+    outside of that forward pass, one chunk of logits at a time, so the gradient would only reach the local shard.
 
     Args:
         distributed: A ``DistributedConfig`` or a mapping of its fields, from keywords or from a loaded model. May be None.
 
     Raises:
-        ConfigError: A size is above 1 or expert parallelism is on. The message names the setting and what it would need.
+        ConfigError: A size is above 1, or expert parallelism is enabled.
 
     >>> check_distributed({"fsdp_size": 1})
     """
@@ -301,14 +300,14 @@ def check_distributed(distributed: Any) -> None:
     if sizes or experts:
         said = ", ".join(f"{name}={value}" for name, value in sizes.items()) or "enable_expert_parallel=True"
         needs = (
-            "experts of their own on each process need an exchange of tokens inside the forward pass, and gradients that are "
-            "averaged over the processes that hold the same experts alone; here they are averaged over all"
+            "expert parallelism needs an exchange of tokens inside the forward pass, and gradients averaged over only the "
+            "processes with the same experts, but here gradients are averaged over all processes"
             if experts
-            else "the output layer is read a chunk at a time outside of the forward pass that gathers its shards"
+            else "the output layer is used one chunk at a time, outside of the forward pass that gathers its shards"
         )
         raise ConfigError(
-            f"distributed_config with {said}: {needs}. Fix: FSDP2 or ZeRO-3 by accelerate (--accelerate_config fsdp2), which "
-            "shard after loading, or leave it out."
+            f"distributed_config with {said} is not supported: {needs}. Fix: remove it. To shard the model, use accelerate's "
+            "FSDP2 or ZeRO-3 (--accelerate_config fsdp2)."
         )
 
 
@@ -323,7 +322,7 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
             "bfloat16", "float16", "float32".
 
     Raises:
-        ModelError: The folder or its architecture cannot be used.
+        ModelError: The folder or the architecture cannot be used.
         ConfigError: The ``dtype`` is unknown.
     """
     import transformers
@@ -341,7 +340,7 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
     with explained("model", model_id):
         config = transformers.AutoConfig.from_pretrained(model_id, **shared)
     if architecture is None:
-        _refuse_headless(model_id, config)  # For a hub id the class is known only now.
+        _refuse_headless(model_id, config)  # For a hub id, the class was not known before.
         name = (config.architectures or [""])[0]
         architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
     with explained("model", model_id):
@@ -357,15 +356,15 @@ def _tell_size(model_id: str, model: nn.Module, stored: Any) -> None:
     logger.info(
         "%s: %d parameters, %s.%s", model_id, sum(p.numel() for p in model.parameters()),
         " and ".join(f"{size / 2**30:.2f} GiB in {str(dtype).removeprefix('torch.')}" for dtype, size in sizes.items()),
-        f" The checkpoint says {stored}." if stored is not None and stored not in sizes else "",
+        f" The dtype of the checkpoint is {stored}." if stored is not None and stored not in sizes else "",
     )  # fmt: skip
 
 
 def load_classifier(model_id: str, *, num_labels: int, **kwargs: Any) -> PreTrainedModel:
     """Load a sequence classifier.
 
-    Without a head in the checkpoint, the head is initialized from torch's global generator. The loader's warning about a new
-    head is silenced, because a new head is expected here.
+    If the checkpoint has no classification head, a new head is initialized with torch's global generator. The warning about a
+    new head is suppressed, because a new head is expected here.
     """
     import transformers
     from transformers.utils import logging as transformers_logging
@@ -379,7 +378,7 @@ def load_classifier(model_id: str, *, num_labels: int, **kwargs: Any) -> PreTrai
 
 
 def model_id_of(model: nn.Module, needed_by: str) -> str:
-    """Return the hub id or folder that a model was loaded from.
+    """Return the hub id or folder from which a model was loaded.
 
     Args:
         model: The ``model`` argument of a trainer: a string or a module.
@@ -390,8 +389,8 @@ def model_id_of(model: nn.Module, needed_by: str) -> str:
     """
     if model is None:
         raise ConfigError(
-            f"{needed_by} needs a model, and it is None (model_init is not read: checks and data need the model first). Fix: "
-            "model=model_init(), or the name of a model."
+            f"{needed_by} got model=None. (model_init is not supported, because checks and data need the model first.) Fix: "
+            "pass model=model_init(), or the name of a model."
         )
     if isinstance(model, str):
         refuse_unreachable("model", model)
@@ -405,15 +404,15 @@ def load_tokenizer(
     """Load the tokenizer that belongs to a model.
 
     Raises:
-        ModelError: The model was built in memory, its folder holds no tokenizer, or the id was not found.
+        ModelError: The model was created in memory, its folder has no tokenizer, or the id was not found.
     """
     if not model_id:
         raise ModelError(
-            "the model was built in memory, so its tokenizer cannot be found. Pass processing_class=tokenizer."
+            "the model was created in memory, so its tokenizer is unknown. Fix: pass processing_class=tokenizer."
         )
     if Path(model_id).is_dir() and not TOKENIZER_FILES & set(os.listdir(model_id)):
         raise ModelError(
-            f"the model folder {model_id!r} holds no tokenizer (none of {', '.join(sorted(TOKENIZER_FILES))}). Save one there "
+            f"the model folder {model_id!r} has no tokenizer (none of {', '.join(sorted(TOKENIZER_FILES))}). Fix: save it there "
             "with tokenizer.save_pretrained(folder), or pass processing_class=tokenizer."
         )
     extra = {"revision": revision} if revision else {}
@@ -424,17 +423,17 @@ def load_tokenizer(
 def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None = None) -> int:
     """Set a pad token if the tokenizer has none, write its id into the model's config, and return the id.
 
-    A tokenizer without a pad token gets an unused special token. If there is none, it gets its eos token. Attention masks are
-    positional, so they do not depend on the pad token.
+    If the tokenizer has no pad token, an unused special token becomes the pad token. If there is no such token, the eos token
+    does. Attention masks depend on positions and not on the pad token.
     """
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(
-                "the tokenizer has neither a pad nor an eos token. Set tokenizer.pad_token before training."
+                "the tokenizer has neither a pad nor an eos token. Fix: set tokenizer.pad_token before training."
             )
         tokenizer.pad_token = _unused_token(tokenizer, model) or tokenizer.eos_token
         logger.info(
-            "the tokenizer has no pad token; using %r. Padding is masked by position, not by id.", tokenizer.pad_token
+            "the tokenizer has no pad token, so %r is used. Padding is masked by position, not by id.", tokenizer.pad_token
         )
     pad = int(tokenizer.pad_token_id)
     text = text_of(config_of(model))
@@ -457,10 +456,10 @@ def _unused_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> str |
 
 
 def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
-    """Return the model with a new adapter.
+    """Add a new adapter to the model and return the result.
 
     Raises:
-        ConfigError: The adapter's target modules match no module of the model, or peft cannot make the adapter.
+        ConfigError: The adapter's target modules match no module of the model, or peft cannot create the adapter.
     """
     import peft
 
@@ -468,20 +467,20 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     names = [f".{name}" for name, _ in model.named_modules()]
     try:
         with warnings.catch_warnings():
-            # peft reads a property of transformers that is deprecated.
+            # peft uses a deprecated property of transformers.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted = peft.get_peft_model(model, peft_config)
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
         if "not found in the base model" not in str(error):
             raise ConfigError(
                 f"peft cannot add the {adapter_kind(peft_config)} adapter of peft_config to {type(model).__name__}: "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. Fix: change peft_config, for instance its target_modules, "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Fix: change peft_config, e.g. its target_modules, "
                 "target_parameters or init_lora_weights."
             ) from error
         linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         raise ConfigError(
             f"target_modules={targets!r} of peft_config match no module of {type(model).__name__}, whose linear layers are "
-            f"named {sorted(linear)}. Fix: name some of them, or set target_modules='all-linear'."
+            f"named {sorted(linear)}. Fix: use some of these names, or target_modules='all-linear'."
         ) from error
     listed = targets if isinstance(targets, list | set | tuple) else ()
     if unmatched := sorted(target for target in listed if not any(name.endswith(f".{target}") for name in names)):
@@ -490,11 +489,11 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
 
 
 def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activation_checkpointing: bool) -> Any:
-    """Add an adapter to the model, and enable gradients through checkpointed layers.
+    """Add an adapter to the model if there is a config, and enable gradients through checkpointed layers.
 
     Raises:
         ArgumentTypeError: ``peft_config`` is not a peft config.
-        ConfigError: The model already has an adapter, or cannot train it here.
+        ConfigError: The model already has an adapter, or this library cannot train the adapter.
     """
     import peft
 
@@ -503,54 +502,54 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
             raise ArgumentTypeError(f"peft_config must be a peft.PeftConfig, not {type(peft_config).__name__}.")
         if isinstance(model, peft.PeftModel):
             raise ConfigError(
-                "peft_config was given with a model that already is a PeftModel. Leave peft_config out to train its adapter "
-                "further, or call model.merge_and_unload() first to start a new one."
+                "peft_config is set, but the model is already a PeftModel. Fix: remove peft_config to continue training its "
+                "adapter, or call model.merge_and_unload() first to start a new adapter."
             )
         model = add_adapter(model, peft_config)
     if isinstance(model, peft.PeftMixedModel):
-        raise ConfigError("a peft.PeftMixedModel cannot be trained here. Fix: give one adapter to peft.get_peft_model.")
+        raise ConfigError("a peft.PeftMixedModel cannot be trained. Fix: pass the model of peft.get_peft_model.")
     if isinstance(model, peft.PeftModel):
         _name_tied_layers(model)
         _check_adapter(model, activation_checkpointing)
     if isinstance(model, peft.PeftModel) and activation_checkpointing:
-        # With frozen embeddings, the input of the first checkpointed layer needs no gradient, so adapters would get none.
+        # With frozen embeddings, the first checkpointed layer has an input without gradient, so adapters would get no gradient.
         model.enable_input_require_grads()
     prepare_adapter(model)
     return model
 
 
-# peft methods whose training needs more than gradients of log-probs, with the part that this library does not implement. The
-# methods in ADDS_LAYERS add layers of their own, which cannot be merged into base weights.
+# peft methods that need more than gradients of log-probs, and the part that this library does not implement. The methods in
+# ADDS_LAYERS add their own layers, which cannot be merged into the base weights.
 ADDS_LAYERS = {
-    "ADAPTION_PROMPT": "prompts that peft inserts inside the attention layers, where rows hold several sequences here",
+    "ADAPTION_PROMPT": "prompts that peft inserts inside the attention layers, but rows here contain several sequences",
     "POLY": "task_ids in every forward pass",
     "SHADOW": "a second hidden state that peft carries through the model's layers",
-    "XLORA": "a classifier that peft runs before each forward pass to scale the adapters",
+    "XLORA": "a classifier that peft runs before each forward pass to scale adapters",
 }
 NEEDS_MORE = ADDS_LAYERS | {
     "ADALORA": "a rank allocation after each optimizer step (update_and_allocate) and an orthogonality term in the loss",
-    "CPT": "a loss of its own, weighted by example, which peft computes inside the model's forward pass",
-    "LILY": "routing weights averaged over all tokens of a row, which packed sequences share",
+    "CPT": "its own loss with weights per example, which peft computes inside the model's forward pass",
+    "LILY": "routing weights averaged over all tokens of a row, but rows here contain several sequences",
     "MULTITASK_PROMPT_TUNING": "task_ids in every forward pass",
 }
-# Options of trainable peft methods that need a part which this library does not implement.
+# Options of supported peft methods, and the part that they need and this library does not implement.
 NEEDS_MORE_WITH = {
-    "alora_invocation_tokens": "the position of the invocation tokens in each row, and rows hold several sequences here",
+    "alora_invocation_tokens": "the position of the invocation tokens in each row, but rows here contain several sequences",
     "use_asa": "a mask update after each optimizer step",
     "kasa_config": "two regularization terms in the loss (peft's _get_kasa_loss)",
     "monteclora_config": "a variational term in the loss (peft's _get_monteclora_loss)",
-    "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not hold",
+    "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not contain",
 }
-# Prefixes of init_lora_weights values that change the base weights in a way that peft cannot reproduce at load time. They use
-# a randomized decomposition of the weights, or a decomposition of gradients.
+# Prefixes of values of init_lora_weights that change the base weights in a way that peft cannot reproduce on loading. They
+# use a randomized decomposition of the weights, or a decomposition of gradients.
 UNREPEATABLE_STARTS = ("pissa_niter_", "lora_ga")
 
 
 def _name_tied_layers(model: Any) -> None:
-    """Add the names of layers that peft ties to the embeddings (``ensure_weight_tying``) back to the adapter configs.
+    """Restore the names of layers that peft ties to the embeddings (``ensure_weight_tying``) in the adapter configs.
 
-    peft removes them. It finds tied layers by the names ``embed_tokens`` and ``lm_head``, so for an embedding with another name
-    (``wte``) a saved adapter, or a second one made of the config, would leave the output layer out.
+    peft removes these names. It finds tied layers by the names ``embed_tokens`` and ``lm_head``. For an embedding with another
+    name (e.g. ``wte``), a saved adapter, or a second adapter from the same config, would not include the output layer.
     """
     for settings in model.peft_config.values():
         for field, tied in (("target_modules", "target_modules_to_tie"), ("modules_to_save", "modules_to_tie")):
@@ -560,7 +559,7 @@ def _name_tied_layers(model: Any) -> None:
 
 
 def _check_tied_layers(model: Any) -> None:
-    """Raise if ``ensure_weight_tying`` had no effect on tied embeddings."""
+    """Raise an error if ``ensure_weight_tying`` had no effect on tied embeddings."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -574,21 +573,21 @@ def _check_tied_layers(model: Any) -> None:
     )
     if ties and adapted == [True, False]:
         raise ConfigError(
-            "the adapter has ensure_weight_tying=True, but it changes the embeddings and not the output layer that is tied to "
-            "them: peft ties layers only if the config names 'embed_tokens' or 'lm_head'. Fix: add 'lm_head' to target_modules "
-            "or modules_to_save, where the embeddings are named. For an adapter that was loaded, do so in its "
-            "adapter_config.json and load it again."
+            "the adapter has ensure_weight_tying=True, but it changes only the embeddings and not the tied output layer. peft "
+            "ties layers only if the config names 'embed_tokens' or 'lm_head'. Fix: add 'lm_head' to the list that names the "
+            "embeddings (target_modules or modules_to_save). For a loaded adapter, edit its adapter_config.json and load it "
+            "again."
         )
 
 
 def _check_recurrent_layers(model: Module, moved: bool) -> None:
-    """Raise or warn for adapters of layers whose weights a recurrent layer reads without calling them, so nothing is added.
+    """Raise an error or warn if an adapter has no effect, because a recurrent layer uses the weights without calling the module.
 
-    The warning is for an adapter that starts at zero: it stays there, and the rest of the adapter trains.
+    It is only a warning for an adapter that starts at zero: this part of the adapter stays zero, and the other parts are trained.
 
     Args:
         model: Model with an adapter.
-        moved: Whether making the adapter changed the base weights.
+        moved: Whether the base weights were changed when the adapter was created.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -599,17 +598,17 @@ def _check_recurrent_layers(model: Module, moved: bool) -> None:
     unread = convolutions + [name for name, _ in named if name.endswith(".dt_proj")]  # Mamba's step sizes.
     if not unread:
         return
-    what = f"the adapter of {unread[0]} has no effect: the recurrent layer reads its weight and does not call it"
+    what = f"the adapter of {unread[0]} has no effect, because the recurrent layer uses its weight without calling it"
     names = sorted({name.rsplit(".", 1)[-1] for name in unread})
     if convolutions or moved:
         raise ConfigError(
-            f"{what}. Fix: exclude_modules={names} in peft_config, or name the layers in modules_to_save."
+            f"{what}. Fix: set exclude_modules={names} in peft_config, or add the layers to modules_to_save."
         )
-    logger.warning("%s. exclude_modules=%s in peft_config leaves it out.", what, names)
+    logger.warning("%s. Set exclude_modules=%s in peft_config to exclude it.", what, names)
 
 
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
-    """Raise for an adapter that would silently not train, or would fail later with an unclear error."""
+    """Raise an error for an adapter that would not train, or that would fail later with an unclear error."""
     config = model.active_peft_config
     kind = adapter_kind(config)
     needs = {f"{kind} adapters need": NEEDS_MORE[kind]} if kind in NEEDS_MORE else {}
@@ -617,38 +616,38 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
         if value := getattr(config, name, None):
             needs[f"{kind} adapters with {name}={value!r} need"] = need
     for what, need in needs.items():
-        raise ConfigError(f"{what} {need}. Training would leave that out. Fix: use LoRA, or another peft method.")
+        raise ConfigError(f"{what} {need}, which is not implemented. Fix: use LoRA, or another peft method.")
     if (start := str(vars(config).get("init_lora_weights"))).startswith(UNREPEATABLE_STARTS):
         raise ConfigError(
-            f"init_lora_weights={start!r} subtracts a random start of the adapter from the base weights. A saved adapter does "
-            "not hold that start, so a loaded one would be added to other base weights than those it was trained on. Fix: "
-            "init_lora_weights='pissa' or 'olora', which peft can compute again, or True."
+            f"init_lora_weights={start!r} subtracts random initial values of the adapter from the base weights. A saved adapter "
+            "does not contain these values, so on loading it would be added to wrong base weights. Fix: "
+            "init_lora_weights='pissa' or 'olora', whose values peft can recompute, or True."
         )
     if start == "olora" and any(vars(layer).get("fan_in_fan_out") for layer in model.modules()):
         raise ConfigError(
-            "init_lora_weights='olora' makes matrices of the wrong shape for layers that store their weight as (in, out), such "
-            "as GPT-2's Conv1D: peft decomposes the weight without transposing it. Fix: init_lora_weights='pissa' or True."
+            "init_lora_weights='olora' creates matrices of the wrong shape for layers with weights of shape (in, out), such as "
+            "GPT-2's Conv1D, because peft does not transpose the weight. Fix: set init_lora_weights='pissa' or True."
         )
     if list(model.active_adapters) != [model.active_adapter]:
         raise ConfigError(
-            f"the adapters {list(model.active_adapters)} are active in the layers, and {model.active_adapter!r} is the model's "
-            "active_adapter. Reference passes and checkpoints read that one alone. Fix: activate one adapter with "
-            "model.set_adapter(name); model.add_weighted_adapter combines several into one."
+            f"the adapters {list(model.active_adapters)} are active in the layers, but the model's active_adapter is "
+            f"{model.active_adapter!r}. Reference passes and checkpoints use only the latter. Fix: activate one adapter with "
+            "model.set_adapter(name). To combine several adapters into one, use model.add_weighted_adapter."
         )
     _check_tied_layers(model)
     _check_recurrent_layers(model, moves_base(config))
     if any(getattr(module, "merged", False) is True for module in model.modules()):
         raise ModelError(
-            "the model's adapter is merged into the base weights, where it cannot be trained. Fix: model.unmerge_adapter()."
+            "the model's adapter is merged into the base weights and cannot be trained. Fix: call model.unmerge_adapter()."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
-            "the model's adapter has no trainable parameter: it was loaded for inference. Load it with "
+            "the model's adapter has no trainable parameter, because it was loaded for inference. Fix: load it with "
             "PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
     if activation_checkpointing and kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ConfigError(
-            f"{kind} keeps its prefix in the key-value cache, which recomputing activations drops. Set "
+            f"{kind} stores its prefix in the key-value cache, which is dropped when activations are recomputed. Fix: set "
             "gradient_checkpointing=False."
         )
 
@@ -657,26 +656,26 @@ TEMPLATE_FILES = (".jinja", ".j2")
 
 
 def changes_vocabulary(args: PostTrainingConfig) -> bool:
-    """Return whether ``chat_template_path`` names a tokenizer to clone rather than a template file."""
+    """Return whether ``chat_template_path`` is a tokenizer to clone, and not a template file."""
     path = args.chat_template_path
     return path is not None and not str(path).endswith(TEMPLATE_FILES)
 
 
 def check_saved_settings(tokenizer: Tokenizer) -> None:
-    """Raise if the tokenizer has a setting that ``save_pretrained`` cannot write as JSON.
+    """Raise an error if the tokenizer has a setting that ``save_pretrained`` cannot write as JSON.
 
-    Without this check the first checkpoint would fail.
+    Without this check, the first checkpoint would fail.
 
     Raises:
-        ConfigError: A setting cannot be written. The message names it.
+        ConfigError: A setting cannot be written as JSON.
     """
     for name, value in inner_tokenizer(tokenizer).init_kwargs.items():
         try:
             json.dumps(value, default=AddedToken.__getstate__)
         except TypeError:
             raise ConfigError(
-                f"the tokenizer has the setting {name}={value!r:.80}, which save_pretrained cannot write as JSON: the first "
-                f"checkpoint would fail. Fix: load the tokenizer without {name}."
+                f"the tokenizer has the setting {name}={value!r:.80}, which save_pretrained cannot write as JSON, so the "
+                f"first checkpoint would fail. Fix: load the tokenizer without {name}."
             ) from None
 
 
@@ -691,28 +690,28 @@ def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase | ProcessorMixin):
         raise ArgumentTypeError(
-            f"processing_class must be a tokenizer or a processor, and it is {type(tokenizer).__name__}. Load it with "
-            "AutoTokenizer.from_pretrained, or leave it out: then the model's own is loaded."
+            f"processing_class must be a tokenizer or a processor, not {type(tokenizer).__name__}. Fix: load it with "
+            "AutoTokenizer.from_pretrained, or omit it to load the model's tokenizer."
         )
     check_saved_settings(tokenizer)
     path = args.chat_template_path
     if path is not None and not changes_vocabulary(args):
         if not Path(path).is_file():
-            raise ConfigError(f"chat_template_path={path!r}: there is no such file.")
+            raise ConfigError(f"chat_template_path={path!r} does not exist.")
         tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
     for name, token in (("eos_token", args.eos_token), ("pad_token", args.pad_token)):
         if token is None:
             continue
         if token not in tokenizer.get_vocab():
             raise ConfigError(
-                f"{name}={token!r} is not in the vocabulary of {type(tokenizer).__name__} ({len(tokenizer)} tokens). Choose one "
-                "that is, or add it to the tokenizer and resize the model first."
+                f"{name}={token!r} is not in the vocabulary of {type(tokenizer).__name__} ({len(tokenizer)} tokens). Fix: use "
+                "another token, or add it to the tokenizer and resize the model first."
             )
         setattr(tokenizer, name, token)
 
 
 def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig) -> None:
-    """Add the tokenizer's eos token and the chat template's end-of-turn tokens to the generation config's stop tokens.
+    """Add the tokenizer's eos token and the end-of-turn tokens of the chat template to the stop tokens for generation.
 
     The generation config keeps its existing stop tokens. The model's config changes only if ``args.eos_token`` is set.
     """
@@ -725,20 +724,20 @@ def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig)
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
     try:
         ends = terminal_token_ids(tokenizer)
-    except DataError:  # The end-of-turn token is unknown if the template rejects a question with an answer.
+    except DataError:  # If the template cannot render a question with an answer, its end-of-turn token is unknown.
         ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     new = [token for token in ends if token not in known]
     if new:
-        logger.info("generation_config.eos_token_id was %s; added %s.", known, new)
+        logger.info("generation_config.eos_token_id was %s, and %s were added.", known, new)
         generation.eos_token_id = [*known, *new]
 
 
 SEED = 0
-SPREAD = 0.01  # Noise of a new row, as a fraction of the old rows' standard deviation; too small to affect logits.
+SPREAD = 0.01  # Noise of a new row relative to the standard deviation of old rows. It is too small to affect logits.
 
 
 class VocabularyMismatchError(ModelError, RuntimeError):
-    """Mismatch between the tokenizer's number of ids and the rows of the model's embedding."""
+    """The tokenizer's number of ids differs from the number of rows of the model's embedding."""
 
 
 def clone_chat_template(
@@ -746,34 +745,34 @@ def clone_chat_template(
 ) -> tuple[Any, Any, list[int]]:
     """Copy another tokenizer's chat template and its tokens to ``model`` and ``tokenizer``.
 
-    Added tokens of the source that the tokenizer lacks are added. The source's eos token becomes the eos token of the
-    tokenizer and the model. The source's bos token is copied only if the tokenizer has none. Its pad token is copied if the
-    tokenizer has none, or if the tokenizer's pad token has become the eos token.
+    Added tokens of the source are added to the tokenizer if they are missing there. The source's eos token becomes the eos token
+    of the tokenizer and of the model. The source's bos token is copied only if the tokenizer has no bos token. The source's pad
+    token is copied if the tokenizer has no pad token, or if its pad token has become the eos token.
 
     The embedding grows to a multiple of ``resize_to_multiple_of`` and never shrinks. Placeholder tokens ``<extra_id_0>, ..``
-    fill the vocabulary up to the embedding's size. The rows of all added tokens start at the mean of the existing rows (plus
-    small noise), which preserves the distribution over the existing tokens.
+    fill the vocabulary up to the size of the embedding. The rows of all added tokens are initialized with the mean of existing
+    rows plus small noise, so that the distribution over existing tokens does not change.
 
     Args:
         model: Any transformers model with input embeddings. Modified in place.
         tokenizer: Tokenizer of the model. Modified in place.
-        source_tokenizer_path: Folder or hub id of the tokenizer to copy from.
-        resize_to_multiple_of: The embedding's number of rows becomes a multiple of this number. None means one row per token.
+        source_tokenizer_path: Folder or hub id of the source tokenizer.
+        resize_to_multiple_of: The number of rows of the embedding becomes a multiple of this number. None: one row per token.
 
     Returns:
         The model, the tokenizer, and the ids of all added tokens.
 
     Raises:
-        ModelError: The source has no chat template, or the multiple is not positive.
-        VocabularyMismatchError: Tokenizer and embedding could not be brought to the same size.
+        ModelError: The source has no chat template, or ``resize_to_multiple_of`` is below 1.
+        VocabularyMismatchError: Tokenizer and embedding have different sizes after the call.
     """
     if resize_to_multiple_of is not None and resize_to_multiple_of < 1:
-        raise ModelError(f"resize_to_multiple_of must be at least 1 or None, and it is {resize_to_multiple_of}.")
+        raise ModelError(f"resize_to_multiple_of={resize_to_multiple_of} must be at least 1, or None.")
     with explained("tokenizer", source_tokenizer_path):
         source = AutoTokenizer.from_pretrained(source_tokenizer_path)
     if not source.chat_template:
         raise ModelError(
-            f"the tokenizer {source_tokenizer_path!r} has no chat template, so there is none to clone. Give one of an "
+            f"the tokenizer {source_tokenizer_path!r} has no chat template to clone. Fix: use the tokenizer of an "
             "instruction-tuned checkpoint."
         )
     before = set(tokenizer.get_vocab().values())
@@ -795,7 +794,7 @@ def clone_chat_template(
 
 
 def _size(tokenizer: Tokenizer) -> int:
-    """Return the number of embedding rows the tokenizer needs: its largest id plus 1. Ids can have gaps."""
+    """Return the number of embedding rows that the tokenizer needs: its largest id plus 1. Ids can have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 

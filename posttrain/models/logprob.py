@@ -1,8 +1,9 @@
 """Log-probabilities of selected tokens from hidden states, computed in chunks of logits.
 
-The full ``(N, V)`` logits are never allocated. Forward saves two numbers per token, and backward recomputes each chunk. Peak
-memory is O(chunk * V) instead of O(N * V), for any loss on the log-probs. Each chunk is computed only once if the gradient of
-its log-probs is known when its logits exist, or if only hidden states need a gradient: forward then computes the gradients too.
+The full ``(N, V)`` logits are never allocated. The forward pass saves two numbers per token, and the backward pass recomputes
+each chunk. For any loss on the log-probs, the peak memory is O(chunk * V) instead of O(N * V). Each chunk is computed only once
+if the gradient of its log-probs is known when its logits exist, or if only hidden states need a gradient. The forward pass then
+computes the gradients too.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Rule:
     chunk: int
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the logits divided by the temperature, in float32 or wider, and the softcap's ``tanh`` for backward."""
+        """Return the logits divided by the temperature, in at least float32, and the softcap's ``tanh`` for the backward pass."""
         x = output_product(hidden, weight, bias)
         x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         if self.scale != 1.0:
@@ -133,11 +134,11 @@ class _HeadGradients:
 
 
 class _Ahead:
-    """Gradients that forward computes from its chunks of logits, for an expected gradient of the log-probs.
+    """Gradients that the forward pass computes from its chunks of logits, if the gradient of the log-probs can be predicted.
 
     Args:
-        expected: See `token_logprobs`. None if only hidden states need a gradient: each of these is a vector times the gradient
-            of its own log-prob.
+        expected: Gradient of the log-probs, see `token_logprobs`. None if only hidden states need a gradient: the
+            gradient of each hidden state is then a vector times the gradient of its own log-prob.
         sums: Accumulator of the gradients.
         logp: ``(N,)`` log-probs, which forward fills chunk by chunk.
     """
@@ -159,7 +160,7 @@ class _Ahead:
         self.sums.add(part, rule.through(dx, bent))
 
     def scaled(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-        """Return the gradients for the actual ``(N,)`` gradient, or None if it is not a multiple of the expected one."""
+        """Return the gradients for the actual ``(N,)`` gradient, or None if it is not a multiple of the expected gradient."""
         hidden, weight, bias = self.sums.gradients()
         if self.expected is None:
             assert hidden is not None
@@ -176,7 +177,7 @@ class _Ahead:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Request of `token_logprobs`. With ``once``, forward computes gradients for ``expected``, see `_Ahead`."""
+    """Request of `token_logprobs`. With ``once``, the forward pass computes gradients for ``expected`` (see `_Ahead`)."""
 
     rule: _Rule
     wants: frozenset[str]
@@ -211,7 +212,7 @@ class _TokenLogprobs(torch.autograd.Function):
             x, bent = rule.logits(hidden[part], weight, bias)
             chosen = x.gather(1, targets[part, None]).squeeze(1)
             if "correct" in wants and weight.element_size() < 4:
-                # Half precision has many ties, of which the first counts. Finding it takes as long as the exponential.
+                # In half precision, several logits are often equal. The first one counts. This takes as long as an exponential.
                 top, first = x.max(1)
                 correct[part] = first == targets[part]
             else:
@@ -245,7 +246,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         rule: _Rule = ctx.rule
-        ahead, ctx.ahead = ctx.ahead, None  # Drop the reference, so that autograd need not copy the gradients.
+        ahead, ctx.ahead = ctx.ahead, None  # Drop this reference, so that autograd does not need to copy the gradients.
         if ahead is not None:
             gradients = ahead.scaled(grad_logp)
             if gradients is not None:
@@ -307,33 +308,33 @@ def token_logprobs(
 
     Args:
         hidden: ``(N, H)`` hidden states that predict the targets.
-        weight: ``(V, H)`` output layer. It receives a gradient iff it requires one.
+        weight: ``(V, H)`` output layer. It gets a gradient if it requires one.
         targets: ``(N,)`` int64 token ids.
         bias: ``(V,)`` or None.
-        logit_scale: Factor of the logits (Cohere; the inverse of Granite's ``logits_scaling``).
+        logit_scale: Factor of the logits (used by Cohere; the inverse of Granite's ``logits_scaling``).
         softcap: Cap ``c`` in ``c tanh(x / c)`` (Gemma 2).
-        temperature: Divisor of the logits, above 0.
-        truncation: Truncation of the sampler. If it excludes tokens, also return the log of the remaining mass, without gradient.
-            See `posttrain.losses.truncation`.
+        temperature: Temperature by which the logits are divided, above 0.
+        truncation: Truncation of the sampler. If it excludes tokens, the log of the remaining probability is returned too,
+            without gradient. See `posttrain.losses.truncation`.
         chunk_size: Positions per chunk. None selects 24 MiB of logits on a CPU and 64 MiB elsewhere, but at least 128 positions.
-        expected_grad: ``(N,)`` gradient that the log-probs will receive, up to one factor, if known, or a `TokenLoss` of the N
-            tokens. Forward then computes the gradients of hidden states and output layer too. Backward recomputes them if the
-            actual gradient differs. Used only on a CPU: elsewhere the comparison would synchronize with the device.
-        need_entropy: Also return the entropy in nats, at ``temperature``.
-        entropy_grad: Also return the entropy, with gradient.
-        need_correct: Also return whether the target was the most likely token.
-        need_mean_logit: Also return the mean over the vocabulary of the logits before ``temperature``, without gradient.
-        need_collision: Also return ``log sum_v p_v^2`` at ``temperature``, without gradient.
+        expected_grad: ``(N,)`` gradient that the log-probs will receive, up to a constant factor, if it is known, or a
+            `TokenLoss` of the N tokens. The gradients of hidden states and output layer are then computed in the forward pass.
+            The backward pass recomputes them if the actual gradient differs. Used only on a CPU, because the comparison would synchronize with other devices.
+        need_entropy: Whether to return the entropy in nats, at ``temperature``.
+        entropy_grad: Whether to return the entropy with gradient.
+        need_correct: Whether to return if the target was the most likely token.
+        need_mean_logit: Whether to return the mean of the logits over the vocabulary before ``temperature``, without gradient.
+        need_collision: Whether to return ``log sum_v p_v^2`` at ``temperature``, without gradient.
 
     Returns:
-        Log-probs in float32 (float64 for float64 input), whatever the dtype of the weights. Under autocast the products
-        run in the autocast dtype, with the weight cast once.
+        Log-probs in float32 (float64 for float64 input), regardless of the dtype of the weights. Under autocast, products are
+        computed in the autocast dtype, and the weight is cast once.
 
     Raises:
         ConfigError: ``temperature`` is not above 0.
     """
     if temperature <= 0:
-        raise ConfigError(f"temperature={temperature} must be above 0: logits are divided by it.")
+        raise ConfigError(f"temperature={temperature} must be above 0, because the logits are divided by it.")
     hidden, weight, bias, chunk = _prepared(hidden, weight, bias, chunk_size)
     rule = _Rule(logit_scale, softcap, temperature, chunk)
     asked = {
@@ -413,9 +414,9 @@ def chunked_rows(
         hidden: ``(N, H)`` hidden states.
         weight: ``(V, H)`` output layer.
         bias: ``(V,)`` or None.
-        measure: Function from float32 logits ``(n, V)`` and the slice of their positions to ``(n, K)`` values. It runs again in
-            backward with gradients enabled.
-        columns: Number of differentiable values: the first ``columns`` of the K values.
+        measure: Function from float32 logits ``(n, V)`` and the slice of their positions to ``(n, K)`` values. It is called again
+            in the backward pass, with gradients enabled.
+        columns: Number of differentiable values. These are the first ``columns`` of the K values.
         logit_scale: Same as in `token_logprobs`.
         softcap: Same as in `token_logprobs`.
         chunk_size: Same as in `token_logprobs`.

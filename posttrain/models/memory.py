@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 def layers_to_keep(model: nn.Module) -> int:
-    """Return how many layers' activations fit into the memory that chunked logits save.
+    """Return the number of layers whose activations fit into the memory that chunked logits save.
 
-    ``k = floor(2 V / a)``, both in elements per token. Logits and their gradient would take 2 V elements; the chunked head
-    never holds them. A layer without checkpointing saves about twice the outputs of its linear layers,
-    ``a = 2 sum(out_features)``: the outputs, and the normalized, activated and summed tensors between them.
+    It is ``k = floor(2 V / a)``, both in elements per token. Full logits and their gradient would need 2 V elements, which the
+    chunked head never allocates. A layer without checkpointing saves about twice the outputs of its linear layers,
+    ``a = 2 sum(out_features)``: these outputs, and the normalized, activated and summed tensors between them.
 
     Returns:
         Number of layers, at most all of them; 0 for a model without checkpointable layers or without a head.
@@ -66,26 +66,26 @@ ATTENTION_OPS = {getattr(torch.ops.aten, name).default for name in ATTENTION if 
 
 
 def keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Return the checkpoint policy of ``op``: save attention, whose cost is quadratic in the length; recompute the rest."""
+    """Return the checkpoint policy of ``op``: save the output of attention, whose cost is quadratic, and recompute the rest."""
     kept = op in ATTENTION_OPS or any(name in str(op) for name in ("flash_attn", "varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute_activations(model: nn.Module, options: dict[str, Any] | None = None) -> None:
-    """Enable activation checkpointing in all layers, by the method name of the installed transformers.
+    """Enable activation checkpointing in all layers, with the method of the installed version of transformers.
 
     Args:
         model: A transformers model.
         options: Same as ``gradient_checkpointing_kwargs``. ``selective=True`` saves the outputs of attention.
 
     Raises:
-        ConfigError: ``selective`` is combined with reentrant checkpointing, which supports no policy.
+        ConfigError: ``selective`` is combined with reentrant checkpointing, which does not support policies.
     """
     kwargs = dict(options or {"use_reentrant": False})
     if kwargs.pop("selective", False):
         if kwargs.get("use_reentrant"):
             raise ConfigError(
-                "gradient_checkpointing_kwargs: selective=True needs use_reentrant=False, and it is True. Leave it out."
+                "gradient_checkpointing_kwargs: selective=True does not work with use_reentrant=True. Fix: remove use_reentrant."
             )
         kwargs |= {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, keep_attention)}
     own = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
@@ -104,9 +104,9 @@ def recompute_options(args: TrainingArguments) -> dict[str, Any]:
 
 
 def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
-    """Disable checkpointing in the last ``count`` layers (None: `layers_to_keep`) and return how many layers changed.
+    """Disable checkpointing in the last ``count`` layers (None: `layers_to_keep`). Return the number of changed layers.
 
-    Backward reads the last layers first, so their activations are freed before earlier layers are recomputed.
+    The backward pass starts with the last layers, so their activations are freed before earlier layers are recomputed.
     """
     bare = causal_lm(model)
     layers = [m for m in bare.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
@@ -132,22 +132,22 @@ class KeepLastActivations(TrainerCallback):
     ) -> None:
         options = recompute_options(args)
         if "selective" in options and recomputes(args):
-            # The trainer passed the option on unchanged, and torch does not know it.
+            # The trainer has passed the option to torch, which does not have it, so enable checkpointing again without it.
             recompute_activations(causal_lm(model), options)
         if "every_n_layers" not in options:
             keep_last_activations(model, args.kept_layers)
 
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks that copy activations to pinned host memory and back when backward needs them.
+    """Saved-tensor hooks that copy activations to pinned host memory, and back when the backward pass needs them.
 
-    Both copies run on the current stream. The copy to the host finishes before the copy back starts, so no tensor is read
-    half-written. The host waits for neither copy.
+    Both copies run on the current stream. The copy to the host finishes before the copy back starts, so a tensor is always
+    complete. The host does not wait for the copies.
 
     Args:
-        use_pin_memory: Use page-locked memory, so that copies run asynchronously to the host.
-        min_offload_size: Minimum size in bytes; smaller tensors stay on the device.
-        device_type: Device type whose tensors are offloaded; tests use ``cpu``.
+        use_pin_memory: Whether to use page-locked memory, so that copies run asynchronously to the host.
+        min_offload_size: Minimum size in bytes. Smaller tensors stay on the device.
+        device_type: Type of the device whose tensors are offloaded. Tests use ``cpu``.
         kept: Addresses of storages that stay on the device (parameters).
 
     Raises:
@@ -179,7 +179,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         )
 
     def _pack(self, tensor: Tensor) -> Any:
-        # Copy expanded tensors (one mask for all heads) only once.
+        # If a tensor is expanded (e.g. one mask for all heads), copy its data only once.
         whole = tensor
         for axis, step in enumerate(tensor.stride()):
             tensor = tensor.narrow(axis, 0, 1) if step == 0 and tensor.shape[axis] > 1 else tensor
@@ -198,7 +198,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks that do nothing, so that an outer `OffloadActivations` does not apply inside the block.
+    """Saved-tensor hooks that do nothing. An outer `OffloadActivations` has no effect inside the block.
 
     >>> with NoOpManager():
     ...     y = torch.ones(2, requires_grad=True).exp()
@@ -209,20 +209,20 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
 
 
 def check_offloading(args: PostTrainingConfig) -> None:
-    """Raise before the model loads if ``activation_offloading`` cannot help.
+    """Check before the model is loaded that ``activation_offloading`` can help.
 
     Raises:
-        ConfigError: The run is on the CPU, so activations already are in host memory.
+        ConfigError: The run is on a CPU, where activations are already in host memory.
     """
     if args.activation_offloading and args.device.type == "cpu":
         raise ConfigError(
-            "activation_offloading=True moves activations from an accelerator to the host's memory, and this run is on the "
-            "CPU. Leave it out; gradient_checkpointing=True saves memory here."
+            "activation_offloading=True moves activations from an accelerator to host memory, but this run is on a CPU. Fix: "
+            "remove it. gradient_checkpointing=True saves memory on a CPU."
         )
 
 
 def get_act_offloading_ctx_manager(model: nn.Module, *, enabled: bool = True, **options: Any) -> AbstractContextManager:
-    """Return the offloading context for forward and backward of a training step; a null context unless ``enabled``."""
+    """Return the offloading context for the passes of a training step, or a context without effect unless ``enabled``."""
     if not enabled:
         return nullcontext()
     kept = frozenset(local_part(p.detach()).untyped_storage().data_ptr() for p in model.parameters())
@@ -238,9 +238,9 @@ STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
 class KeepHostMemory(transformers.TrainerCallback):
     """Callback that makes glibc's allocator keep freed memory during training on a CPU.
 
-    Each training step allocates and frees the same gigabytes. By default, glibc maps and unmaps every tensor of more than
-    32 MB, so the kernel clears all its pages in each step. This took a fifth of the CPU time in a reward-model step of a 135M
-    model. Peak memory does not change. With another allocator, another C library or an accelerator, the callback does nothing.
+    Each training step allocates and frees the same gigabytes. By default, glibc maps and unmaps every tensor of more than 32 MB,
+    so the kernel clears all of its pages in each step. In a reward-model step of a 135M model, this took a fifth of the CPU time.
+    Peak memory does not change. With another allocator, another C library or an accelerator, this callback does nothing.
     """
 
     _kept = False
@@ -265,14 +265,14 @@ class KeepHostMemory(transformers.TrainerCallback):
 def gradients_first(model: nn.Module, *, passes: int) -> Iterator[None]:
     """Allocate gradients on a CPU before the first of several passes that accumulate them.
 
-    Otherwise they are allocated in memory that the first pass frees. This fragments the memory, so that the activations of
-    the next pass, which have the same sizes, do not fit: a tenth of the memory of a GRPO step. A weight that no pass reaches
-    has ``grad=None`` afterwards, so no optimizer updates it.
+    Otherwise gradients are allocated in memory that the first pass frees. This fragments the memory, so that the activations of
+    the next pass, which have the same sizes, need new memory (10 % of the memory of a GRPO step). A weight without a gradient
+    from any pass has ``grad=None`` afterwards, so that the optimizer does not update it.
 
     Args:
         model: The model. Nothing is done for models wrapped for parallelism, which manage gradient memory themselves, and for
-            weights that are sharded in place (FSDP2), whose ``_version`` stays 0 when the shard's gradient changes.
-        passes: Number of forward and backward passes in the block. With 1 pass nothing is done.
+            weights sharded in place (FSDP2), whose ``_version`` stays 0 when the gradient of the shard changes.
+        passes: Number of forward and backward passes in the block. Nothing is done for a single pass.
     """
     without_gradient = []
     if passes > 1 and unwrapped(model) is model:
@@ -284,7 +284,7 @@ def gradients_first(model: nn.Module, *, passes: int) -> Iterator[None]:
         yield
     finally:
         for parameter in without_gradient:
-            if parameter.grad is not None and parameter.grad._version == 0:  # Nothing was added.
+            if parameter.grad is not None and parameter.grad._version == 0:  # No pass has added a gradient.
                 parameter.grad = None
 
 
@@ -297,12 +297,12 @@ def _set(values: dict[int, int]) -> bool:
     """Set `mallopt` values and return whether glibc accepted all of them."""
     try:
         library = _glibc()
-    except (OSError, TypeError):  # No C library is available, e.g. on Windows.
+    except (OSError, TypeError):  # The system lacks a C library, e.g. Windows.
         return False
     return library is not None and {library.mallopt(name, value) for name, value in values.items()} == {1}
 
 
-# Files with the limit, usage and statistics of a control group, for version 2 and then version 1.
+# Files with the limit, the usage and the statistics of a control group, for cgroups version 2 and version 1.
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
@@ -318,9 +318,9 @@ class Available:
     """Available memory in bytes.
 
     Attributes:
-        free: Bytes this process can use, including the bytes it already holds.
-        total: Total bytes of the device, or of the limit that applies.
-        where: Name of the device or limit, for messages.
+        free: Number of bytes that this process can use, including bytes that it already uses.
+        total: Total bytes of the device, or the limit if there is one.
+        where: Name of the device or of the limit, for messages.
     """
 
     free: int
@@ -329,10 +329,10 @@ class Available:
 
 
 def available_memory(device: torch.device | str, limit: int | None = None) -> Available:
-    """Return the free memory plus the memory this process holds, at most ``limit``.
+    """Return the free memory plus the memory that this process already uses, at most ``limit``.
 
-    On a GPU, the driver reports free memory. On a CPU, it is the available memory of the machine, or the rest of the control
-    group's (container's) limit if that is less.
+    On a GPU, the driver reports the free memory. On a CPU, it is the machine's available memory, or the remaining memory within
+    the limit of the control group (container) if that is less.
 
     Args:
         device: ``torch.device`` or its type.
@@ -370,14 +370,14 @@ def _read(path: str) -> str:
 
 
 def in_use(device: torch.device | str) -> int:
-    """Return the bytes that this process currently holds."""
+    """Return the number of bytes that this process currently uses."""
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
 def peak_in_use(device: torch.device | str) -> int:
-    """Return the peak bytes that this process held since `reset_peak`, or since its start."""
+    """Return the maximum number of bytes that this process has used since `reset_peak`, or since its start."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     for line in _read("/proc/self/status").splitlines():
@@ -388,7 +388,7 @@ def peak_in_use(device: torch.device | str) -> int:
 
 
 def reset_peak(device: torch.device | str) -> bool:
-    """Reset the peak and return True. Return False if the system cannot reset it: the peak then covers the whole process."""
+    """Reset the peak and return True. Return False if the system cannot; the peak then covers the whole process."""
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -412,8 +412,8 @@ def _number(config: PretrainedConfig, *names: str) -> int:
         if value:
             return int(value)
     raise ModelError(
-        f"the config of {type(config).__name__} has no {' or '.join(names)}, so its operations cannot be counted. Count them "
-        "with torch.utils.flop_counter.FlopCounterMode instead."
+        f"the config of {type(config).__name__} has no {' or '.join(names)}, so its operations cannot be counted. Fix: count "
+        "them with torch.utils.flop_counter.FlopCounterMode instead."
     )
 
 
@@ -426,7 +426,7 @@ def _text_config(config: PretrainedConfig) -> Any:
         what = f"layers of kind {sorted(foreign)}" if foreign else "latent attention (kv_lora_rank)"
         what = "layers whose heads differ in size" if mixed else what
         raise ModelError(
-            f"{type(text).__name__} has {what}, which the count for grouped-query attention does not describe. Count with "
+            f"{type(text).__name__} has {what}, for which the formula for grouped-query attention is not valid. Fix: count with "
             "torch.utils.flop_counter.FlopCounterMode instead."
         )
     return text
@@ -436,11 +436,11 @@ def _text_config(config: PretrainedConfig) -> Any:
 def _products(kind: Any, settings: str) -> int:
     """Return the forward operations per token of all products with weights in the layers.
 
-    Each weight counts two operations. Of the experts, only those a token is routed to count.
+    Each weight counts as two operations. For experts, only those to which a token is routed are counted.
 
     Args:
         kind: Class of the config.
-        settings: The config as JSON, so that results can be cached: every log line calls this function.
+        settings: The config as JSON. The result is cached by this text, because every log line calls this function.
 
     Raises:
         ModelError: The architecture cannot be built from its config.
@@ -451,8 +451,8 @@ def _products(kind: Any, settings: str) -> int:
             layers: nn.Module = transformers.AutoModel.from_config(config)
     except Exception as error:
         raise ModelError(
-            f"{kind.__name__} builds no model ({type(error).__name__}: {error}), so its operations cannot be counted. "
-            "Count them with torch.utils.flop_counter.FlopCounterMode instead."
+            f"no model can be built from {kind.__name__} ({type(error).__name__}: {error}), so its operations cannot be counted. "
+            "Fix: count them with torch.utils.flop_counter.FlopCounterMode instead."
         ) from error
     looked_up = {p for module in layers.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     named = layers.named_parameters()
@@ -471,17 +471,17 @@ def _scores(config: PretrainedConfig, seq_len: int) -> int:
 def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
     """Return the training operations per token of a decoder with grouped-query attention.
 
-    Forward, with hidden size H, n query and k key-value heads of size d, MLP size I, vocabulary V and sequence length S::
+    The forward pass, for hidden size H, n query and k key-value heads of size d, MLP size I, vocabulary V and length S, is::
 
         layer = 2H(nd + 2kd) + 2ndH + 4nd S + 6HI       (routed: top_k 6HI + 2H experts, and 6HI of shared experts)
         total = layers + 2VH (embedding) + 2VH (output layer, if not tied)
 
-    All terms except the scores are products with weights, with two operations per weight. They are counted on the
-    architecture itself, which is built on the meta device.
+    All terms except the scores are products with weights, with two operations per weight. They are counted on the architecture
+    itself, which is built on the meta device.
 
     Training costs three times the forward pass. Scores are counted over the whole sequence; `adjusted_mfu` subtracts the causal
-    half. The embedding is counted as a product although it is a lookup. With tied weights the two embedding terms are one, and
-    the count is right. Without tied weights the count is 2VH too high.
+    half. The embedding is counted as a product although it is a lookup. With tied weights there is a single term for embedding
+    and output layer, so the count is correct. Without tied weights, the count is 2VH too high.
 
     Args:
         config: A transformers config. For a multimodal model, the text model is counted.
@@ -492,7 +492,7 @@ def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
 
     Raises:
         ConfigError: ``seq_len`` is below 1.
-        ModelError: The formula does not describe the model.
+        ModelError: The formula is not valid for this architecture.
     """
     if seq_len < 1:
         raise ConfigError(f"seq_len={seq_len} must be at least 1.")
@@ -531,7 +531,7 @@ def compute_mfu(
 
 
 def adjusted_mfu(mfu: float, config: PretrainedConfig, seq_len: int) -> float:
-    """Return the utilization with half of the attention scores, because causal attention never needs the other half.
+    """Return the MFU with half of the attention scores, because causal attention does not need the other half.
 
     ``mfu * (F - scores / 2) / F`` with F from `compute_flops_per_token`.
 

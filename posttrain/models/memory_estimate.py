@@ -36,13 +36,13 @@ from posttrain.types import Batch
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
-# Memory of the driver and the libraries in one process; nvidia-smi shows about this much for an idle process.
+# Memory of the driver and of libraries in one process: about the value that nvidia-smi shows for an idle process.
 CUDA_CONTEXT = 600 * 2**20
-# Allocator overhead. glibc puts small blocks into the space of a freed large one, so the next large one needs new memory: up
-# to three times the largest tensor was measured (benchmarks/estimate.py). CUDA_WASTE is a guess, not measured.
+# Overhead of the allocator. glibc puts small blocks into the space of a freed large block, so the next large block needs new
+# memory. The measured overhead was up to three times the largest tensor (benchmarks/estimate.py). CUDA_WASTE is a guess.
 HOLES = 3
 CUDA_WASTE = 0.05
-# Bytes of optimizer state per byte of a trained weight; EIGHT_BIT: bytes per weight.
+# Bytes of optimizer states per byte of a trained weight. In EIGHT_BIT: bytes per weight.
 PER_BYTE = {"adamw": 2, "adam": 2, "nadamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "stable": 2}
 EIGHT_BIT = {"adamw": 2, "lion": 1, "rmsprop": 1, "ademamix": 3}
 STATELESS = ("sgd", "lomo", "adalomo")
@@ -68,11 +68,11 @@ class Part:
         config: The transformers config.
         kind: Causal language model or sequence classifier.
         dtype: Dtype of the weights.
-        peft_config: Config of an adapter. With an adapter, nothing else is trained.
-        trained: True if the model has gradients and optimizer states.
-        bits: Bits per quantized linear weight including its scales, see `weight_bits`. None: the weights have ``dtype``.
-        freeze_vision: Same as in the run's config; for models with a vision tower.
-        images: True if the run's rows have images; for models with a vision tower.
+        peft_config: Config of an adapter. If it is set, only the adapter is trained.
+        trained: Whether the model is trained, so that it has gradients and optimizer states.
+        bits: Bits per quantized linear weight including scales, see `weight_bits`. None if weights are not quantized.
+        freeze_vision: The option of the run's config, for models with a vision tower.
+        images: Whether the run's rows have images, for models with a vision tower.
     """
 
     role: str
@@ -96,7 +96,7 @@ class Generating:
         completion_tokens: Maximum length of a completion in tokens.
         sequences: Number of completions of the call.
         slots: Maximum number of sequences that are decoded concurrently.
-        shares_prompts: True if a prompt's keys and values are stored once for all its completions.
+        shares_prompts: Whether the keys and values of a prompt are stored only once for all of its completions.
     """
 
     prompts: int
@@ -113,7 +113,7 @@ PREFILL_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Shards:
-    """Number of processes that weights, gradients and optimizer states are sharded over, and ``processes`` in total."""
+    """Number of processes over which weights, gradients and optimizer states are sharded, and the total ``processes``."""
 
     weights: int = 1
     gradients: int = 1
@@ -130,17 +130,18 @@ class Workload:
         batches: Passes of one micro-batch at its maximum length.
         passes: Number of forward and backward passes in one optimizer step.
         critic: Value model that is trained with the policy.
-        value_head: True if the policy's trunk has a value head.
-        frozen: Reference and reward models that stay in memory.
-        reference: Model of a gradient-free pass over the same rows: ``copy``, ``adapter`` (the policy itself), or empty for no
-            such pass.
-        needs: Same as in `posttrain.models.forward.forward`.
-        checkpointing, kept_layers, optimizer, autocast: Same as in the run's config.
-        generating: Largest call of the rollout engine, if the engine runs in this process.
+        value_head: Whether the policy's trunk has a value head.
+        frozen: Reference and reward models, which are in memory throughout the run.
+        reference: Model of a pass without gradients over the same rows: ``copy`` for a separate model, ``adapter`` for the policy
+            itself, or empty if there is no such pass.
+        needs: Additional outputs, see `posttrain.models.forward.forward`.
+        checkpointing, kept_layers, optimizer, autocast: Options of the run's config.
+        generating: Largest call of the rollout engine. None if no engine runs in this process.
         shards: Sharding over processes.
         device: ``cpu`` or ``cuda``.
         process: Bytes of the interpreter and its libraries.
-        pixels: Prepared images of the largest pass by the tower's argument names; on ``meta`` if their values do not matter.
+        pixels: Prepared images of the largest pass, by argument names of the tower. Tensors on ``meta`` are enough if the tower
+            does not use their values.
     """
 
     policy: Part
@@ -169,7 +170,7 @@ class MemoryEstimate:
     Attributes:
         standing: Memory that is allocated throughout the run, by component.
         moments: Additional memory of each phase of a step, by component.
-        trainable, parameters: Number of trained weights, and of all weights, of the policy.
+        trainable, parameters: Number of trained weights and of all weights of the policy.
     """
 
     standing: Mapping[str, int]
@@ -184,7 +185,7 @@ class MemoryEstimate:
 
     @property
     def components(self) -> dict[str, int]:
-        """Memory by component in the phase that needs the most."""
+        """Memory by component, in the phase of `fullest`."""
         return {name: size for name, size in (*self.standing.items(), *self.moments[self.fullest].items()) if size}
 
     @property
@@ -207,7 +208,7 @@ def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
     if name.startswith(STATELESS):
         return 0
     if name.startswith(LOW_RANK):
-        # Two moments in the subspace, and the projection. Assumes square matrices that are all in `optim_target_modules`.
+        # Two moments in the subspace, and the projection. This assumes square matrices, all of them in `optim_target_modules`.
         return sum(size * min(2 * count, int(3 * RANK * count**0.5)) // count for count, size in sizes if count)
     kind = next((key for key in PER_BYTE if key in name), "adamw")
     if "adafactor" in name:
@@ -221,14 +222,14 @@ def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
 def estimate_memory(work: Workload) -> MemoryEstimate:
     """Estimate the peak memory of one process of a run.
 
-    ``standing`` memory holds weights, optimizer states and frozen models. The largest of these phases is added: forward and
-    backward (gradients, activations, chunks of logits), the optimizer step, the reference's pass, or generation (keys and
-    values, logits of the running sequences)::
+    ``standing`` memory contains weights, optimizer states and frozen models. ``moments`` contains the additional memory of these
+    phases: forward and backward (gradients, activations, chunks of logits), the optimizer step, the reference's pass, and
+    generation (keys and values, logits of the running sequences)::
 
         peak = standing + max(moments)
 
     Raises:
-        ModelError: A config describes no model, or the model's forward pass reads the values of its tensors.
+        ModelError: No model can be built from a config, or its forward pass needs the values of its tensors.
     """
     shadow = Shadow(
         work.policy, critic=work.critic, value_head=work.value_head,
@@ -278,7 +279,7 @@ def _total(peak: Mapping[str, int]) -> int:
 
 
 def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
-    """Return the temporary bytes of the update: for all weights on a GPU, for one weight on a CPU, 0 if it is fused."""
+    """Return the temporary bytes of the update: for all weights on a GPU, for one weight on a CPU, and 0 if it is fused."""
     if "fused" in work.optimizer or not trained:
         return 0
     sizes = [size for _, size in trained]
@@ -286,7 +287,7 @@ def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
 
 
 def _gathered(model: nn.Module) -> int:
-    """Return the bytes of gathered weights at one time: two layers, and the weights outside of layers."""
+    """Return the bytes of weights that are gathered at the same time: two layers, and all weights outside of layers."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     rest = sum(p.nbytes for p in model.parameters()) - sum(sizes)
@@ -294,13 +295,13 @@ def _gathered(model: nn.Module) -> int:
 
 
 def _unpacked(shadow: Shadow, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest dequantized weight and its transpose in backward; one layer is unpacked at a time."""
+    """Return the bytes of the largest dequantized weight and its transpose. Only one layer is dequantized at a time."""
     packed = (p for name, p in shadow.model.named_parameters() if name in shadow.quantised)
     return 2 * dtype.itemsize * max((p.numel() for p in packed), default=0)
 
 
 def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> dict[str, int]:
-    """Return the larger peak of two batches: the one with the most tokens and the one with the most loss tokens."""
+    """Return the larger of two peaks: of the largest batch by tokens, and of the largest batch by loss tokens."""
     options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
     options["pixels"] = work.pixels
     by_tokens = max(work.batches, key=lambda batch: batch.input_ids.numel())
@@ -311,8 +312,8 @@ def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulatin
     except Exception as error:
         name = type(causal_lm(shadow.model)).__name__
         raise ModelError(
-            f"the memory of {name} cannot be estimated: its forward pass needs the values of its tensors, not their shapes "
-            f"alone ({str(error).splitlines()[0][:120]}). Fix: measure it with dry_step=True."
+            f"the memory of {name} cannot be estimated, because its forward pass needs the values of its tensors and not only "
+            f"their shapes ({str(error).splitlines()[0][:120]}). Fix: measure the memory with dry_step=True."
         ) from error
 
 
@@ -338,7 +339,7 @@ def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
     live = min(call.slots, call.sequences)
     room, kept, prefill = call.completion_tokens, live, live * call.prompt_tokens
     if call.shares_prompts:
-        # Suffix blocks start at 64 tokens and grow by doubling.
+        # Blocks for completions have 64 tokens at first and are doubled when they are full.
         room = 64 << max(0, (call.completion_tokens - 1) // 64).bit_length()
         kept = min(call.prompts, live)
         prefill = min(PREFILL_TOKENS, call.prompts * call.prompt_tokens) or prefill
@@ -364,14 +365,14 @@ def _state_bytes(shadow: Shadow) -> int:
 
 
 class Shadow:
-    """Model of fake tensors with the trainer's head and checkpointing installed.
+    """Model with fake tensors, with the trainer's head and activation checkpointing.
 
     Args:
         part: Model to build.
         critic: Second model that runs in every forward pass (PPO's value model).
-        value_head: True if the trunk has a value head.
-        checkpointing: True if activations are recomputed in backward.
-        kept_layers: Same as `PostTrainingConfig.kept_layers`.
+        value_head: Whether the trunk has a value head.
+        checkpointing: Whether activations are recomputed in the backward pass.
+        kept_layers: See `PostTrainingConfig.kept_layers`.
     """
 
     def __init__(
@@ -400,7 +401,7 @@ class Shadow:
 
     @property
     def quantised(self) -> set[str]:
-        """Names of quantized weights: frozen weights of linear layers, except the output layer."""
+        """Names of quantized weights: all frozen weights of linear layers, except for the output layer."""
         if self.part.bits is None:
             return set()
         linear = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)}
@@ -409,7 +410,7 @@ class Shadow:
         return {name for name, p in named if name in linear and not p.requires_grad and p is not head}
 
     def named_sizes(self) -> dict[str, tuple[int, bool]]:
-        """Return the bytes of each parameter and whether it is trained, by name."""
+        """Return for each parameter name the number of bytes and whether the parameter is trained."""
         packed, bits = self.quantised, self.part.bits or 0
         return {
             name: (int(p.numel() * bits / 8) if name in packed else p.nbytes, p.requires_grad)
@@ -445,14 +446,14 @@ def _build(part: Part) -> Any:
 
 
 def _experts_by_shape(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Compute a mixture of experts with all tokens routed to the first expert.
+    """Compute a mixture-of-experts layer with all tokens routed to the first expert.
 
-    The shapes equal those of a grouped product, and the router's values are not read.
+    Tensors have the same shapes as in a grouped product, and the router's values are not needed.
 
     Args:
         experts: Module with the weights of all experts.
         hidden: ``(N, H)`` hidden states.
-        index: ``(N, k)`` experts of each token. Its values are not read.
+        index: ``(N, k)`` experts of each token. Only the shape is used.
         weights: ``(N, k)`` routing weights.
     """
     first, last = (experts.gate_up_proj if experts.has_gate else experts.up_proj), experts.down_proj
@@ -479,11 +480,11 @@ def _from_meta(model: nn.Module) -> None:
 
 
 class _Meter(TorchDispatchMode):
-    """Counter of live bytes of storages, by kind, from allocation to release."""
+    """Counts the bytes of all live storages by kind, and records the peak."""
 
     def __init__(self, model: nn.Module, vocabulary: int) -> None:
         super().__init__()
-        self.kind = "activations"  # Kind of tensors that are neither weight gradients nor logits.
+        self.kind = "activations"  # Kind for tensors that are neither weight gradients nor logits.
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.largest = 0
@@ -517,7 +518,7 @@ class _Meter(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count storages inside the block. Afterwards, detach the finalizers of storages that are still alive."""
+        """Count storages inside the block, and detach the finalizers of live storages at its end."""
         try:
             with self:
                 yield
@@ -537,29 +538,29 @@ def trace_pass(
     autocast: torch.dtype | None = None,
     pixels: Mapping[str, Tensor] | None = None,
 ) -> dict[str, int]:
-    """Return the peak memory of one pass over a batch, beyond the weights and earlier gradients.
+    """Return the peak memory of one pass over a batch, in addition to weights and earlier gradients.
 
     The pass is traced operation by operation.
 
     Args:
         shadow: Model with fake tensors.
-        batch: Packed prefix trees. Their shape and masks matter, their tokens do not.
-        training: Run forward and backward. If False, run forward without gradients.
-        accumulating: True if gradients of an earlier pass exist (they are not counted).
-        needs: Same as in `posttrain.models.forward.forward`.
+        batch: Packed prefix trees. Only their shapes and masks are used.
+        training: Whether to run forward and backward. If False, only forward is run, without gradients.
+        accumulating: Whether gradients of an earlier pass exist. They are not counted.
+        needs: Additional outputs, see `posttrain.models.forward.forward`.
         autocast: Dtype of the computation if it differs from the weights' dtype.
-        pixels: Same as in `Workload`.
+        pixels: Prepared images, see `Workload`.
 
     Returns:
-        Bytes by kind: ``activations`` are saved for backward or temporary; ``logits`` are chunks of logits and their gradients;
-        ``gradients`` are weight gradients before accumulation; ``images`` are pixels, features and the tower's activations;
-        ``largest`` is the largest tensor, which one of the other kinds includes.
+        Bytes by kind: ``activations`` (tensors saved for the backward pass, and temporary ones), ``logits`` (chunks of logits and
+        their gradients), ``gradients`` (of weights, before they are accumulated), and ``images`` (pixels, features and the
+        tower's activations). ``largest`` is the size of the largest tensor, which is also counted in its kind.
     """
     model = shadow.model
     trained = [p for p in model.parameters() if p.requires_grad]
     config = _text_config(model)
     told = attention_inputs(batch, causal_lm(model), shadow.part.dtype)
-    # Read before fake mode starts: fake tensors have no values.
+    # Compute these before fake mode starts, because fake tensors have no values.
     counts = batch.num_loss_tokens, batch.num_sequences, int((batch.sequence >= 0).sum())
 
     def forget(parameter: Tensor) -> None:
@@ -567,7 +568,7 @@ def trace_pass(
 
     with shadow.mode:
         meter = _Meter(model, config.vocab_size)
-        # Autograd cannot accumulate fake tensors in place, so accumulated gradients are dropped instead.
+        # Autograd cannot accumulate fake tensors in place, so each gradient is dropped instead of accumulated.
         hooks = [p.register_post_accumulate_grad_hook(forget) for p in trained] if accumulating else []
         compute = torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
         try:
@@ -592,14 +593,14 @@ def trace_pass(
 def _sum_of_outputs(
     shadow: Shadow, shape: torch.Size, told: dict[str, Any], counts: tuple[int, int, int], needs: frozenset[str]
 ) -> Tensor:
-    """Run the pass of `posttrain.models.forward.forward` with zeros as tokens and positions; return the sum of its outputs.
+    """Run the pass of `posttrain.models.forward.forward` with zeros as inputs. Return the sum of its outputs.
 
     Args:
         shadow: Model with fake tensors.
         shape: ``(B, T)`` of the batch.
-        told: Inputs of attention for the batch, with real values; see `attention_inputs`.
+        told: Inputs of attention for the batch with real values, see `attention_inputs`.
         counts: Number of loss tokens, sequences and completion tokens of the batch.
-        needs: Outputs that the head computes besides log-probs.
+        needs: Outputs that the head computes in addition to log-probs.
     """
     place = torch.zeros(shape, dtype=torch.long)  # (B, T)
     mask = told["attention_mask"]

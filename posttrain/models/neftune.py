@@ -1,4 +1,4 @@
-"""NEFTune: `noisy_embeddings` adds `Noise` to input embeddings in training, scaled by the `inverse_lengths` of documents."""
+"""NEFTune: noise on the input embeddings in training. `noisy_embeddings` enables it for a model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from posttrain.types import Batch, ModelOutputs
 
 @dataclass(slots=True)
 class Noise:
-    """NEFTune: uniform noise of at most ``alpha / sqrt(L d)`` on input embeddings, with L the length of the document.
+    """NEFTune: uniform noise of at most ``alpha / sqrt(L d)`` on input embeddings of width d, with L the document's length.
 
     Attributes:
         alpha: Magnitude of the noise.
-        inverse_lengths: ``(B, T)`` 1/L for the current pass. If it is None or of another shape, L is the row width.
+        inverse_lengths: ``(B, T)`` 1/L for the current pass. If it is None or has another shape, L is the width of the row.
 
     Reference: NEFTune, arXiv:2310.05914.
     """
@@ -30,7 +30,7 @@ class Noise:
     inverse_lengths: Tensor | None = None
 
     def __call__(self, embeddings: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        """Add noise to the embeddings ``(B, T, d)`` in training."""
+        """Add noise to the embeddings ``(B, T, d)`` if the model is in training mode."""
         if not embeddings.training:
             return output
         inverse = self.inverse_lengths
@@ -40,7 +40,7 @@ class Noise:
         return output + torch.empty_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)
 
     def forward(self, model: nn.Module, batch: Batch, *args: Any, **kwargs: Any) -> ModelOutputs:
-        """Run `posttrain.models.forward.forward` with noise scaled by the documents of the batch."""
+        """Run `posttrain.models.forward.forward` with noise that depends on the lengths of the batch's documents."""
         self.inverse_lengths = inverse_lengths(batch)
         try:
             return forward(model, batch, *args, **kwargs)
@@ -50,7 +50,7 @@ class Noise:
 
 @contextmanager
 def noisy_embeddings(model: nn.Module, alpha: float) -> Iterator[Callable[..., ModelOutputs]]:
-    """Add `Noise` to embeddings in training inside the block; yield the forward pass to call."""
+    """Add `Noise` to the input embeddings inside the block. Yields the forward function to use."""
     noise, inner = Noise(alpha), causal_lm(model)
     handle = inner.get_input_embeddings().register_forward_hook(noise)
     try:
@@ -60,11 +60,10 @@ def noisy_embeddings(model: nn.Module, alpha: float) -> Iterator[Callable[..., M
 
 
 def inverse_lengths(batch: Batch) -> Tensor:
-    """Compute 1/L for each token, ``(B, T)``, with L the number of tokens of its document (a prompt with one
-    completion). 0 for padding.
+    """Compute 1/L for each token, ``(B, T)``, where L is the number of tokens of its document (a prompt with one completion).
 
-    A token that several documents share gets the mean of their 1/L, so that its noise variance is the mean of their
-    variances.
+    The value of padding is 0. A token of several documents gets the mean of their 1/L, so that the variance of its noise is the
+    mean of their variances.
     """
     total, count = torch.zeros(2, *batch.input_ids.shape)
     for index, leaf in enumerate(batch.leaves):
@@ -74,7 +73,7 @@ def inverse_lengths(batch: Batch) -> Tensor:
                 total[row, run.start : run.stop] += 1 / leaf.length
                 count[row, run.start : run.stop] += 1
     for segment in batch.segments:
-        # A prompt with only empty answers is itself a document.
+        # A prompt whose completions are all empty is a document.
         columns = slice(segment.start, segment.stop)
         lonely = count[segment.row, columns] == 0
         total[segment.row, columns] += lonely / (segment.position + segment.stop - segment.start)

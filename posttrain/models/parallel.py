@@ -1,4 +1,4 @@
-"""Support for several processes (DDP, FSDP, ZeRO): collectives, parameter gathering, sharded checkpoints, joint errors."""
+"""Functions for several processes (DDP, FSDP, ZeRO): collectives, gathering, sharded checkpoints and shared errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
 def broadcast_object(item: T, accelerator: Accelerator) -> T:
     """Return the main process's object on all ranks. Every rank must call it.
 
-    Gathering instead would create one copy per rank on each rank.
+    Gathering would create one copy per rank on each rank instead.
     """
     if accelerator.num_processes == 1:
         return item
@@ -76,10 +76,10 @@ def broadcast_object(item: T, accelerator: Accelerator) -> T:
 
 
 def exchange_objects(parcels: list[list[Any]], accelerator: Accelerator) -> list[Any]:
-    """Return the items that every rank sends to this rank, in rank order. Every rank must call it.
+    """Send items to all ranks and return the items for this rank, in rank order. Every rank must call it.
 
     Args:
-        parcels: Items for each rank. Each list is sent only to its rank, so memory does not grow with the number of ranks.
+        parcels: One list of items per rank. It is sent only to that rank, so memory does not grow with the number of ranks.
         accelerator: Accelerator of the run.
     """
     if accelerator.num_processes == 1:
@@ -123,26 +123,26 @@ def _fsdp_plugin(accelerator: Accelerator) -> Any:
 
 
 def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> None:
-    """Raise if accelerate silently replaces FSDP with DDP, as it does on a CPU.
+    """Raise an error if accelerate silently replaces FSDP by DDP, as it does on a CPU.
 
     Raises:
-        ConfigError: The config or the launcher requests FSDP, and each of several processes would hold the whole model.
+        ConfigError: The config or the launcher requests FSDP, but each of several processes would have the whole model.
     """
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     name = str(accelerator.distributed_type)
     if accelerator.num_processes > 1 and (args.fsdp or launched) and "FSDP" not in name:
         raise ConfigError(
-            f"FSDP was asked for, and accelerate runs {name.rpartition('.')[2]} on {accelerator.device.type!r}: every one of "
-            f"{accelerator.num_processes} processes would hold the whole model. Fix: leave FSDP out on a CPU (DDP: "
-            "--accelerate_config ddp), or show the processes their GPUs."
+            f"FSDP is requested, but accelerate uses {name.rpartition('.')[2]} on {accelerator.device.type!r}, so each of the "
+            f"{accelerator.num_processes} processes would have the whole model. Fix: use DDP on a CPU (--accelerate_config ddp), "
+            "or make the GPUs visible to the processes."
         )
 
 
 def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Set FSDP's default layer classes to those that the model contains.
+    """Set FSDP's default layer classes to the classes that the model contains.
 
-    By default, accelerate wraps all classes that the model's family lists and fails if one is missing. LLaVA lists CLIP's text
-    layers, but uses only CLIP's vision tower.
+    By default, accelerate wraps all classes that are listed for the model's family, and fails if a class is missing. LLaVA lists
+    CLIP's text layers but uses only CLIP's vision tower.
     """
     plugin = _fsdp_plugin(accelerator)
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
@@ -152,7 +152,7 @@ def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> No
 
 
 def is_prepared_late(accelerator: Accelerator) -> bool:
-    """Return whether a model runs only after training has prepared it, with gradients that are not in ``parameter.grad``.
+    """Return whether a model can only run after it was prepared for training, with gradients outside of ``parameter.grad``.
 
     This is true for FSDP and for DeepSpeed at any stage.
     """
@@ -160,10 +160,10 @@ def is_prepared_late(accelerator: Accelerator) -> bool:
 
 
 def equal_passes(count: int, accelerator: Accelerator) -> int:
-    """Return the number of passes every rank must run: ``count``, or the maximum over ranks if a pass is a collective.
+    """Return the number of passes that each rank must run: ``count``, or the maximum over ranks if a pass is a collective.
 
-    Forward is a collective with FSDP, ZeRO-3 and sequence parallelism. Backward is a collective with ZeRO-2, which reduces
-    gradients to their owners in each pass.
+    The forward pass is a collective with FSDP, ZeRO-3 and sequence parallelism. The backward pass is a collective with ZeRO-2,
+    which reduces gradients in each pass.
     """
     if not is_prepared_late(accelerator) and token_split.active() is None:
         return count
@@ -173,14 +173,14 @@ def equal_passes(count: int, accelerator: Accelerator) -> int:
 
 
 def in_step(items: Sequence[T], accelerator: Accelerator, spare: Callable[[], T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item with True, then spare items with False until all ranks have run the same number of passes.
+    """Yield each item with True. If a pass is a collective, then yield spare items with False.
 
-    Spare items are yielded only if a pass is a collective.
+    All ranks then run the same number of passes.
 
     Args:
         items: Items of this rank. May be empty.
-        accelerator: Accelerator of the run. Every rank must call this function, also a rank without items.
-        spare: Function that creates the item that a rank without items runs.
+        accelerator: Accelerator of the run. Every rank must call this function, even a rank without items.
+        spare: Function that creates the spare item of a rank without items.
     """
     for index in range(equal_passes(len(items), accelerator)):
         if index < len(items):
@@ -195,18 +195,19 @@ def is_deepspeed(model: nn.Module) -> bool:
 
 
 def backward(accelerator: Accelerator, loss: torch.Tensor) -> None:
-    """Run backward for a loss that is already normalized over the whole optimizer step, so DeepSpeed must not divide it."""
+    """Run the backward pass. The loss is already normalized over the optimizer step, so DeepSpeed must not divide it."""
     deepspeed = "DEEPSPEED" in str(accelerator.distributed_type)
     accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
 
 @contextmanager
 def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
-    """Defer gradient averaging until the last of several backward passes; with DeepSpeed, also the optimizer step."""
+    """Defer gradient averaging, and DeepSpeed's optimizer step, until the last of several backward passes."""
     if last or not hasattr(model, "no_sync"):
         yield
         return
-    # DeepSpeed's no_sync rejects stages 2 and 3, and accelerate steps at every backward of the last batch.
+    # DeepSpeed's no_sync does not support stages 2 and 3, and accelerate runs an optimizer step in each backward pass of the
+    # last batch.
     if is_deepspeed(model):
         state = GradientState()
         before = state.sync_gradients
@@ -222,7 +223,7 @@ def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
 
 @contextmanager
 def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
-    """Yield the bare model with all parameters gathered, for in-process generation. Its forward is not a collective."""
+    """Yield the bare model with all parameters gathered, for generation in this process. Its forward pass is not a collective."""
     name = str(accelerator.distributed_type)
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     if "DEEPSPEED" in name and shards_parameters(accelerator):
@@ -238,7 +239,7 @@ def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterat
 
 @contextmanager
 def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
-    """Remove the hooks that gather and free parameters, because ranks run different numbers of forwards inside the block."""
+    """Remove hooks that gather and free parameters, because ranks run different numbers of passes inside the block."""
     removed: list[tuple[Any, list[Any], dict[Any, Any]]] = []
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -257,7 +258,7 @@ def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
 
 
 def gathers_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
-    """Return whether the forward of any of these modules is a collective. It is not inside `whole_parameters`."""
+    """Return whether a forward pass of any of these modules is a collective. Inside `whole_parameters`, it is not."""
     return any(shards(hook) for module in modules for hook in module._forward_pre_hooks.values())
 
 
@@ -283,7 +284,9 @@ def _summon_fsdp(model: nn.Module, bare: torch.nn.Module) -> Iterator[torch.nn.M
 
 
 def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
-    """Raise if this run cannot load a checkpoint's optimizer. transformers would start a new one or fail with an unclear error.
+    """Raise an error if this run cannot load the optimizer of a checkpoint.
+
+    transformers would start with a new optimizer or fail with an unclear error.
 
     An optimizer saved with FSDP loads with and without FSDP. An optimizer saved with ZeRO loads with the same sharding of
     parameters (ZeRO-3, or a lower stage), on any number of processes.
@@ -298,9 +301,9 @@ def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
     wrote = next((kind for kind, pattern in files.items() if any(folder.glob(pattern))), None)
     if wrote is None:
         raise CheckpointError(
-            f"{str(folder)!r} holds no optimizer, as save_only_model=True leaves it out: a resumed run would begin with a new "
-            "one, and its learning rate as in step 1. Fix: give the folder as the model of a new run; and "
-            "save_only_model=False where a run is to be resumed."
+            f"{str(folder)!r} contains no optimizer, e.g. because it was saved with save_only_model=True. A resumed run would "
+            "start with a new optimizer and the learning rate of step 1. Fix: use the folder as the model of a new run. To "
+            "resume runs in the future, set save_only_model=False."
         )
     name, runs = str(accelerator.distributed_type), WHOLE
     if "FSDP" in name:
@@ -311,37 +314,37 @@ def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
     said = [f"{count} process{'' if count == 1 else 'es'}" for count in (before, now)]
     if wrote is not None and wrote != runs and (wrote, runs) != ("FSDP", WHOLE):
         raise CheckpointError(
-            f"the optimizer of {str(folder)!r} was written by {said[0]} with {wrote}, and this run is {said[1]} with {runs}: "
-            f"it would go on with a new one. Fix: resume with {wrote}, or give the folder as the model of a new run."
+            f"the optimizer of {str(folder)!r} was saved by {said[0]} with {wrote}, but this run has {said[1]} with {runs} and "
+            f"would start with a new optimizer. Fix: resume with {wrote}, or use the folder as the model of a new run."
         )
     shards = zero_shards(folder)
     if shards and len(shards) != before:
         raise CheckpointError(
-            f"{str(shards[0].parent)!r} holds {len(shards)} of {before} shards of the optimizer. Fix: bring them back (each node "
-            "may have kept its own), or resume from another checkpoint."
+            f"{str(shards[0].parent)!r} has {len(shards)} of {before} shards of the optimizer. Fix: copy the missing ones there "
+            "(each node may have its own shards), or resume from another checkpoint."
         )
 
 
 def zero_shards(folder: Path) -> list[Path]:
-    """Return the optimizer shards of a ZeRO checkpoint, one per process; empty for other checkpoints."""
+    """Return the optimizer shards of a ZeRO checkpoint, one per process, or an empty list for other checkpoints."""
     return sorted(folder.glob("global_step*[0-9]/*_optim_states.pt"))
 
 
 @contextmanager
 def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: str | None) -> Iterator[None]:
-    """Load ZeRO shards on a different number of processes, through DeepSpeed's universal checkpoint.
+    """Load ZeRO shards on a different number of processes, by converting them to DeepSpeed's universal checkpoint.
 
-    The main process creates the universal checkpoint next to the shards and removes it after loading. A universal checkpoint
-    that the user created is used and kept.
+    The main process creates the universal checkpoint next to the shards, and deletes it after loading. A universal checkpoint
+    that the user has created is used and not deleted.
 
     Args:
         accelerator: Accelerator of the run.
         engine: Function that returns the model as it is currently wrapped.
-        folder: Folder of a checkpoint. None: nothing is loaded.
+        folder: Folder of a checkpoint. None if no checkpoint is loaded.
     """
     shards = zero_shards(Path(folder)) if folder is not None and _deepspeed_plugin(accelerator) is not None else []
     latest, wrote = Path(folder or "", "latest_universal"), 0
-    if shards:  # If DeepSpeed failed on one process, the others would hang in a collective.
+    if shards:  # If DeepSpeed fails on one process, other processes would hang in a collective.
         with failing_together(accelerator):
             wrote = _read(shards[accelerator.process_index % len(shards)])["processes"]
     if not shards or wrote == accelerator.num_processes:
@@ -353,7 +356,7 @@ def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: st
     universal = latest.with_name(latest.read_text(encoding="utf-8").strip())
     with _loading_universal(accelerator, engine):
         yield
-    # Stage 3 gives all parameter groups the settings of the first group (also its weight decay) and one shared step count.
+    # Stage 3 gives all parameter groups the settings of the first group, e.g. its weight decay, and one shared step count.
     optimizer = engine().optimizer.optimizer
     saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
@@ -368,7 +371,7 @@ def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: st
 
 @contextmanager
 def _loading_universal(accelerator: Accelerator, engine: Callable[[], Any]) -> Iterator[None]:
-    """Make DeepSpeed load a universal checkpoint, in an existing engine and in an engine created inside the block."""
+    """Make DeepSpeed load a universal checkpoint, both in an existing engine and in an engine created inside the block."""
     config = _deepspeed_plugin(accelerator).deepspeed_config
     before = config.get("checkpoint", {})
     config["checkpoint"] = before | {"load_universal": True}
@@ -383,10 +386,10 @@ def _loading_universal(accelerator: Accelerator, engine: Callable[[], Any]) -> I
 
 
 def _make_universal(shards: list[Path], wrote: int) -> None:
-    """Run DeepSpeed's ``ds_to_universal``. It writes the folder's name to a file last, so a partial folder is never read."""
+    """Run DeepSpeed's ``ds_to_universal``. It writes the folder's name to a file last, so that a partial folder is not used."""
     source = shards[0].parent
     universal = source.with_name(f"{source.name}_universal")
-    shutil.rmtree(universal, ignore_errors=True)  # Partial folder of a killed run.
+    shutil.rmtree(universal, ignore_errors=True)  # Partial folder of an interrupted run.
     places = {"input_folder": str(source), "output_folder": str(universal)}
     work = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
     logger.info(
@@ -397,10 +400,10 @@ def _make_universal(shards: list[Path], wrote: int) -> None:
     )
     try:
         if len(shards) != wrote:
-            raise ValueError(f"{len(shards)} of them are here")
+            raise ValueError(f"only {len(shards)} of them exist")
         if (kept := _read(shards[0])["kept"]) != ["exp_avg", "exp_avg_sq", "step"]:
             raise ValueError(
-                f"DeepSpeed checkpoints can be converted for Adam only, and this optimizer has the states {kept}"
+                f"DeepSpeed checkpoints can only be converted for Adam, but this optimizer has the states {kept}"
             )
         with redirect_stdout(sys.stderr):
             converter = require("deepspeed.checkpoint.ds_to_universal", "ZeRO")
@@ -408,14 +411,14 @@ def _make_universal(shards: list[Path], wrote: int) -> None:
     except Exception as error:
         shutil.rmtree(universal, ignore_errors=True)
         raise CheckpointError(
-            f"the shards of {wrote} processes in {str(source)!r} could not be joined for another number: "
-            f"{type(error).__name__}: {error}. Fix: resume on {wrote}, or from another checkpoint."
+            f"the shards of {wrote} processes in {str(source)!r} could not be converted for another number of processes: "
+            f"{type(error).__name__}: {error}. Fix: resume on {wrote} processes, or from another checkpoint."
         ) from error
 
 
 def _read(shard: Path) -> dict[str, Any]:
     """Return the number of processes that wrote shards (``processes``) and the names of optimizer states (``kept``)."""
-    try:  # With mmap no tensor is read.
+    try:  # With mmap, tensors are not read.
         saved = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
         count, inner = saved["partition_count"], saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
         kept = sorted({name for group in inner["state"].values() for name in group})
@@ -428,10 +431,10 @@ def _read(shard: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) -> Iterator[bool]:
-    """Load an FSDP checkpoint in the format it was written in (full or sharded), also on a process without FSDP.
+    """Load an FSDP checkpoint in the format of its files (full or sharded), even on a process without FSDP.
 
     Yields:
-        True if the checkpoint must be loaded as FSDP does. For other checkpoints, ``shards``.
+        True if the checkpoint must be loaded like a checkpoint of FSDP. For other checkpoints, ``shards``.
     """
     saved = sorted(Path(folder).glob("pytorch_model_fsdp*")) if folder is not None else []
     if not saved:
@@ -458,7 +461,7 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
 
 @contextmanager
 def saved_whole(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
-    """Make FSDP save the full model if ``wanted``: with sharded checkpoints, transformers would not save the model."""
+    """Make FSDP save the full model if ``wanted``, because with sharded checkpoints transformers would not save the model."""
     plugin = _fsdp_plugin(accelerator)
     if plugin is None or not wanted:
         yield
@@ -477,7 +480,7 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 @contextmanager
 def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Gather a few parameters while they are read. This is a collective with ZeRO-3 and does nothing otherwise."""
+    """Gather a few parameters inside the block. This is a collective with ZeRO-3, and otherwise has no effect."""
     sharded = [p for p in parameters if is_partitioned(p)]
     if not sharded:
         yield
@@ -488,7 +491,7 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and local part (the shard, if sharded) of each frozen parameter, without a collective."""
+    """Yield the name and the local shard of each frozen parameter, or the whole parameter if it is not sharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):  # FSDP2 leaves some parameters gathered after a pass without backward.
             module.reshard()
@@ -499,7 +502,7 @@ def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tenso
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of a tensor that FSDP2 has sharded; otherwise the tensor."""
+    """Return this process's shard of a tensor if FSDP2 has sharded it, else the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -517,7 +520,7 @@ def flattens_parameters(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def summoned(model: torch.nn.Module) -> Iterator[None]:
-    """Restore FSDP1's flattened parameters to full parameters with names while they are read; do nothing otherwise."""
+    """Restore FSDP1's flattened parameters to full parameters with names inside the block, if there are any."""
     if not flattens_parameters(model):
         yield
         return
@@ -529,9 +532,9 @@ def summoned(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Run the block first on the main process, which fills a cache, then on one process per node, then on the others.
+    """Run the block on the main process first (e.g. to fill a cache), then on one process per node, then on the others.
 
-    If one process fails, all fail (`failing_together`). Otherwise they would wait for it in the next collective.
+    If one process fails, all processes fail (`failing_together`). Otherwise they would hang in the next collective.
     """
     from accelerate import PartialState
 
@@ -549,7 +552,7 @@ def main_process_first() -> Iterator[None]:
 
 @contextmanager
 def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
-    """Raise an exception of one process on all processes, with the number of the failed one. All processes must enter.
+    """Raise an exception of one process on all processes, with the number of that process. All processes must enter it.
 
     Args:
         accelerator: Accelerator of the run, or its `PartialState` before an accelerator exists.
@@ -587,7 +590,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
-    """Run ``function``, which may fail on one rank only, on every rank: all return, or all raise."""
+    """Run ``function`` on every rank. If it fails on one rank, raise an error on all ranks."""
     with failing_together(accelerator):
         return function()
 
@@ -595,10 +598,10 @@ def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
 def bf16_is_faster(*, on_cpu: bool = False) -> bool:
     """Return whether bf16 is faster than fp32: on a GPU with native bf16, or a CPU with AMX or AVX512-BF16.
 
-    On an AVX2 CPU, a bf16 matrix product measured three times slower than an fp32 one.
+    On a CPU with AVX2, a matrix product in bf16 was measured to be three times slower than in fp32.
 
     Args:
-        on_cpu: Check the CPU even if a GPU is available.
+        on_cpu: Whether to check the CPU even if a GPU is available.
     """
     if torch.cuda.is_available() and not on_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,4 +1,4 @@
-"""Probes that compare a model's log-probs and gradients on small packed prefix trees with each sequence alone."""
+"""Probes that run a model on small packed prefix trees, and compare log-probs and gradients with separate sequences."""
 
 from __future__ import annotations
 
@@ -53,30 +53,30 @@ from posttrain.models.attention import (
 logger = logging.getLogger(__name__)
 
 
-# Fraction of the standard deviation of the reference values; 0.1 in half precision.
+# Tolerance as a fraction of the standard deviation of the reference values. It is 0.1 in half precision.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 
 
-ROUNDING = 8 * torch.finfo(torch.float32).eps  # Fraction of the largest value: log-probs are computed in float32.
+ROUNDING = 8 * torch.finfo(torch.float32).eps  # Fraction of the largest value. Log-probs are computed in float32.
 
 
 TF32_EPS = 2.0**-10  # TF32 has a mantissa of 10 bits.
 
 
-# Repetitions with other rounding errors that find values which rounding alone moves, and the maximum share of such values.
+# Number of repetitions with different rounding errors, and the maximum share of values that may differ only by rounding.
 ROUNDED, FEW = 16, 0.25
 
 
-REACH = 0.1  # Minimum change of a log-prob by another image, in nats, as a multiple of the tolerance.
+REACH = 0.1  # Minimum change of a log-prob in nats if the image changes, as a multiple of the tolerance.
 
 
-NARROW = 4  # Tokens of a narrowed window, fewer than any sequence of a probe has.
+NARROW = 4  # Size of reduced attention windows in tokens. All sequences of a probe are longer.
 
 
-SHORT = 7  # Tokens of a probe prompt if no window needs more.
+SHORT = 7  # Length of a probe prompt in tokens, unless an attention window needs a longer one.
 
 
-LONGEST = 1024  # Maximum tokens of a probe prompt, which must exceed a window that cannot be narrowed.
+LONGEST = 1024  # Maximum length of a probe prompt in tokens. It must exceed windows that cannot be reduced.
 
 
 def probe_key(model: Module) -> str:
@@ -94,8 +94,8 @@ def probe_key(model: Module) -> str:
 def disagreement(values: Tensor, truth: Tensor, share: float) -> str:
     """Return a message if ``values`` differ from ``truth`` by more than ``share`` of its standard deviation, or "".
 
-    The tolerance is relative to the standard deviation because a model with tiny logits has almost equal log-probs with any
-    attention.
+    The tolerance is relative to the standard deviation, because a model with tiny logits has almost the same log-probs even if
+    attention is wrong.
     """
     values, truth = values.float().cpu(), truth.float().cpu()
     gap, allowed = float((values - truth).abs().max()), _allowed(truth, share)
@@ -107,10 +107,10 @@ def _allowed(truth: Tensor, share: float) -> float:
 
 
 def steady_disagreement(model: Module, values: Tensor, compute: Callable[[], Tensor], share: float) -> str:
-    """Return `disagreement` of ``values`` and ``compute()``, without a few values that rounding alone moves beyond the tolerance.
+    """Return `disagreement` of ``values`` and ``compute()``, but ignore a few values that differ only because of rounding.
 
-    Rounding can change the expert that a router chooses. In half precision, this moves single log-probs of correct
-    mixture-of-experts models far. If few values differ, ``compute`` is therefore repeated with other rounding errors.
+    Rounding can change the expert that a router chooses. In half precision, this changes single log-probs of correct
+    mixture-of-experts models a lot. If few values differ, ``compute`` is therefore repeated with different rounding errors.
     """
     truth = compute()
     if not (fault := disagreement(values, truth, share)):
@@ -128,7 +128,7 @@ def steady_disagreement(model: Module, values: Tensor, compute: Callable[[], Ten
 
 @contextmanager
 def rounded_otherwise(model: Module) -> Iterator[None]:
-    """Change what the modules of a model return by as much as their dtype, or TF32, rounds it, until the context ends."""
+    """Change the outputs of a model's modules inside the block by as much as rounding in their dtype (or TF32) does."""
     generators, tf32 = dict[torch.device, torch.Generator](), rounds_to_tf32()
 
     def change(module: Module, inputs: Any, output: Any) -> Any:
@@ -149,21 +149,21 @@ def rounded_otherwise(model: Module) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]:
-    """Return the cases of a probe: the length of its longest prompt in tokens, and a context to run it in.
+    """Return the cases of a probe: the length of its longest prompt in tokens, and a context in which it runs.
 
-    The first case is the unchanged model. The second narrows the model's attention windows to `NARROW` inside the context,
-    because they are longer than a probe's sequences. A window that cannot be narrowed is probed with a prompt longer than it.
+    The first case is the unchanged model. The second case reduces the model's attention windows to `NARROW` inside the context,
+    because they are longer than the sequences of a probe. A window that cannot be reduced is tested with a longer prompt.
 
     Raises:
-        ModelError: Such a window is longer than `LONGEST`. Or layers mix tokens by means other than attention. The config shows
-            this, and a probe with the current weights might not.
+        ModelError: A window that cannot be reduced is longer than `LONGEST`, or layers mix tokens in another way than by
+            attention. The latter is determined from the config, because a probe with the current weights might not show it.
     """
     cases: list[tuple[int, AbstractContextManager[None]]] = [(SHORT, nullcontext())]
     inner: Any = causal_lm(model)
     text = inner.config.get_text_config()
     kinds = layer_kinds(text)
     if has_recurrent_layers(model) and not recurrent.replaced(inner):
-        raise ModelError(f"it has layers that mix tokens by other means than attention ({sorted(set(kinds) - KINDS)})")
+        raise ModelError(f"it has layers that mix tokens without attention ({sorted(set(kinds) - KINDS)})")
     sizes = {name: getattr(text, name, None) for name in (*SHRINKABLE, *FIXED)}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
     if kinds and all(kind == "full_attention" for kind in kinds):
@@ -177,7 +177,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
         windows = {name: size for name, size in windows.items() if not shrunk or name not in shrinkable}
     longest = max(windows.values(), default=0)
     if longest > LONGEST:
-        raise ModelError(f"a window of {longest} tokens cannot be made short, and a probe has at most {LONGEST}")
+        raise ModelError(f"a window of {longest} tokens cannot be reduced, but a probe has at most {LONGEST} tokens")
     return [*cases, (longest + SHORT, nullcontext())] if longest else cases
 
 
@@ -199,24 +199,25 @@ def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_layout(model: Module, autocast: torch.dtype | None = None, device: torch.device | None = None) -> Layout:
-    """Return the first of three layouts with which packed prefix trees give the same results as each sequence alone.
+    """Return the first of three layouts with which packed prefix trees have the same results as separate sequences.
 
-    The layouts are tree attention (`posttrain.models.tree_attention`), a dense mask, and padded rows with one sequence each. A
-    warning is logged when a layout is rejected, with the reason.
+    The layouts are tree attention (`posttrain.models.tree_attention`), a dense mask, and padded rows with one sequence each. If
+    a layout is rejected, a warning is logged with the reason.
 
-    The probe runs once per config, attention backend, dtype and adapter. Its rows are three branches of one prompt, a second
-    tree, and a prefix tree of two turns. It compares them with each sequence alone through the model's own forward and output
-    head, in all `probe_cases`. Log-probs must agree to 1e-4 of their standard deviation in float32 (0.1 in half precision), and
-    gradients of trained parameters to 3e-4 of the largest gradient (0.3 in half precision). Mamba-1 and some custom models fail
-    and train on padded rows. Recurrent layers pass if their functions support prefix trees (`posttrain.models.recurrent`).
+    The probe runs once per config, attention backend, dtype and adapter. Its rows are a prompt with three completions, a second
+    tree, and a prefix tree of two turns. In all `probe_cases`, the results are compared with those of separate sequences from the
+    model's own forward method and output head. The tolerance of log-probs is 1e-4 of their standard deviation in float32 (0.1 in
+    half precision). The tolerance of gradients is 3e-4 of the largest gradient (0.3 in half precision). Mamba-1 and some custom
+    models fail and are trained on padded rows. Recurrent layers pass if their functions support prefix trees
+    (`posttrain.models.recurrent`).
 
-    Longrope frequencies depend on the longest sequence of a pass. This is not probed: the limits are known (`rope_limits`), and
-    the layout separates such sequences.
+    Longrope frequencies depend on the longest sequence of a pass. This is not tested, because the limits are known
+    (`rope_limits`) and the layout separates such sequences.
 
     Args:
         model: Model that is ready to run.
         autocast: Dtype of products if it differs from the weights' dtype. Ignored on a CPU.
-        device: Device of training, whose kernels are tested, if the model is elsewhere now (FSDP moves it later).
+        device: Device of training, whose kernels are tested. None means the current device. (FSDP moves the model later.)
     """
     device = device or next(model.parameters()).device
     autocast = None if device.type == "cpu" else autocast
@@ -239,16 +240,16 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
         dense = layout_for(model, dense_mask=True, device=device.type)
         layout = replace(dense, rope_switch=layout.rope_switch, rope_end=layout.rope_end)
         logger.warning(
-            "%s with attn_implementation=%r does not support tree attention (%s). Using a dense mask: results are correct, but "
-            "the cost of attention is quadratic in the row length.",
+            "%s with attn_implementation=%r does not support tree attention (%s), so a dense mask is used. Results are correct, "
+            "but the cost of attention is quadratic in the row length.",
             name,
             backend,
             fault,
         )
     if layout.kind == "tree" and layout.dense_mask and (fault := _fault(model, layout, device)):
         logger.warning(
-            "%s with attn_implementation=%r gives different results for packed rows with shared prompts than for single "
-            "sequences (%s). Using padded rows: results are correct, but training is slower.",
+            "%s with attn_implementation=%r gives different results for packed rows with shared prompts than for separate "
+            "sequences (%s), so padded rows are used. Results are correct, but training is slower.",
             name,
             backend,
             fault,
@@ -257,8 +258,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     pictured = probe_rows(model) if layout.kind == "padded" and picture_encoder(model) is not None else []
     if pictured and (fault := _layout_fault(model, pictured, layout)):
         raise ModelError(
-            f"{type(causal_lm(model)).__name__} does not compute rows with images as the processor's own tensors do ({fault}), "
-            "not even one sequence a row. Fix: a model of another family, or text alone."
+            f"{type(causal_lm(model)).__name__} has other results for rows with images than for the processor's own tensors, "
+            f"even with one sequence per row ({fault}). Fix: use a model of another family, or rows without images."
         )
     PROBED[key] = layout
     return layout
@@ -266,13 +267,13 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
 
 @torch.no_grad()
 def prove_pictures(model: nn.Module) -> None:
-    """Find positions and attention blocks of an unknown model family that reproduce the results of its processor's inputs.
+    """Find positions and attention blocks for an unknown model family that give the same results as its processor's inputs.
 
     Args:
         model: Model prepared with `posttrain.models.vision.install_pictures`, without wrappers.
 
     Raises:
-        ModelError: No choice does. The message contains the error of each choice.
+        ModelError: No choice gives the same results. The message contains the error of each choice.
     """
     reader, faults = picture_encoder(model).processor, []
     orders = dict.fromkeys((reader.family.positions, "plain"))
@@ -283,7 +284,7 @@ def prove_pictures(model: nn.Module) -> None:
             reader.family = replace(reader.family, **choice)
             try:
                 fault = _picture_fault(model, reader)
-            # Any exception means that the choice fails, such as that of a forward that does not accept features.
+            # Any exception means that the choice fails, e.g. because the forward method does not accept features.
             except Exception as error:
                 fault = f"{type(error).__name__}: {error}"
             if not fault:
@@ -292,26 +293,26 @@ def prove_pictures(model: nn.Module) -> None:
     if len(faults) == len(choices):
         del model.picture_encoder
         raise ModelError(
-            f"{type(model).__name__} is of no family that is known, and its rows with images could not be shown to give what its "
-            f"processor's own tensors give ({'; '.join(faults)}). Fix: a model of a family that is known (docs/vision.md), or "
+            f"{type(model).__name__} is not of a supported family, and its results for rows with images differ from those for "
+            f"its processor's own tensors ({'; '.join(faults)}). Fix: use a model of a supported family (docs/vision.md), or "
             "rows without images."
         )
-    how = "each sequence a row, with its processor's own tensors" if reader.family.whole else str(choice)
+    how = "one sequence per row, with its processor's own tensors" if reader.family.whole else str(choice)
     logger.warning(
-        "%s is of no family that is known. Compared with what its processor and its own forward give of two prompts, rows with "
-        "images are right: %s.",
+        "%s is not of a supported family. For two prompts, its results for rows with images agree with those of its processor "
+        "and its own forward method, with these settings: %s.",
         type(model).__name__,
         how,
     )
 
 
 def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
-    """Return why padded rows with images give other results than each sequence alone, or "" if they agree.
+    """Return why padded rows with images have different results than separate sequences, or "" if results agree.
 
-    A sequence alone is the processor's output for its text and images, run through the model's own forward.
+    A separate sequence is the processor's output for its text and images, passed to the model's own forward method.
     """
     share, mark, (first, second, _) = _share(model), reader.placeholder, probe_pictures(reader)
-    # Where a run of placeholders is one image to the processor, rows have none (see `PictureProcessor.place`).
+    # If the processor treats adjacent placeholders as one image, rows have none (see `PictureProcessor.place`).
     gap = " " if reader.family.positions == "grid" else ""
     several = f"a {mark} b {mark}{gap}{mark} c"
     rows, truth, moved = [], [], []
@@ -320,7 +321,7 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
             ids, placed = reader.encode(text + answer, pictures)
             inputs = _own_inputs(reader, text + answer, pictures)
             if ids != inputs["input_ids"][0].tolist():
-                return f"the processor writes {inputs['input_ids'].shape[1]} tokens, and {len(ids)} were expected"
+                return f"the processor returns {inputs['input_ids'].shape[1]} tokens, but {len(ids)} were expected"
             # Images after the first are in the answer.
             start = placed[0].start + placed[0].count if placed else 1
             after = [replace(one, start=one.start - start) for one in placed[1:]]
@@ -331,16 +332,16 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
             if gap := disagreement(
                 _own_logps(model, {**inputs, "input_ids": changed})[start - 1 : -1], truth[-1][:-1], share
             ):
-                return f"earlier tokens see later ones: {gap}"
+                return f"earlier tokens attend to later tokens: {gap}"
             others = [read_picture(one.load().rotate(180)) for one in pictures]
             moved.append(_own_logps(model, _own_inputs(reader, text + answer, others))[start - 1 :])
     judged = _judged(rows)
     told, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
     padded = _fast(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
     gap, reach = (float((one - told).abs().max()) for one in (padded, other))
-    # The effect of images must exceed the difference of the two computations, or their agreement proves nothing about images.
+    # Images must change log-probs by more than the two computations differ. Otherwise the comparison does not test images.
     if not (fault := disagreement(padded, told, share)) and reach <= max(10 * gap, share * REACH):
-        return f"PT-G005: other images move log-probs by {reach:.2g}, and rows differ from sequences alone by {gap:.2g}"
+        return f"PT-G005: other images change log-probs by {reach:.2g}, and rows differ from sequences by {gap:.2g}"
     return fault
 
 
@@ -352,7 +353,7 @@ def _own_inputs(reader: PictureProcessor, text: str, pictures: Sequence[Picture]
 
 
 def _own_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the log-probs ``(T - 1,)`` of a sequence's tokens after the first, from the model's own forward."""
+    """Return the log-probs ``(T - 1,)`` of all tokens of a sequence except the first, from the model's own forward method."""
     ids = inputs["input_ids"][0]
     logits = model(**for_tower(model, inputs), use_cache=False).logits[0].float().cpu()
     return torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
@@ -385,7 +386,7 @@ def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | N
 
 
 def _forest_fault(model: Module, layout: Layout) -> str:
-    """Return why packed prefix trees give other results than each sequence alone, or ""."""
+    """Return why packed prefix trees have different results than separate sequences, or ""."""
     config: Any = model.config
     vocabulary, share = config.get_text_config().vocab_size, _share(model)
     encoder = picture_encoder(model)
@@ -394,7 +395,7 @@ def _forest_fault(model: Module, layout: Layout) -> str:
     for prompt, context in () if always else probe_cases(model):
         rows = _probe_rows(vocabulary, prompt)
         wide = replace(layout, row_tokens=512 + prompt, pass_tokens=0, max_tree_tokens=4 * LONGEST)
-        # The graph of a long prompt would keep its logits in memory, and its functions are the same.
+        # Long prompts run without gradients: their graph would store all logits, and the functions are the same.
         with context, torch.set_grad_enabled(prompt == SHORT):
             values, truth = _fast(model, rows, wide), _truth(model, rows)
             if disagreement(values.detach(), truth.detach(), share):
@@ -415,16 +416,16 @@ def _layout_fault(model: Module, rows: Sequence[Row], layout: Layout) -> str:
 
 @torch.no_grad()
 def _gradient_fault(model: Module, values: Tensor, truth: Tensor, share: float) -> str:
-    """Return a message if gradients of packed log-probs differ from those of each sequence alone, or "".
+    """Return a message if gradients of packed log-probs differ from those of separate sequences, or "".
 
-    The loss is a random sum over completions, so gradients of a prompt come through the states and keys that completions read.
-    One parameter of each name is compared, layer numbers aside: the gradient of a layer depends on all layers above it.
+    The loss is a random sum over completions, so gradients reach the prompt through the states and keys that completions use. For
+    each kind of parameter, only one layer is compared, because the gradient of a layer depends on all layers above it.
 
     Args:
         model: The model.
-        values: Log-probs in packed rows, with their graph.
-        truth: Log-probs of each sequence alone, with their graph.
-        share: Tolerance of log-probs. Gradients may differ by three times this fraction of the largest gradient.
+        values: Log-probs of packed rows, with their graph.
+        truth: Log-probs of separate sequences, with their graph.
+        share: Tolerance of log-probs. The tolerance of gradients is three times this fraction of the largest gradient.
     """
     named = [(re.sub(r"\d+", "", name), p) for name, p in model.named_parameters() if p.requires_grad]
     chosen = list(dict(reversed(named)).values())
@@ -437,7 +438,7 @@ def _gradient_fault(model: Module, values: Tensor, truth: Tensor, share: float) 
     )
     most = float(torch.stack([gradient.abs().max() for gradient in exact]).max())
     gap = float(torch.stack([(a - b).abs().max() for a, b in zip(mine, exact, strict=True)]).max())
-    # Gradients add up the rounding of the forward and the backward pass: bf16 models with random weights differed by up to 0.04.
+    # Gradients have rounding errors of the forward and the backward pass: up to 0.04 in bf16 models with random weights.
     allowed = 3 * share * most
     return "" if gap <= allowed else f"gradients differ by {gap:.2g}, allowed {allowed:.2g}"
 
@@ -451,7 +452,7 @@ def _share(model: Module) -> float:
 
 @torch.no_grad()
 def probe_head(model: Module) -> None:
-    """Make a model use its own logits if the chunked head gives other log-probs than the model's forward.
+    """Make a model use its own logits if the chunked head has other log-probs than the model's own forward method.
 
     The comparison uses one padded sequence, so that only the head can cause a difference. Classifiers are skipped.
     """
@@ -466,15 +467,15 @@ def probe_head(model: Module) -> None:
     if fault:
         inner.own_logits = True
         logger.warning(
-            "%s changes its logits in a way that the chunked head does not support: %s. Using the model's own logits: results "
-            "are correct, but need more memory.",
+            "%s changes its logits in a way that the chunked head does not support (%s), so the model's own logits are used. "
+            "Results are correct, but need more memory.",
             type(inner).__name__,
             fault,
         )
 
 
 def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
-    """Return log-probs of the completions in packed rows, in the order of the rows, or a classifier's scores."""
+    """Return log-probs of all completions in packed rows, in the order of the rows, or a classifier's scores."""
     from posttrain.data.forest import split_by_sequence
     from posttrain.models.forward import forward
     from posttrain.models.heads import score_layer
@@ -491,7 +492,7 @@ def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
 
 
 def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
-    """Return log-probs (or scores) of each sequence alone, from the unmodified model."""
+    """Return log-probs or scores of separate sequences from the unmodified model."""
     from posttrain.models.forward import alone_logps, sequence_scores
     from posttrain.models.heads import score_layer
 
@@ -501,19 +502,19 @@ def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
 
 
 def _judged(rows: Sequence[Row]) -> Tensor:
-    """Return a mask of completion tokens with a log-prob. Zeros elsewhere would increase the standard deviation."""
+    """Return a mask of completion tokens with a log-prob. Zeros of other tokens would increase the standard deviation."""
     return torch.tensor([bool(m) for row in rows for mask in row.loss_masks for m in mask])
 
 
 def random_prompts(vocabulary: int, sizes: Sequence[int]) -> list[list[int]]:
-    """Return random sequences of these lengths, the same at every call."""
+    """Return random sequences of these lengths. Each call returns the same sequences."""
     generator = torch.Generator().manual_seed(0)
-    # Ids in the first half of the vocabulary: image placeholders have high ids and would need images.
+    # Use only the first half of the vocabulary, because image placeholders have high ids and would need images.
     return [torch.randint(0, vocabulary // 2, (n,), generator=generator).tolist() for n in sizes]
 
 
 def _probe_rows(vocabulary: int, prompt: int = SHORT) -> list[Row]:
     *group, shared, alone = random_prompts(vocabulary, (5, 3, 4, prompt, 6))
-    # The next turn of an episode begins with the previous turn and branches into two answers.
+    # The second turn of an episode starts with the first turn and has two answers.
     turn = Row([*shared, *group[0], *alone[:2]], [alone[2:], alone[3:]], [[1] * 4, [1] * 3])
     return [Row(shared, group, [[1] * len(c) for c in group]), Row([], [alone], [[0] + [1] * 5]), turn]

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Bits per quantized weight, including scales. 4 bits: one float32 scale per 64 weights. With double quantization: an 8-bit scale
-# per 64 weights, and a float32 scale per 256 of those. 8 bits: one scale per row, which is not counted.
+# Bits per quantized weight, including scales. 4 bits have one float32 scale per 64 weights. With double quantization, they have
+# an 8-bit scale per 64 weights, and a float32 scale per 256 such scales. 8 bits have one scale per row, which is not counted.
 SCALES = {(4, False): 4 + 32 / 64, (4, True): 4 + 8 / 64 + 32 / (64 * 256), (8, False): 8.0, (8, True): 8.0}
-# Parameters that keep their dtype: DoRA's updates would be rounded away, and heads receive states in their own dtype.
+# Parameters that are not cast: DoRA's small updates would be lost by rounding, and heads get inputs in their own dtype.
 KEPT = ("lora_magnitude_vector", "modules_to_save", "trainable_tokens")
 
 
 def bits_of(model: nn.Module) -> int | None:
-    """Return 4 or 8 if bitsandbytes packed the model's weights. Return None for other models and for model names."""
+    """Return 4 or 8 if bitsandbytes has quantized the model's weights. Return None for other models and for model names."""
     for name, bits in (("is_loaded_in_4bit", 4), ("is_loaded_in_8bit", 8)):
         if getattr(model, name, False) is True:
             return bits
@@ -45,7 +45,7 @@ def bits_of(model: nn.Module) -> int | None:
 
 
 def bits_asked(settings: Any) -> int | None:
-    """Return the bits that a ``quantization_config`` (object or dict) requests: 4 or 8, or None if it requests neither.
+    """Return the bits that a ``quantization_config`` (object or dict) requests: 4, 8 or None.
 
     >>> bits_asked({"load_in_4bit": True}), bits_asked(None)
     (4, None)
@@ -72,13 +72,13 @@ def weight_bits(settings: Any) -> float | None:
 def check_quantised(
     model: str | nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None, quantization_config: Any
 ) -> None:
-    """Raise before any weight is read if quantized weights cannot be trained.
+    """Raise an error before any weight is read if quantized weights cannot be trained.
 
     Args:
         model: The trainer's ``model`` argument, a name or an object.
         args: The trainer's config.
         peft_config: Config of an adapter, or None.
-        quantization_config: The trainer's argument. ``model_init_kwargs`` may contain one instead.
+        quantization_config: The trainer's argument, or None. ``model_init_kwargs`` can contain the config instead.
 
     Raises:
         ConfigError: There is no adapter, or the run shards parameters (FSDP, ZeRO-3).
@@ -93,24 +93,24 @@ def check_quantised(
         return
     if peft_config is None and not adapters_of(model):
         raise ConfigError(
-            f"the model's weights are quantised to {bits} bits and there is no adapter (peft_config=None): packed weights cannot "
-            "be trained. Fix: peft_config=LoraConfig(r=16, target_modules='all-linear') (--use_peft), or load the model "
-            "without quantization_config."
+            f"the model's weights are quantized to {bits} bits, so they cannot be trained, and there is no adapter "
+            "(peft_config=None). Fix: set peft_config=LoraConfig(r=16, target_modules='all-linear') (--use_peft), or load the "
+            "model without quantization_config."
         )
     deepspeed = getattr(args, "hf_deepspeed_config", None)
     fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if fsdp or (deepspeed is not None and deepspeed.is_zero3()):
         raise ConfigError(
-            f"the model's weights are quantised to {bits} bits and {'FSDP' if fsdp else 'ZeRO-3'} would cut them into shards: no "
-            "run has shown that packed weights come back whole. Fix: DDP (each process holds the packed weights), or shard "
-            "the model without quantization_config."
+            f"{'FSDP' if fsdp else 'ZeRO-3'} is not supported with weights that are quantized to {bits} bits, because sharding "
+            "packed weights is not tested. Fix: use DDP (each process then has all packed weights), or load the model without "
+            "quantization_config."
         )
-    require("bitsandbytes", f"a model of {bits} bits a weight")
+    require("bitsandbytes", f"a model with {bits}-bit weights")
 
 
 def _packed_already(model: str, revision: str | None) -> Any:
     """Return the ``quantization_config`` of a quantized checkpoint. Return None for other or unreadable checkpoints."""
-    # Loading the model later raises a clearer error for a wrong name.
+    # If the name is wrong, loading the model raises a clearer error later.
     with contextlib.suppress(OSError, ValueError):
         return PretrainedConfig.get_config_dict(model, revision=revision)[0].get("quantization_config")
     return None
@@ -131,9 +131,9 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 def prepare_adapter(model: nn.Module) -> None:
     """Cast the trained adapter weights of a quantized model to the dtype of its products, and log one line.
 
-    This replaces the rest of ``prepare_model_for_kbit_training``: peft has frozen the base, and
-    `posttrain.models.load.wrap_with_peft` has enabled gradients through recomputed layers. Norms and embeddings keep the dtype
-    they were loaded in: in 16 bits, adapters train equally well with less memory.
+    Other steps of ``prepare_model_for_kbit_training`` are not needed: peft has frozen the base model, and
+    `posttrain.models.load.wrap_with_peft` has enabled gradients through recomputed layers. Norms and embeddings keep their
+    dtype, because adapters train equally well with them in 16 bits, with less memory.
     """
     bits = bits_of(model)
     if bits is None:
@@ -144,8 +144,8 @@ def prepare_adapter(model: nn.Module) -> None:
             parameter.data = parameter.data.to(dtype)
             cast += parameter.numel()
     logger.info(
-        "%d-bit weights: the base is frozen, %d weights of the adapter are trained in %s, products are computed in %s; norms "
-        "and embeddings keep %s.",
+        "%d-bit weights: the base model is frozen, %d weights of the adapter are trained in %s, and products are computed in %s. "
+        "Norms and embeddings keep %s.",
         bits, cast, str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."),
         sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype.is_floating_point}),
     )  # fmt: skip

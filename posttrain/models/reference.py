@@ -31,7 +31,7 @@ REF_ADAPTER = "ref"
 LAYERS = ("transformer.h.{layer}", "model.decoder.layers.{layer}", "gpt_neox.layers.{layer}", "model.layers.{layer}")
 
 
-# LoRA initializations that keep the base weights. Others (PiSSA, OLoRA, ...) move parts of the weights into the adapter.
+# LoRA initializations that do not change base weights. Other methods, e.g. PiSSA, move parts of the weights to the adapter.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
@@ -46,7 +46,7 @@ def _is_peft(model: nn.Module) -> bool:
 
 @contextmanager
 def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
-    """Activate the adapter ``name`` and restore the previous one on exit, also after an exception.
+    """Activate the adapter ``name`` and restore the previous one on exit, even after an exception.
 
     With ``name=None`` all adapters are disabled.
     """
@@ -64,7 +64,7 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
         finally:
             model.set_adapter(previous)
     finally:
-        # peft sets requires_grad on all parameters of an adapter that it activates, also on those the user froze.
+        # peft sets requires_grad for all parameters of an adapter that it activates, even if the user has frozen them.
         for parameter, learned in learns:
             if parameter.requires_grad != learned:
                 parameter.requires_grad_(learned)
@@ -73,7 +73,7 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
 def disable_dropout_in_model(model: nn.Module) -> None:
     """Set every dropout probability to 0, in dropout modules and in float attributes whose names contain "drop".
 
-    The attributes are those of all modules and of the model's configs. ``lora_dropout`` is kept, because the user sets it
+    Attributes of all modules and of the model's configs are changed. ``lora_dropout`` is not changed, because the user sets it
     explicitly in the adapter's config.
     """
     holders: list[Any] = []
@@ -100,14 +100,14 @@ def create_reference_model(
 
     Args:
         model: The policy.
-        num_shared_layers: Share the embeddings and the first ``num_shared_layers`` layers instead of copying them. Shared
-            parameters are the same tensors, so they are frozen in ``model`` too. None (default) shares nothing.
-        pattern: Path of a layer's parameters, with ``{layer}`` for the layer's index. Needed for models whose paths are not in
-            `LAYERS`.
+        num_shared_layers: Number of layers that are shared instead of copied, counted from the first layer. The embeddings are
+            then shared too. Shared parameters are the same tensors, so they are frozen in ``model`` too. None shares nothing.
+        pattern: Path of a layer's parameters, with ``{layer}`` for the index of the layer. Needed for models whose paths are not
+            in `LAYERS`.
 
     Raises:
-        ModelError: No parameter matches the first layer that is not shared, so the whole model would be frozen. Or the
-            parameters are sharded.
+        ModelError: No parameter matches the first layer that is not shared, so that the whole model would be frozen, or the
+            parameters are sharded over processes.
     """
     shared = [] if num_shared_layers is None else _first_parameters(model, num_shared_layers, pattern)
     reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
@@ -115,29 +115,29 @@ def create_reference_model(
 
 
 def check_reference(reference: object, model: nn.Module) -> None:
-    """Raise if the reference is the policy itself or has no language-model head.
+    """Raise an error if the reference is the policy itself or has no language-model head.
 
-    Runs before any weight of the policy is read.
+    It is called before any weight of the policy is read.
     """
     if reference is model:
         raise ConfigError(
-            "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
+            "ref_model is the model itself, so it would be trained too. Fix: remove ref_model to use a frozen copy."
         )
     inner = causal_lm(reference) if isinstance(reference, nn.Module) else None
     if output_layer(inner) is None:
         raise ModelError(
             f"ref_model is a {type(inner if inner is not None else reference).__name__}, which has no language-model head to "
-            "score answers with. Give a causal language model, or leave ref_model out."
+            "compute log-probs. Fix: pass a causal language model, or remove ref_model."
         )
 
 
 def tell_own_checkpoint(model: nn.Module) -> None:
     """Warn if a model that becomes its own reference was loaded from a training checkpoint."""
     path = Path(name := get_config_model_id(config_of(model)))
-    if name and (path / "trainer_state.json").is_file():  # Models built in memory have no name.
+    if name and (path / "trainer_state.json").is_file():  # Models created in memory have no name.
         logger.warning(
-            "the model comes from %s, a training checkpoint, and without ref_model it becomes its own reference. To go on "
-            "with that run, give its first model and train(resume_from_checkpoint=%r); else pass ref_model.", path, str(path),
+            "the model was loaded from the training checkpoint %s, and without ref_model it is also the reference. To resume "
+            "that run, pass its first model and train(resume_from_checkpoint=%r). Otherwise pass ref_model.", path, str(path),
         )  # fmt: skip
 
 
@@ -145,13 +145,13 @@ def _check_vocabulary(model: nn.Module, reference: object) -> None:
     rows, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, reference))
     if rows != theirs:
         raise ModelError(
-            f"the reference has a vocabulary of {theirs} and the model one of {rows}: their log-probs cannot be compared. Resize "
-            "one of them, or take a reference with the same tokenizer."
+            f"the reference has {theirs} embeddings and the model has {rows}, so their log-probs cannot be compared. Fix: "
+            "resize one of the models, or use a reference with the same tokenizer."
         )
 
 
 def _check_frozen_base(model: nn.Module) -> None:
-    """Raise if training would change base weights that the reference shares with the policy."""
+    """Raise an error if training would change base weights that the reference shares with the policy."""
     biased = [
         name for name, config in model.peft_config.items() if getattr(config, "bias", "none") not in ("none", None)
     ]
@@ -164,8 +164,8 @@ def _check_frozen_base(model: nn.Module) -> None:
     if biased or own:
         what = f"bias={model.peft_config[biased[0]].bias!r} in its adapter" if biased else f"trained weights {own[:3]}"
         raise ModelError(
-            f"the reference would share the base weights of this model, but {what} move with training, so the reference would "
-            "move too. Load the model a second time and pass it as ref_model, or train adapter weights alone."
+            f"the reference would share the base weights of this model, but {what} change in training and would change the "
+            "reference too. Fix: load the model a second time and pass it as ref_model, or train only adapter weights."
         )
 
 
@@ -174,7 +174,7 @@ def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list
     named = list(model.named_parameters())
     if any(is_partitioned(parameter) for _, parameter in named):
         raise ModelError(
-            "the model's parameters are sharded over processes, so its layers cannot be shared. Leave it out."
+            "the model's parameters are sharded, so its layers cannot be shared. Fix: remove num_shared_layers."
         )
     for path in (pattern,) if pattern is not None else LAYERS:
         part = re.compile(rf"(^|\.){re.escape(path.replace('{layer}', str(count)))}\.")
@@ -184,29 +184,29 @@ def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list
     else:
         raise ModelError(
             f"num_shared_layers={count}: no parameter of {type(model).__name__} matches {pattern or LAYERS} at layer {count}, so "
-            f"the whole model would be frozen. Its parameters are called like {named[len(named) // 2][0]!r}; give pattern with "
-            "{layer} where the number is."
+            f"the whole model would be frozen. Fix: set pattern to the path of its layers, with {{layer}} for the index. Example "
+            f"of its parameters: {named[len(named) // 2][0]!r}."
         )
     shared = [parameter for _, parameter in named[:first]]
     head = output_layer(model)
     if head is not None and any(head.weight is parameter for parameter in shared):
-        logger.warning("the output head is tied to the shared embeddings, so it is frozen with them.")
+        logger.warning("the output layer is tied to the shared embeddings, so it is frozen too.")
     return shared
 
 
 class Reference:
-    """Reference policy: the policy's weights at the start of training, or a model that the user passes.
+    """Reference policy: the policy with its weights at the start of training, or a model that the user passes.
 
-    The class picks the cheapest exact implementation:
+    The implementation depends on the model, so that it needs little memory:
 
-    - For a new adapter, the reference is the base model with adapters disabled. This needs no second model in memory.
-    - For a trained adapter, or one whose creation changed the base weights (PiSSA, OLoRA), it is a frozen copy of the adapter.
-    - Otherwise, and for a trained TRAINABLE_TOKENS adapter, it is a frozen deep copy of ``model`` **as passed**. Its weights
-      can differ from the hub's.
+    - For a new adapter, the reference is the base model with adapters disabled.
+    - For a trained adapter, and for an adapter that changed the base weights (PiSSA, OLoRA), it is a frozen copy of the adapter.
+    - Otherwise, and for a trained TRAINABLE_TOKENS adapter, it is a frozen deep copy of ``model`` **as passed**, whose weights
+      can differ from the weights on the hub.
 
     Args:
         model: The policy.
-        fresh_adapter: True if the adapter is new, so that training starts at the base model.
+        fresh_adapter: Whether the adapter is new, so that training starts from the base model.
         given: Another model to use as the reference.
         adapter: Name of an adapter of the policy to use as the reference.
     """
@@ -239,22 +239,22 @@ class Reference:
     def _freeze_adapter(self, model: nn.Module) -> None:
         active = model.active_adapter
         if adapter_kind(model.active_peft_config) == "TRAINABLE_TOKENS":
-            self.copy = create_reference_model(model)  # With tied embeddings, peft cannot run a second one.
+            self.copy = create_reference_model(model)  # With tied embeddings, peft does not support a second adapter.
             return
         learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         config = copy.deepcopy(model.peft_config[active])
         if getattr(config, "target_modules_to_tie", None):
             raise ModelError(
-                "the reference would be a frozen copy of this adapter, and peft cannot make a second adapter of layers that it "
-                "tied (ensure_weight_tying=True). Fix: load model and adapter a second time and pass them as ref_model."
+                "the reference would be a frozen copy of this adapter, but peft cannot create a second adapter for tied layers "
+                "(ensure_weight_tying=True). Fix: load model and adapter a second time and pass them as ref_model."
             )
-        # Creating the copy must neither change the base weights nor replicate layers a second time.
+        # Creating the copy must not change base weights again, and must not replicate layers again.
         for name, neutral in (("init_lora_weights", True), ("layer_replication", None)):
             if hasattr(config, name):
                 setattr(config, name, neutral)
         if tied := getattr(
             config, "modules_to_tie", None
-        ):  # peft ties the copy of the embeddings to the output layer itself.
+        ):  # peft itself ties the copy of the embeddings to the output layer.
             config.modules_to_save = [name for name in config.modules_to_save if name not in tied]
         model.add_adapter(REF_ADAPTER, config)
         model.set_adapter(active)
@@ -266,22 +266,22 @@ class Reference:
                 source = f"{before}.{active}{behind}" if twin else name
                 if source not in learns:
                     raise ModelError(
-                        "the reference would be a frozen copy of this adapter, and peft makes a different adapter of its config: "
-                        f"{name} is new. Fix: load model and adapter a second time and pass them as ref_model."
+                        "the reference would be a frozen copy of this adapter, but peft creates another adapter from its config, "
+                        f"with the new weight {name}. Fix: load model and adapter a second time and pass them as ref_model."
                     )
                 if twin:
                     if (
                         parameter.shape != parameters[source].shape
-                    ):  # PiSSA has fewer ranks where a layer is narrower than r.
+                    ):  # PiSSA uses fewer ranks for layers narrower than r.
                         parameter.data = torch.empty_like(parameters[source])
                     parameter.copy_(parameters[source])
-                # Restore parameters that the user froze: peft sets requires_grad on the whole active adapter.
+                # Restore the user's requires_grad, because peft sets it for the whole active adapter.
                 parameter.requires_grad_(learns[source] and not twin)
         self.adapter = REF_ADAPTER
 
     @contextmanager
     def active(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """Yield the model that computes reference log-probs. ``policy`` may be wrapped (DDP)."""
+        """Yield the model that computes reference log-probs. ``policy`` can be wrapped, e.g. in DDP."""
         if self.copy is not None:
             yield self.copy
             return
@@ -294,7 +294,7 @@ def hash_module(module: torch.nn.Module) -> str:
     return hash_tensors(module.state_dict())
 
 
-SUMMED = 1 << 14  # Weights per sum: small enough that a small change of one weight changes the float32 sum.
+SUMMED = 1 << 14  # Weights per sum. With so few weights, a small change of one weight changes the float32 sum.
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -310,10 +310,10 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 def hash_frozen(module: nn.Module) -> str:
     """Return the SHA-256 of the sums over blocks of `SUMMED` elements of all frozen parameters and buffers.
 
-    This reads every value once, which costs less than a forward pass.
+    Each value is read once, which takes less time than a forward pass.
     """
     summed = [_sums(values) for _, values in (*frozen_parameters(module), *module.named_buffers())]
-    # One concatenated read needs one synchronization with the device.
+    # Concatenate the sums, so that only one synchronization with the device is needed.
     return hash_tensors({"sums": torch.cat([one.to(summed[0].device) for one in summed])} if summed else {})
 
 
@@ -327,7 +327,7 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
-    """Return the SHA-256 of all tokens and their ids, including added tokens, or None without a vocabulary."""
+    """Return the SHA-256 of all tokens and their ids, including added tokens, or None if it has no vocabulary."""
     tokenizer = inner_tokenizer(tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return None
@@ -335,5 +335,5 @@ def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
 
 
 def fingerprint(**settings: Any) -> str:
-    """Return a 32-character hash of ``settings``, the settings that results depend on."""
+    """Return a hash of ``settings`` with 32 characters."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -1,19 +1,19 @@
-"""Ulysses sequence parallelism: a group of processes splits the tokens of each row, and the attention heads.
+"""Ulysses sequence parallelism: the tokens of each row and the attention heads are split over a group of processes.
 
-Each process keeps its own rows, as in data parallelism. A group of ``sp_size`` processes computes the batch of its first process
-together, then the batch of its second process, and so on. Each process embeds, projects and scores ``1 / sp_size`` of the
-columns. Only attention needs whole rows. Around the attention call, tokens are exchanged for heads::
+Each process has its own rows, as in data parallelism. A group of ``sp_size`` processes computes the batch of its first process
+together, then the batch of its second process, and so on. Each process computes everything except attention for ``1 / sp_size``
+of the columns. Attention needs whole rows, so before and after it, tokens are exchanged for heads::
 
     q, k, v   (B, heads, T / n, d)  --all-to-all-->  (B, heads / n, T, d)     whole rows, some heads
     out       (B, T, heads / n, d)  --all-to-all-->  (B, T / n, heads, d)
 
 The attention call itself does not change: tree attention and masks apply to whole rows. Key-value heads are repeated if there
-are fewer of them than processes. The outputs of the head (one log-prob per token, one score per sequence) go to the process that
-owns the batch. Only the owner computes the objective, and its gradients are sent back. All other numbers of a run (denominators,
-advantages, rewards, metrics, the state of samplers) are the same as in data parallelism.
+are fewer heads than processes. The outputs of the head (one log-prob per token, one score per sequence) are sent to the process
+that owns the batch. Only this process computes the objective, and its gradients are sent back. All other numbers of a run
+(denominators, advantages, rewards, metrics, the state of samplers) are the same as in data parallelism.
 
-A layer sends ``4 passes x (n - 1) / n x B T / n x d x (heads + KV heads)`` numbers from each process: in forward (queries, keys,
-values, output), again if layers are recomputed, and in backward. KV heads are counted with their repeats.
+For each layer, a process sends ``4 passes x (n - 1) / n x B T / n x d x (heads + KV heads)`` numbers: in the forward pass
+(queries, keys, values, output), again if layers are recomputed, and in the backward pass. Repeated KV heads are counted.
 
 Reference: DeepSpeed-Ulysses, arXiv:2309.14509; Arctic Long Sequence Training (batches of a group in turns), arXiv:2506.13996.
 """
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Traffic:
-    """Traffic of this process, to be compared with the formula in the module's docstring.
+    """Traffic of this process. It can be compared with the formula in the module's docstring.
 
     Attributes:
-        calls: Number of all-to-alls of attention, including backward.
-        sent: Bytes that they sent to other processes.
+        calls: Number of all-to-all calls for attention, including those of the backward pass.
+        sent: Number of bytes sent to other processes in these calls.
     """
 
     calls: int = 0
@@ -60,7 +60,7 @@ class TokenSplit:
         ranks: Global ranks of the group's processes.
         rank: Rank of this process in the group.
         device: Device on which tensors are exchanged.
-        in_turn: True while the group runs a training pass over this process's batch.
+        in_turn: Whether the group is running a training pass over this process's batch.
         traffic: See `Traffic`.
     """
 
@@ -84,8 +84,8 @@ class TokenSplit:
         """
         if width % self.size:
             raise ModelError(
-                f"a batch of {width} columns cannot be divided over sp_size={self.size} processes. Fix: lay it out with "
-                f"pad_to_multiple_of={self.size}, as the trainer's own layout has it."
+                f"a batch of {width} columns cannot be divided over sp_size={self.size} processes. Fix: use a layout with "
+                f"pad_to_multiple_of={self.size}, like the trainer's own layout."
             )
         share = width // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
@@ -93,11 +93,11 @@ class TokenSplit:
     # Objects -----------------------------------------------------------------------------------------------------
 
     def tell(self, item: object) -> None:
-        """Broadcast an object to the other processes of the group, which call `hear`."""
+        """Broadcast an object to the other processes of the group, which must call `hear`."""
         torch.distributed.broadcast_object_list([item], src=self.ranks[self.rank], group=self.group, device=self.device)
 
     def hear(self, owner: int) -> Any:
-        """Return the object that process ``owner`` of the group broadcasts with `tell`."""
+        """Receive the object that process ``owner`` of the group broadcasts with `tell`."""
         shared: list[Any] = [None]
         torch.distributed.broadcast_object_list(shared, src=self.ranks[owner], group=self.group, device=self.device)
         return shared[0]
@@ -111,11 +111,11 @@ class TokenSplit:
     # Tensors -----------------------------------------------------------------------------------------------------
 
     def at_owner(self, owner: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return sums of tensors over the group. Backward broadcasts the gradients of ``owner`` to all processes."""
+        """Return sums of tensors over the group. The backward pass broadcasts the gradients of ``owner`` to all processes."""
         return _AtOwner.apply(self, owner, *tensors)
 
     def whole_rows(self, *tensors: Tensor) -> list[Tensor]:
-        """Exchange ``(B, heads, T / n, d)`` for ``(B, heads / n, T, d)`` with all columns, in one all-to-all for all tensors."""
+        """Exchange ``(B, heads, T / n, d)`` for ``(B, heads / n, T, d)`` with all columns. All tensors share one all-to-all."""
         parcels = []
         for x in tensors:
             rows, heads, share, size = x.shape
@@ -147,15 +147,15 @@ class TokenSplit:
     ) -> Tensor:
         """Compute attention for this process's columns.
 
-        Tokens are exchanged for heads, attention runs on whole rows, and heads are exchanged back for tokens.
+        Tokens are exchanged for heads, attention is computed for whole rows, and heads are exchanged for tokens again.
 
         Args:
-            whole: Attention on whole rows, ``(q, k, v, sinks) -> (out (B, T, heads, d), ...)``.
+            whole: Attention function for whole rows, ``(q, k, v, sinks) -> (out (B, T, heads, d), ...)``.
             q: Queries ``(B, heads, T / n, d)``.
             k: Keys ``(B, KV heads, T / n, d)``.
             v: Values of the same shape as ``k``.
-            sinks: ``(heads,)``, see `posttrain.models.tree_attention.tree_attention`.
-            ratio: Number of query heads per KV head that ``whole`` requires. None means any.
+            sinks: ``(heads,)`` or None, see `posttrain.models.tree_attention.tree_attention`.
+            ratio: Number of query heads per KV head that ``whole`` requires. None: any number.
 
         Returns:
             ``(B, T / n, heads, d)``.
@@ -163,8 +163,8 @@ class TokenSplit:
         heads, kv = q.shape[1], repeated_heads(q.shape[1], k.shape[1], self.size)
         if ratio is not None and heads // kv != ratio:
             raise ModelError(
-                f"sp_size={self.size} with a dense mask: the layer has {k.shape[1]} heads of keys and values, which its "
-                f"backend repeats itself and {self.size} processes cannot divide. Fix: an sp_size that divides {k.shape[1]}."
+                f"sp_size={self.size} with a dense mask: the {k.shape[1]} key-value heads of the layer, which its backend "
+                f"repeats, cannot be divided over {self.size} processes. Fix: set an sp_size that divides {k.shape[1]}."
             )
         if kv != k.shape[1]:
             k, v = (x.repeat_interleave(kv // k.shape[1], 1) for x in (k, v))
@@ -175,7 +175,7 @@ class TokenSplit:
 
 
 def repeated_heads(heads: int, kv: int, size: int) -> int:
-    """Return the number of KV heads, repeated as little as possible so that ``size`` processes can split them.
+    """Return the smallest number of repeated KV heads that ``size`` processes can divide.
 
     >>> [repeated_heads(8, 4, 2), repeated_heads(8, 2, 4), repeated_heads(6, 3, 2)]
     [4, 4, 6]
@@ -187,7 +187,7 @@ def repeated_heads(heads: int, kv: int, size: int) -> int:
 def layer_bytes(
     size: int, *, tokens: int, heads: int, kv: int, head_size: int, itemsize: int, recomputed: bool = False
 ) -> int:
-    """Return the bytes that a process sends for one layer and one training pass, by the formula in the module's docstring.
+    """Return the bytes that a process sends for one layer and one training pass (formula in the module's docstring).
 
     Args:
         size: Number of processes in the group.
@@ -196,7 +196,7 @@ def layer_bytes(
         kv: Number of KV heads.
         head_size: Size of a head.
         itemsize: Bytes per element.
-        recomputed: True if the layer's forward runs twice.
+        recomputed: Whether the forward pass of the layer runs twice.
 
     >>> layer_bytes(2, tokens=8, heads=4, kv=2, head_size=16, itemsize=4)
     3072
@@ -206,7 +206,7 @@ def layer_bytes(
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of ``(n, M)``: row i goes to process i and is replaced by the row from process i. It is its own transpose."""
+    """All-to-all of ``(n, M)``: row i is sent to process i and replaced by the row from process i. It is its own transpose."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, parcels: Tensor, split: TokenSplit) -> Tensor:
@@ -239,7 +239,7 @@ class _AtOwner(torch.autograd.Function):
         torch.distributed.all_reduce(flat, group=split.group)
         pieces = flat.split([x.numel() for x in tensors])
         outputs = tuple(y.view_as(x).to(x.dtype) for x, y in zip(tensors, pieces, strict=True))
-        # Views of one storage may not be modified in place while autograd needs another view.
+        # Copy the views, because views of one storage cannot be modified in place while autograd needs another view.
         outputs = tuple(x.clone() for x in outputs)
         ctx.mark_non_differentiable(*(x for x, learns in zip(outputs, ctx.learns, strict=True) if not learns))
         return outputs
@@ -259,7 +259,7 @@ class _AtOwner(torch.autograd.Function):
         return None, None, *gradients
 
 
-# The group of this process. All trainers of the process share it, as they share accelerate's state.
+# The group of this process. All trainers of the process share it, like accelerate's state.
 _active: TokenSplit | None = None
 
 
@@ -269,14 +269,14 @@ def active() -> TokenSplit | None:
 
 
 def activate(split: TokenSplit | None) -> None:
-    """Set the group that runs `posttrain.models.forward.forward`. None: this process runs it alone."""
+    """Set the group that runs `posttrain.models.forward.forward`. None: only this process runs it."""
     global _active
     _active = split
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Disable sequence parallelism inside the block: every process computes its own batches."""
+    """Disable sequence parallelism inside the block, so that every process computes its own batches."""
     before = _active
     activate(None)
     try:
@@ -298,7 +298,7 @@ def make_group(size: int, *, world: int, rank: int, device: torch.device) -> Tok
 
 
 def turns(last: bool) -> Iterator[tuple[int | None, bool]]:
-    """Iterate over the group's processes, whose batches are computed in turn.
+    """Iterate over the processes of the group, whose batches are computed one after the other.
 
     Yields:
         Group rank of the process whose batch is computed (None for this process), and whether this is the last pass before the

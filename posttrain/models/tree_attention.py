@@ -1,19 +1,18 @@
-"""Attention over prefix trees without a mask, computed by several flash attention calls whose results are merged by
-log-sum-exp.
+"""Tree attention: attention over packed prefix trees without a mask, by several flash attention calls.
 
-A row contains the segments of a prefix tree in depth-first order (`posttrain.types.Segment`). The tokens that attend to
-a segment are therefore a range of columns:
+A row contains the segments of a prefix tree in depth-first order (`posttrain.types.Segment`). The tokens that attend to a segment
+are therefore a range of columns. The results of the calls are merged by their log-sum-exp (``lse``)::
 
     for each segment n:   (out, lse) of q[own(n)]   on k[own(n)], causal
-    for each segment n:   (out, lse) of q[below(n)] on k[own(n)], all of it
+    for each segment n:   (out, lse) of q[below(n)] on k[own(n)], without a mask
     merge:                lse = logaddexp over a token's parts;   out = sum of out_part * exp(lse_part - lse)
 
-Only visible pairs are computed and memory is O(T). The number of parts of a token is the depth of its segment. On a CPU
-each part is one call of torch's flash operator. On CUDA each level of all trees is one call of its variable-length
-attention.
+Only pairs of tokens that attend to each other are computed, and memory is O(T). The number of parts of a token is the depth of
+its segment. On a CPU, each part is one call of torch's flash operator. On CUDA, each level of all trees is one call of torch's
+variable-length attention.
 
-Backward: flash attention recomputes probabilities from ``lse`` and needs ``D = rowsum(grad_out * out)``. With the
-*merged* ``out`` and ``lse`` it returns the contribution of one part to dq, dk and dv. The contributions are summed.
+In the backward pass, flash attention recomputes probabilities from ``lse`` and needs ``D = rowsum(grad_out * out)``. With the
+*merged* ``out`` and ``lse``, it returns the contributions of one part to dq, dk and dv, which are summed over parts.
 
 Reference: Hydragen, arXiv:2402.05099 (prefix and suffix merged by log-sum-exp); Ring Attention, arXiv:2310.01889 (the backward
 pass of parts).
@@ -47,9 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PLAIN = "eager_attention_forward"  # Name of the plain attention function in files of transformers.
-BACKENDS = tuple(OWN_NAMES.values())  # Backends of transformers, which calls without segments still use.
-# Arguments of a backend that do not change the result, or are supported here.
+PLAIN = "eager_attention_forward"  # Name of the eager attention function in transformers' files.
+BACKENDS = tuple(OWN_NAMES.values())  # transformers' backends, for calls without segments.
+# Arguments of a backend that tree attention supports or can ignore.
 UNDERSTOOD = {
     "sliding_window",
     "s_aux",
@@ -64,14 +63,14 @@ UNDERSTOOD = {
 
 
 class Part(NamedTuple):
-    """One rectangle or triangle of attention: columns of queries, columns of keys, and which pairs are visible.
+    """One block of attention: a range of queries and a range of keys, with all pairs or only causal pairs.
 
     Attributes:
         row: Row of the batch.
         queries, keys: Ranges of columns.
-        causal: Whether queries and keys are the same columns, with causal attention.
-        ahead: Difference between the positions of the first query and the first key, if a window ends inside the part.
-            None: the whole part is visible.
+        causal: Whether queries and keys are the same columns, with causal attention. Otherwise each query attends to all keys.
+        ahead: Position of the first query minus the position of the first key, if a window ends inside the part. None if no
+            window ends there.
     """
 
     row: int
@@ -82,12 +81,12 @@ class Part(NamedTuple):
 
 
 def parts_of(segments: Sequence[Segment], window: int | None = None, chunk: int | None = None) -> list[Part]:
-    """Return the parts of a batch's attention. Parts of segments with themselves come first.
+    """Return the parts of a batch's attention. The parts within segments come first.
 
     Args:
         segments: Segments in depth-first order.
-        window: Number of positions that a token attends to, including itself. None: no limit.
-        chunk: Size of chunks of positions that only attend to themselves (Llama 4).
+        window: Number of positions that a token attends to, including its own. None: no limit.
+        chunk: Size of chunks of positions within which tokens attend to each other (Llama 4). None: no chunks.
     """
     if chunk is not None:
         inside = [part for segment in segments for part in _own_chunks(segment, chunk)]
@@ -101,8 +100,8 @@ def _own(one: Segment, window: int | None) -> Iterator[Part]:
     for start in range(one.start, one.stop, size):
         stop = min(start + size, one.stop)
         yield Part(one.row, slice(start, stop), slice(start, stop), True)
-        # The preceding block. Its first query attends to all keys except the first, and its last but one query to the
-        # last key.
+        # Attention to the preceding block. The first query attends to all of its keys except the first key, and the second-last
+        # query attends to its last key.
         seeing = min(stop, start + size - 1)
         if start > one.start and seeing > start:
             yield Part(one.row, slice(start, seeing), slice(start - size, start), False, size)
@@ -118,7 +117,7 @@ def _below(one: Segment, segments: Sequence[Segment], window: int | None) -> Ite
     for other in segments:
         if other.row != one.row or not one.stop <= other.start < one.end:
             continue
-        # Queries that still attend to the last key, and keys to which the first query still attends.
+        # Queries that attend to the last key, and keys to which the first query attends.
         stop = min(other.stop, other.start + last + window - other.position)
         first = max(one.position, other.position - window + 1)
         if stop <= other.start or first > last:
@@ -137,7 +136,7 @@ def _own_chunks(one: Segment, chunk: int) -> Iterator[Part]:
 
 
 def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iterator[Part]:
-    after = one.position + one.stop - one.start  # Position after the segment. Later segments may continue its chunk.
+    after = one.position + one.stop - one.start  # Position after the segment. Later segments can continue its chunk.
     first, end = after // chunk * chunk, -(-after // chunk) * chunk
     if one.end == one.stop or first == after:
         return
@@ -150,14 +149,14 @@ def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iter
 
 
 class Forest:
-    """Data about a batch that attention needs. It is passed through the forward call.
+    """Data about a batch that attention needs. It is an argument of the forward call.
 
-    This is not a dataclass, because FSDP2 copies the dataclasses in a layer's arguments to cast their tensors. Each
-    layer would then compute the cached values again.
+    This is not a dataclass, because FSDP2 copies dataclasses in a layer's arguments to cast their tensors. Each layer would then
+    compute the cached values again.
 
     Args:
         batch: The batch.
-        split: Processes that each hold a part of the columns. None: all columns are on this process.
+        split: Sequence-parallel group over which columns are split. None if this process has all columns.
     """
 
     __slots__ = ("_kept", "_parts", "batch", "split")
@@ -174,26 +173,26 @@ class Forest:
         return self._parts[window, chunk]
 
     def mask(self, part: Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask of a part, see `_mask`. Parts of equal size share one."""
+        """Return the mask of a part, see `_mask`. Parts of the same size share a mask."""
         if part.ahead is None:
             return None
         queries, keys = (side.stop - side.start for side in (part.queries, part.keys))
         return self.kept((queries, keys, part.ahead, window, dtype), lambda: _mask(part, window, dtype))
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the cached result of another layer in this pass, or call ``make``."""
+        """Return the result that another layer of this pass has cached under ``key``, or call ``make`` and cache its result."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
     @property
     def longest(self) -> int:
-        """Number of positions of the longest path."""
+        """Number of positions of the longest path in a tree."""
         return max((segment.position + segment.stop - segment.start for segment in self.batch.segments), default=0)
 
 
 def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask of a part in a window. It has the size of the part, not of the row."""
+    """Return the additive mask of a part with a window. It has the size of the part and not of the row."""
     assert window is not None and part.ahead is not None
     queries = torch.arange(part.queries.stop - part.queries.start)
     keys = torch.arange(part.keys.stop - part.keys.start)
@@ -202,7 +201,7 @@ def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
 
 
 class Call(NamedTuple):
-    """Attention options of one layer; see the arguments of `tree_attention`."""
+    """Attention options of one layer, see the arguments of `tree_attention`."""
 
     forest: Forest
     window: int | None
@@ -212,7 +211,7 @@ class Call(NamedTuple):
 
 
 class _TreeAttention(torch.autograd.Function):
-    """``softmax(scale * q k^T) v`` over the visible tokens; see the module."""
+    """``softmax(scale * q k^T) v`` over the tokens that each token attends to, see the module's docstring."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
@@ -241,8 +240,8 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return output ``(B, heads, T, d)`` and log-sum-exp ``(B, heads, T)``, with one call of the CPU's flash operator
-    per part.
+    """Return output ``(B, heads, T, d)`` and log-sum-exp ``(B, heads, T)``. Each part is one call of the CPU's flash
+    operator.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)
@@ -269,7 +268,7 @@ def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a part to its queries' results in place. Half precision is computed in float32 and rounded once per part."""
+    """Add a part to the results of its queries in place. Half precision is computed in float32 and rounded once per part."""
     total = torch.logaddexp(lse, part_lse)
     kept, added = torch.sub(lse, total).exp_()[..., None], torch.sub(part_lse, total).exp_()[..., None]
     if out.dtype == kept.dtype:
@@ -301,12 +300,12 @@ def _parts_backward(
 
 
 class Level(NamedTuple):
-    """Parts of attention that are computed in one call: sequences of queries, each with its own sequence of keys.
+    """Parts of attention that are computed in one call. Each part is a sequence of queries and a sequence of keys.
 
     Attributes:
         queries, keys: ``(N,)`` indices into the ``B * T`` tokens of the batch.
-        query_ends, key_ends: ``(parts + 1,)`` int32, cumulative lengths of the parts.
-        most_queries, most_keys: Lengths of the longest part.
+        query_ends, key_ends: ``(parts + 1,)`` int32, cumulative lengths of the parts, starting with 0.
+        most_queries, most_keys: Maximum length of a part in queries and in keys.
         causal: See `Part`.
     """
 
@@ -320,8 +319,8 @@ class Level(NamedTuple):
 
 
 def levels_of(segments: Sequence[Segment], width: int, device: torch.device | str) -> list[Level]:
-    """Return the levels: first all segments with themselves, then for each depth all segments with the tokens below
-    them.
+    """Return the levels: first a level with attention within all segments, then for each depth a level with attention of
+    later tokens to the segments of this depth.
 
     Args:
         segments: Segments in depth-first order.
@@ -408,7 +407,7 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the contributions of one level to dq, dk and dv, from the merged ``out`` and ``lse``."""
     left, right = _sides(level, call.window)
-    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # Random state of dropout, which is not used.
+    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # Random state of dropout. It is not used.
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, level.query_ends, level.key_ends, level.most_queries, level.most_keys, 0.0, level.causal,
         nothing, nothing, scale=call.scale, window_size_left=left, window_size_right=right,
@@ -416,7 +415,7 @@ def varlen_backward(
 
 
 def _sides(level: Level, window: int | None) -> tuple[int, int]:
-    """Return how many keys before and after its own a query attends to. -1: all."""
+    """Return the numbers of keys before and after its own key that a query attends to. -1 means all keys."""
     if not level.causal:
         return -1, -1
     return (-1 if window is None else window - 1), 0
@@ -434,28 +433,28 @@ def tree_attention(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Compute attention of every token to the tokens that it sees in its prefix tree.
+    """Compute attention over packed prefix trees. Each token attends to itself and to earlier tokens of its path.
 
     Args:
         q: ``(B, heads, T, d)``.
         k: ``(B, KV heads, T, d)``. The number of heads is a multiple of KV heads.
-        v: ``(B, KV heads, T, d_v)``. Its head size may differ.
-        forest: The tries of the batch.
+        v: ``(B, KV heads, T, d_v)``. Its head size can differ.
+        forest: The prefix trees of the batch.
         scale: Factor of the scores.
-        window: Number of positions that a token attends to, including itself. None: no limit.
-        sinks: ``(heads,)`` additional logit per head, whose value is zero.
-        softcap: Bound of the scaled scores, ``softcap * tanh(scores / softcap)``. Only on a CPU.
-        chunk: Size of chunks of positions that only attend to themselves. Only on a CPU.
+        window: Number of positions that a token attends to, including its own. None: no limit.
+        sinks: ``(heads,)`` additional logit per head, whose value vector is zero. None: no such logits.
+        softcap: Limit of the scaled scores, ``softcap * tanh(scores / softcap)``. Supported only on a CPU.
+        chunk: Size of chunks of positions within which tokens attend to each other. Supported only on a CPU.
 
     Returns:
-        ``(B, heads, T, d)``; zero on padding.
+        ``(B, heads, T, d_v)``, zero for padding.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     elif not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
-    # Kernels need equal head sizes. In latent attention (DeepSeek), keys are longer than values.
+    # Kernels need equal head sizes, but keys are longer than values in latent attention (DeepSeek).
     size = v.shape[-1]
     most = max(size, q.shape[-1])
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
@@ -463,55 +462,55 @@ def tree_attention(
         return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale, softcap, chunk))[..., :size]
 
 
-# Its calls depend on the trees, which differ in every pass, so compiling does not help.
+# Do not compile tree attention, because its calls depend on the trees, which differ in every pass.
 _uncompiled: Any = torch.compiler.disable(tree_attention)
 
 
 def refusal(
     module: nn.Module, q: Tensor, dropout: float, forest: Forest, rest: dict[str, Any], chunk: int | None
 ) -> str:
-    """Return why a layer's attention cannot be computed by parts. Empty if it can."""
+    """Return why tree attention does not support a layer, or "" if it does."""
     if q.device.type != "cpu" and (fault := no_varlen(q, forest, rest.get("sliding_window"))):
         return fault
     if q.device.type != "cpu" and rest.get("softcap"):
         return f"softcap={rest['softcap']}"
     if q.device.type != "cpu" and chunk is not None:
-        return "it attends within chunks"
+        return "it uses chunked attention"
     if dropout:
         return f"attention_dropout={dropout}"
     if rest.get("is_causal", getattr(module, "is_causal", True)) is False:
-        return "its tokens see each other both ways"
+        return "its attention is bidirectional"
     unknown = sorted(name for name, value in rest.items() if value is not None and name not in UNDERSTOOD)
-    return f"it takes {unknown}" if unknown else ""
+    return f"it uses the options {unknown}" if unknown else ""
 
 
 def no_kernel(device: str, dtype: torch.dtype) -> str:
-    """Return why there is no kernel for parts on a device. Empty if there is one."""
+    """Return why there is no kernel for tree attention on a device, or "" if there is one."""
     if device == "cpu":
         return ""
     if device != "cuda" or importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return f"there is no kernel for {device} with torch {torch.__version__}"
     halves = (torch.bfloat16, torch.float16)
     return (
-        "" if dtype in halves else f"flash kernels take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+        "" if dtype in halves else f"flash kernels need bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
     )
 
 
 def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
-    """Return why variable-length attention does not support these queries. Empty if it does."""
+    """Return why variable-length attention does not support these queries, or "" if it does."""
     dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
     if reason := no_kernel(q.device.type, dtype):
         return reason
     shared = any(segment.end > segment.stop for segment in forest.batch.segments)
     if window is not None and window < forest.longest and shared:
-        return f"a window of {window} may end inside a shared prefix"
+        return f"a window of {window} tokens can end inside a shared prefix"
     return ""
 
 
 @cache
 def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the function that transformers calls for a backend: attention by parts if the call has a forest, otherwise
-    the backend ``own``.
+    """Return the function that transformers calls for a backend: tree attention if the call has a forest, otherwise the
+    backend ``own``.
     """
 
     def attention(
@@ -528,8 +527,8 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
         if forest is not None and forest.split is not None:
             if module.config.model_type == llama4.MODEL_TYPE and llama4.has_temperature(module):
                 raise ModelError(
-                    f"sp_size={forest.split.size}: Llama 4 scales queries by their column, and each process has a part of the "
-                    "columns. Fix: sp_size=1."
+                    f"sp_size={forest.split.size} does not support Llama 4, which scales queries by their column, because each "
+                    "process has only some columns. Fix: set sp_size=1."
                 )
             masked = attention_mask is not None and attention_mask.shape[-1] > 1
             rows = forest.kept("whole rows", lambda: Forest(forest.batch))
@@ -541,7 +540,7 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
 
             ratio = query.shape[1] // key.shape[1] if masked else None
             return forest.split.attention(whole, query, key, value, sinks, ratio), None
-        # A mask with the forest belongs to a layer that does not support segments: see `attention_mask`.
+        # If there is also a mask, tree attention does not support the layer, see `attention_inputs`.
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
         window, chunk = rest.get("sliding_window"), None
@@ -565,11 +564,11 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
 
 @torch.enable_grad()
 def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, size: int) -> str:
-    """Compare attention by parts with an explicit softmax on this device, output and gradients. Empty if they agree.
+    """Compare output and gradients of tree attention on a device with an explicit softmax. Return "" if they agree.
 
     Args:
         device: Device of the model.
-        dtype: Dtype of its attention.
+        dtype: Dtype of the model's attention.
         heads: Number of query heads.
         kv: Number of key and value heads.
         size: Head size.
@@ -599,7 +598,7 @@ def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, 
     for name, mine, exact in zip(("the output", "dq", "dk", "dv"), merged, truth, strict=True):
         gap, most = float((mine.double().cpu() - exact).abs().max()), float(exact.abs().max())
         if not gap <= share * most:
-            return f"{name} of attention by parts differs by {gap:.2g}, allowed {share * most:.2g}"
+            return f"{name} of tree attention differs by {gap:.2g}, allowed {share * most:.2g}"
     return ""
 
 
@@ -609,23 +608,23 @@ def _plain_attention(module: nn.Module, *tensors: Tensor | None, **rest: Any) ->
 
 @cache
 def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the plain attention function of the file that defines a layer's forward. transformers does not register
-    it.
+    """Return the eager attention function from the file that defines a layer's forward method. transformers does not
+    register it.
     """
     files = (inspect.unwrap(vars(base)["forward"]).__globals__ for base in kind.__mro__ if "forward" in vars(base))
     if found := next((names[PLAIN] for names in files if PLAIN in names), None):
         return found
     raise ModelError(
-        f"attn_implementation='eager': the file of {kind.__name__} has no function {PLAIN}, so calls without segments have no "
-        "attention to run. Fix: attn_implementation='sdpa'."
+        f"attn_implementation='eager' is not supported for {kind.__name__}, because its file has no function {PLAIN} for calls "
+        "without segments. Fix: set attn_implementation='sdpa'."
     )
 
 
 def install(model: nn.Module) -> None:
-    """Set tree attention in the configs of a model's text layers, under its own names in transformers' registry.
+    """Register tree attention with transformers, and set its name in the configs of a model's text layers.
 
-    The names stay until `uninstall`, because a backward pass with checkpointing calls the layers again. Calls without a forest
-    run the backend that the config named before.
+    The names are kept until `uninstall`, because a backward pass with checkpointing calls the layers again. Without a
+    forest, calls use the previous backend.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -639,8 +638,8 @@ def install(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Restore transformers' names in the configs of a model's text layers, because its continuous batching compares
-    names.
+    """Restore transformers' names of backends in the configs of a model's text layers. transformers' continuous batching
+    compares these names.
     """
     rename_attention(model, _without_own)
 
@@ -657,18 +656,18 @@ def uninstalled(model: nn.Module) -> AbstractContextManager[None]:
 def forest_mask(
     batch: Batch, window: int | None = None, chunk: int | None = None, span: Tensor | None = None
 ) -> Tensor:
-    """Return which token may attend to which: earlier tokens of its own segment and of the segments that it continues.
+    """Return which token attends to which: to earlier tokens of its own segment and to all tokens of its prefix segments.
 
     Args:
         batch: The batch.
-        window: Sliding-window size in positions along a path (so a branch's window reaches into its prefix).
-        chunk: Size of chunks of positions that only attend to themselves (Llama 4).
-        span: ``(B, T)`` index of the block whose tokens attend to each other in both directions, even beyond a window;
-            -1 outside.
+        window: Size of the sliding window in positions along a path, so the window of a branch includes tokens of its prefix.
+        chunk: Size of chunks of positions within which tokens attend to each other (Llama 4).
+        span: ``(B, T)`` index of a block whose tokens attend to each other in both directions, even outside of the window. It is
+            -1 outside of blocks.
 
     Returns:
-        ``(B, 1, T, T)`` bool, true where row-token attends to column-token. Padding only attends to itself, because a
-        softmax over no tokens is NaN.
+        ``(B, 1, T, T)`` bool, True where the token of the third dimension attends to the token of the last dimension. Padding
+        attends to itself, because a softmax over no tokens is NaN.
     """
     until, position = batch.seen_until, batch.position_ids
     index = torch.arange(until.shape[1], device=until.device)
@@ -684,7 +683,7 @@ def forest_mask(
 
 
 def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor | None) -> Any:
-    """Return `forest_mask` as a block-sparse mask for FlexAttention. Its lists of blocks are computed on the CPU."""
+    """Return `forest_mask` as a block-sparse mask for FlexAttention. The lists of blocks are computed on the CPU."""
     from torch.nn.attention.flex_attention import BlockMask
 
     until, position, size = batch.seen_until, batch.position_ids, 128
@@ -706,17 +705,17 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
         some[one.row, first : -(-one.end // size), first:last] |= (index[:, None] >= index)[
             first : -(-one.end // size), first:last
         ]
-        # Blocks of keys inside the segment, whose later queries all attend to them.
+        # Blocks of keys that are completely inside the segment. All later queries attend to all of their keys.
         inside = slice(-(-one.start // size), one.stop // size)
         for column in range(inside.start, inside.stop):
             whole[one.row, column + 1 : one.end // size, column] = True
     if span is not None:
-        # Blocks with attention in both directions are short, so only their neighbors on the diagonal matter.
+        # Bidirectional blocks are short, so they only affect blocks near the diagonal.
         some |= (index[:, None] - index).abs() <= -(-int(torch.unique(span, return_counts=True)[1].max()) // size)
     if window is not None or chunk is not None or span is not None:
         whole &= False
     some &= ~whole
-    # Number and indices of key blocks for each query block, in one copy to the device.
+    # Number and indices of key blocks for each query block, with one copy to the device.
     both = torch.stack([some, whole]).int()
     listed = torch.cat([both.sum(-1, keepdim=True), both.argsort(dim=-1, descending=True, stable=True)], -1)
     numbers, order = listed.int()[:, :, None].to(until.device).split([1, count], -1)
@@ -728,12 +727,12 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
 def forest_bias(
     forest: Forest, window: int | None, dtype: torch.dtype, reason: str = "", chunk: int | None = None
 ) -> Tensor:
-    """Return `forest_mask` as an additive mask, for a layer that does not support segments. The reason is logged once."""
+    """Return `forest_mask` as an additive mask, for a layer without tree attention. Log the reason once."""
     if reason and reason not in _told:
         _told.add(reason)
         logger.warning(
-            "Attention uses a mask of %d x %d instead of segments: %s. Time and memory grow with the square of "
-            "the row length.",
+            "Attention uses a mask of %d x %d instead of tree attention: %s. Time and memory grow with the square "
+            "of the row length.",
             forest.batch.input_ids.shape[1],
             forest.batch.input_ids.shape[1],
             reason,
@@ -752,7 +751,7 @@ _strict = False
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise an error inside the block if a layer does not support segments, instead of using a mask. Used by the probe."""
+    """Raise an error inside the block if tree attention does not support a layer, instead of using a mask."""
     global _strict
     former, _strict = _strict, True
     try:

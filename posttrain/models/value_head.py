@@ -1,4 +1,4 @@
-"""Value function of a policy: a head on the policy's trunk, or a second model that runs in every forward pass."""
+"""Value functions of a policy: a head on the policy's trunk, or a second model that runs in each forward pass."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def hidden_size(config: PretrainedConfig) -> int:
         if isinstance(size, int):
             return size
     raise ModelError(
-        f"the config {type(config).__name__} does not say how wide its hidden states are: it has none of word_embed_proj_dim, "
-        "hidden_size, text_config.hidden_size and decoder.hidden_size. Set config.hidden_size."
+        f"the config {type(config).__name__} has no width of hidden states (word_embed_proj_dim, hidden_size, "
+        "text_config.hidden_size or decoder.hidden_size). Fix: set config.hidden_size."
     )
 
 
@@ -45,7 +45,7 @@ class ValueHead(nn.Module):
     """Linear layer that maps each hidden state to its value.
 
     Args:
-        config: Config of the model whose hidden states it reads.
+        config: Config of the model whose hidden states are the inputs.
 
     >>> import torch
     >>> from transformers import LlamaConfig
@@ -63,13 +63,13 @@ class ValueHead(nn.Module):
 
 
 def attach_value(policy: nn.Module, value: nn.Module | None = None) -> nn.Module:
-    """Make the value function a submodule of the policy, so that ``forward(policy, batch, needs)`` can return ``values``.
+    """Add the value function to the policy as a submodule, so that ``forward(policy, batch, needs)`` can return ``values``.
 
-    As a submodule, it is wrapped, sharded, switched to eval mode and optimized with the policy. Nothing else changes.
+    As a submodule, it is wrapped, sharded, optimized and set to eval mode together with the policy.
 
     Args:
         policy: A causal language model, with or without adapters.
-        value: A sequence classifier with one label, or a `ValueHead`. None creates a new head whose values are all 0.
+        value: A sequence classifier with one label, or a `ValueHead`. None: a new head whose values are all 0.
 
     Returns:
         The value function.
@@ -104,14 +104,14 @@ def value_of(policy: nn.Module) -> nn.Module | None:
 
 
 def critic_of(policy: nn.Module) -> nn.Module | None:
-    """Return the policy's value model, or None if the value function is a head or missing."""
+    """Return the policy's value model, or None if the value function is a head or does not exist."""
     value = value_of(policy)
     return None if isinstance(value, ValueHead) else value
 
 
 @contextmanager
 def without_value(policy: nn.Module) -> Iterator[None]:
-    """Detach the value function while the policy is saved or loaded, and restore it afterwards, also after an exception."""
+    """Detach the value function inside the block, in which the policy is saved or loaded, and restore it afterwards."""
     attached = _held(policy)
     if attached is not None:
         del attached[0]._modules[attached[1]]
@@ -123,7 +123,7 @@ def without_value(policy: nn.Module) -> Iterator[None]:
 
 
 def value_state(policy: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of the value function, without the policy's prefix; empty without a value function."""
+    """Return the state dict of the value function, without the policy's prefix, or an empty dict."""
     attached = _held(policy)
     return {} if attached is None else dict(attached[2].state_dict())
 
@@ -145,7 +145,7 @@ def load_value_state(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def check_scorer(model: nn.Module, role: str) -> None:
-    """Raise if a reward or value model does not return one number per text.
+    """Raise an error if a reward or value model does not return one number per text.
 
     Raises:
         ModelError: The model does not have exactly one label, or has no classification head.
@@ -154,16 +154,16 @@ def check_scorer(model: nn.Module, role: str) -> None:
     if score_layer(model) is None or labels != 1:
         what = "no classification head" if score_layer(model) is None else f"num_labels={labels}"
         raise ModelError(
-            f"{role} must be a sequence classifier with one label, and {type(model).__name__} has {what}. Load it with "
+            f"{role} must be a sequence classifier with one label, but {type(model).__name__} has {what}. Fix: load it with "
             "AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)."
         )
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: nn.Module, role: str) -> None:
-    """Raise if the vocabulary of a reward or value model does not match the policy's tokenizer.
+    """Raise an error if the vocabulary of a reward or value model does not match the policy's tokenizer.
 
-    The model's tokenizer is loaded from the model's path or the local cache, without a download. A token that only one of
-    the two has (e.g. an added pad token) is allowed if the model has an embedding for its id.
+    The model's tokenizer is loaded from the model's path or the local cache, without a download. A token that exists in only one
+    vocabulary (e.g. an added pad token) is allowed if the model has an embedding for its id.
 
     Raises:
         ModelError: An id stands for different tokens, or the model has too few embeddings for the policy's ids.
@@ -172,16 +172,16 @@ def check_vocabulary(tokenizer: Tokenizer, model: nn.Module, role: str) -> None:
     ours = {index: token for token, index in tokenizer.get_vocab().items() if index != tokenizer.pad_token_id}
     if max(ours) >= rows:
         raise ModelError(
-            f"{role} reads the policy's token ids as they are, and it has {rows} embeddings for ids up to {max(ours)}. Take a "
+            f"{role} gets the policy's token ids, up to {max(ours)}, but has only {rows} embeddings. Fix: use a "
             "model of the same family, or score texts with a reward function."
         )
     theirs = _own_vocabulary(model)
     other = min((i for i, token in theirs.items() if ours.get(i, token) != token), default=None)
     if other is not None:
         raise ModelError(
-            f"{role} reads the policy's token ids as they are, but its vocabulary is another one: id {other} is "
-            f"{ours[other]!r} for the policy and {theirs[other]!r} for it. Take a model of the same family, or score texts "
-            "with a reward function."
+            f"{role} gets the policy's token ids, but it has another vocabulary: id {other} is "
+            f"{ours[other]!r} for the policy and {theirs[other]!r} for this model. Fix: use a model of the same family, or score "
+            "texts with a reward function."
         )
 
 
@@ -193,9 +193,9 @@ def _own_vocabulary(model: nn.Module) -> dict[int, str]:
         return {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except Exception as error:  # Many reward models have no tokenizer; then only the size is compared.
+    except Exception as error:  # Many reward models have no tokenizer. Then only the size is compared.
         logger.info(
-            "the tokenizer of %s cannot be read (%s): its vocabulary is not compared.", name, type(error).__name__
+            "the tokenizer of %s cannot be loaded (%s), so its vocabulary is not compared.", name, type(error).__name__
         )
         return {}
     pad = tokenizer.pad_token_id

@@ -1,4 +1,4 @@
-"""Images in the forward pass: cached image features, three-axis rotary positions, and bidirectional attention blocks."""
+"""Images in the forward pass: cached features, rotary positions in three dimensions, and bidirectional attention."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class PictureEncoder:
         cache_bytes: Capacity of the feature cache in bytes. The least recently used features are evicted first.
 
     Attributes:
-        encoded, reused: Number of images encoded, and number read from the cache, since the start.
-        seconds: Time spent on preparing and encoding images. On an accelerator, time until the work was queued.
-        next: Encoder of another model whose next pass has the same images. It receives the prepared pixels.
-        given: Pixels received from such an encoder.
+        encoded, reused: Number of images that were encoded, and that were read from the cache, since the start.
+        seconds: Seconds of preparing and encoding images. On an accelerator, only the time until the work is queued.
+        next: Encoder of another model whose next pass has the same images. It gets the prepared pixels.
+        given: Pixels that another encoder has prepared.
     """
 
     def __init__(self, processor: PictureProcessor, cache_bytes: int) -> None:
@@ -61,7 +61,7 @@ class PictureEncoder:
         self.given: dict[Picture, dict[str, Tensor]] = {}
         self.encoded = self.reused = 0
         self.seconds = 0.0
-        # True if the model's forward takes features as a list of images, False for one tensor.
+        # True if the model's forward method needs features as a list of images, False if it needs one tensor.
         self._listed = False
         self._kept: OrderedDict[Any, list[Tensor]] = OrderedDict()
         self._size = 0
@@ -78,7 +78,7 @@ class PictureEncoder:
         Args:
             model: A transformers model without wrappers.
             placed: Images in the order of their placeholders on the canvas.
-            kept: Mask of the features that the pass reads, in the same order. None means all.
+            kept: Mask of the features that the pass needs, in the same order. None: all features.
 
         Raises:
             ModelError: The number of features differs from the number of placeholders.
@@ -87,7 +87,7 @@ class PictureEncoder:
 
         counts = {image.picture: image.count for image in placed}
         weights = tower_parameters(model).values()
-        # Cached features have no autograd graph, so a pass that trains the tower must encode again. A sharded tower runs in
+        # Cached features have no autograd graph, so images are encoded again if the tower is trained. A sharded tower runs in
         # every pass, because its collectives need all processes.
         trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         fresh = trains or gathers_in_forward(_tower(model))
@@ -99,7 +99,7 @@ class PictureEncoder:
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
         if missing:
             began = time.perf_counter()
-            # A frozen tower gets no graph, even if its inputs require gradients: other processes have no graph either.
+            # A frozen tower has no graph even if its inputs require gradients, as on other processes.
             with torch.set_grad_enabled(trains):
                 encoded = self._encode(model, missing, counts)
             for picture, features in zip(missing, encoded, strict=True):
@@ -129,19 +129,20 @@ class PictureEncoder:
         return inputs
 
     def _beside(self, model: nn.Module, joined: dict[str, Tensor]) -> list[list[Tensor]]:
-        """Return per image features ``(tiles · tokens, H)`` and a mask ``(tiles,)`` that is 1 where the image has a tile."""
+        """Return for each image features ``(tiles · tokens, H)`` and a mask ``(tiles,)``, 1 for tiles that contain image."""
         inner = model.model
         output = inner.vision_model(**joined).last_hidden_state  # (1, N, tiles, tokens, width)
         features = inner.multi_modal_projector(output)[0].flatten(1, 2)  # (N, tiles · tokens, H)
         return [list(pair) for pair in zip(features, joined["aspect_ratio_mask"][0], strict=True)]
 
     def idle(self, model: nn.Module) -> dict[str, Any]:
-        """Give image parameters a zero gradient in a pass without images when other processes may have images.
+        """Give image parameters a zero gradient in a pass without images, because other processes may have images.
 
-        These parameters are the vision tower and, in cross-attention families, the layers that attend to image features.
-        Such layers are skipped without images. Processes reduce gradients in the order in which they arrive: a missing
-        gradient would block the other processes or pair different parameters. So a probe image is encoded and its features are
-        multiplied by zero. A sharded tower runs even without gradients, because its layers are gathered from all processes.
+        These parameters are the vision tower and, in cross-attention families, the layers that attend to image features. In a
+        pass without images, such layers are skipped. A missing gradient would block other processes, or be reduced with the
+        gradient of another parameter, because gradients are reduced in the order in which they are ready. A probe image is
+        therefore encoded and its features are multiplied by zero. A sharded tower runs even without gradients, because its
+        layers are gathered from all processes.
         """
         trained = [w for w in tower_parameters(model).values() if w.requires_grad and torch.is_grad_enabled()]
         beside = [w for w in self._crossing(model) if w.requires_grad and torch.is_grad_enabled()]
@@ -175,7 +176,7 @@ class PictureEncoder:
         return torch.stack([level.float().sum() for level in levels]).sum()
 
     def unreached(self, model: nn.Module) -> set[str]:
-        """Return names of tower parameters that no feature depends on, e.g. the last layer with ``vision_feature_layer=-2``."""
+        """Return names of tower parameters that do not affect features, e.g. the last layer for ``vision_feature_layer=-2``."""
         named = {name: one for name, one in tower_parameters(model).items() if one.requires_grad}
         if not named or self.processor.family.whole:
             return set()
@@ -184,7 +185,7 @@ class PictureEncoder:
         return {name for name, grad in zip(named, grads, strict=True) if grad is None}
 
     def _encode(self, model: nn.Module, pictures: list[Picture], counts: dict[Picture, int]) -> list[list[Tensor]]:
-        """Return features ``(tokens, H)`` of each image, and one more such tensor per deepstack level."""
+        """Return features ``(tokens, H)`` of each image, and an additional tensor of this shape per deepstack level."""
         pixels = [self.given.get(picture) or self.processor.prepare(picture) for picture in pictures]
         self.given = {}
         if self.next is not None:
@@ -203,7 +204,7 @@ class PictureEncoder:
         return [list(parts) for parts in zip(*(level.split(sizes) for level in flat), strict=True)]
 
     def _output(self, levels: list[Tensor]) -> Any:
-        """Return all features of a canvas in the format that the model's forward accepts."""
+        """Return all features of a canvas in the format of the model's forward method."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         output: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if self._listed else levels[0][None])
@@ -225,21 +226,21 @@ class PictureEncoder:
 
 
 def _shown(picture: Picture) -> tuple[str, str]:
-    """Return what the pixels depend on: digest and background. A cache key must not hold the image's bytes."""
+    """Return an image's digest and background, which determine its pixels. A cache key must not contain the image itself."""
     return picture.digest, picture.background
 
 
 def _state(weight: Tensor) -> tuple[int, int, float]:
-    """Return a value that changes whenever the weight changes.
+    """Return a value that changes if the weight changes.
 
-    Fused optimizers do not increase ``_version``, so elements of trained weights are read too.
+    Fused optimizers do not increase ``_version``, so some elements of trained weights are compared too.
     """
     read = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLES)] if weight.requires_grad else None
     return weight.data_ptr(), weight._version, 0.0 if read is None else float(read.double().sum())
 
 
 def image_features(model: nn.Module, joined: Mapping[str, Tensor]) -> tuple[bool, list[Tensor]]:
-    """Return whether the model's features are a list, and the features ``(sum of tokens, H)``, one more per deepstack level."""
+    """Return whether features are a list, and features ``(sum of tokens, H)`` of the output and of each deepstack level."""
     encode = getattr(model, "get_image_features", None) or model.model.get_image_features
     output = encode(**joined, return_dict=True)
     levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
@@ -249,11 +250,11 @@ def image_features(model: nn.Module, joined: Mapping[str, Tensor]) -> tuple[bool
 def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Return features of prepared images, computed on fake tensors.
 
-    A tower that reads values cannot run on fake tensors. For such a tower, return a tensor as large as its saved activations.
+    A tower that needs values of tensors cannot run on fake tensors. Then a tensor as large as its saved activations is returned.
 
     Args:
         model: Model with fake tensors as parameters.
-        pixels: Same as in `posttrain.models.memory_estimate.Workload`.
+        pixels: Prepared images, see `posttrain.models.memory_estimate.Workload`.
         dtype: Dtype of the tower.
     """
     inputs = {
@@ -269,8 +270,8 @@ def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch
 def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
     """Return the number of activation elements that the tower saves: patches x width x layers, from its config.
 
-    Per patch, a recomputed layer saves its input. Any other trained layer saves about 8 widths and 2 inner widths. A frozen
-    layer saves nothing. The layer that is being computed always holds 8 widths and 2 inner widths.
+    For each patch, a recomputed layer saves its input, and other trained layers save about 8 widths and 2 inner widths. A frozen
+    layer saves nothing. The layer that is currently computed needs 8 widths and 2 inner widths in any case.
     """
     config, trained = model.config.vision_config, any(one.requires_grad for one in tower_parameters(model).values())
     width = getattr(config, "embed_dim", None) or config.hidden_size
@@ -286,7 +287,7 @@ def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
 
 
 def _flat(features: Any) -> Tensor:
-    """Flatten features to ``(tokens, H)``: a list with one entry per image or row, or a tensor ``(N, tokens, H)``."""
+    """Flatten features to ``(tokens, H)``. They are a list with one entry per image or row, or a tensor ``(N, tokens, H)``."""
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([one.flatten(0, -2) for one in features])
@@ -298,7 +299,7 @@ def probe_pictures(processor: PictureProcessor) -> list[Picture]:
 
 
 def probe_rows(model: nn.Module) -> list[Row]:
-    """Return two prompts with one image each, of different sizes, and their branches; empty without `install_pictures`."""
+    """Return two prompts with one image each, of different sizes, and their completions. Empty without `install_pictures`."""
     encoder, rows = picture_encoder(model), []
     if encoder is not None:
         words = encoder.processor.tokenizer("which one is it, and where?", add_special_tokens=False)["input_ids"]
@@ -320,7 +321,7 @@ def plain_inputs(model: nn.Module, sequence: Tensor, row: Row, index: int) -> di
 
 
 def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
-    """Return the inputs that ``generate`` needs besides the ids: features and the family's token types.
+    """Return the inputs that ``generate`` needs in addition to the ids: features and the family's token types.
 
     Args:
         model: Model prepared with `install_pictures`.
@@ -328,12 +329,12 @@ def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Plac
         placed: Images of each row. An image that occurs several times is encoded once.
 
     Raises:
-        ModelError: The model was not prepared for images. Or PT-G011: a row's number of placeholders differs from what its
-            images need.
+        ModelError: The model was not prepared for images. PT-G011: a row's number of placeholders differs from the number that
+            its images need.
     """
     encoder = picture_encoder(model)
     if encoder is None:
-        raise ModelError(f"{type(causal_lm(model)).__name__} was not prepared for images (install_pictures).")
+        raise ModelError(f"{type(causal_lm(model)).__name__} is not prepared for images. Fix: call install_pictures.")
     processor, at_pictures = encoder.processor, ids == encoder.processor.token_id
     wanted = [sum(image.count for image in row) for row in placed]
     if at_pictures.sum(1).tolist() != wanted:
@@ -359,7 +360,7 @@ def for_tower(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def tower_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of tower and projector by name: all parameters outside the text model and its head."""
+    """Return the parameters of tower and projector by name: all parameters outside of the text model and its head."""
     return {name: one for name, one in causal_lm(model).named_parameters() if not _of_text(name)}
 
 
@@ -375,12 +376,12 @@ def _of_text(name: str) -> bool:
 def frozen_parameters(model: nn.Module, choice: Any, *, images: bool) -> dict[str, nn.Parameter]:
     """Return the parameters of tower and projector that are frozen, by name.
 
-    These are the parameters that ``choice`` freezes and the parameters that no loss reaches.
+    These are the parameters that ``choice`` freezes and the parameters that do not affect the loss.
 
     Args:
         model: Model without wrappers.
         choice: Value of ``freeze_vision``.
-        images: True if rows have images.
+        images: Whether rows have images.
     """
     tower = tower_parameters(model)
     if choice is True or (choice == "auto" and not images):
@@ -394,7 +395,7 @@ def frozen_parameters(model: nn.Module, choice: Any, *, images: bool) -> dict[st
 def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> Any:
     """Return the adapter's config with its targets restricted to the text model's layers.
 
-    The config is unchanged if ``choice`` is False or its targets are a regex.
+    The config is not changed if ``choice`` is False or its targets are a regular expression.
     """
     if config is None or choice is False or not hasattr(config, "target_modules"):
         return config
@@ -411,7 +412,7 @@ def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> 
     narrowed = copy.deepcopy(config)
     narrowed.target_modules = kept
     logger.info(
-        "the adapter targets %d layers of the text model and none of the vision tower; set freeze_vision=False to include it.",
+        "the adapter is added to %d layers of the text model. Set freeze_vision=False to include the vision tower.",
         len(kept),
     )
     return narrowed
@@ -427,9 +428,9 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
         cache_bytes: See `PictureEncoder`.
 
     Raises:
-        ModelError: Processor and model do not match (PT-G004): their family, placeholder, or number of features per image
-            differs. Or the family is unknown, and its results on packed rows with images differ from its results on the
-            processor's own inputs.
+        ModelError: Processor and model do not match (PT-G004), because their family, placeholder, or number of features per image
+            differs. Or the family is unknown, and results of packed rows with images differ from results of the processor's
+            own inputs.
     """
     inner: Any = causal_lm(model)
     installed = picture_encoder(inner)
@@ -440,9 +441,9 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
     wanted = image_token(config)
     if config.model_type not in (family.models or (config.model_type,)) or wanted != encoder.processor.token_id:
         raise ModelError(
-            f"PT-G004: {type(processor).__name__} is of {', '.join(family.models) or 'no known family'} with the placeholder id "
-            f"{encoder.processor.token_id}, and the model is {config.model_type} with {wanted}. Fix: the processor of this model "
-            "as processing_class."
+            f"PT-G004: {type(processor).__name__} is for {', '.join(family.models) or 'no known family'} with the placeholder id "
+            f"{encoder.processor.token_id}, but the model is {config.model_type} with {wanted}. Fix: pass the processor of this "
+            "model as processing_class."
         )
     if family.models:
         counts = {picture: encoder.processor.expansion(picture).count for picture in probe_pictures(encoder.processor)}
@@ -459,9 +460,9 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
 def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> None:
     """Load a checkpoint whose weights have the hub's names instead of the names of the model's parameters.
 
-    `transformers.Trainer` reads weights by the names in the file and skips unknown names. Most vision-language models would
-    therefore continue with their initial weights. Adapters and sharded weights use the parameters' names, so they are skipped
-    here.
+    `transformers.Trainer` loads weights by the names in the file and ignores unknown names, so most vision-language models would
+    continue with their initial weights. This function does nothing for adapters and sharded weights, which have the names of the
+    parameters.
 
     Args:
         model: Model that is trained.
@@ -480,11 +481,11 @@ def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> Non
 
 
 def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
-    """Raise if processes could deadlock because one of them has a pass without images.
+    """Raise an error if processes could deadlock because one of them has a pass without images.
 
     Raises:
-        ModelError: Images enter through cross-attention (Mllama) and parameters are sharded, so processes without images skip
-            layers that others gather. Or the model encodes images itself, and its tower is sharded or trained.
+        ModelError: The model has cross-attention to images (Mllama) and its parameters are sharded, so processes without images
+            skip layers that other processes gather. Or the model encodes images itself, and its tower is sharded or trained.
     """
     encoder = picture_encoder(model)
     if encoder is None or accelerator.num_processes == 1:
@@ -494,8 +495,8 @@ def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
     if (family.cross and sharded) or (family.whole and (sharded or trained)):
         raise ModelError(
             f"{type(causal_lm(model)).__name__} on {accelerator.num_processes} processes "
-            f"({str(accelerator.distributed_type).rpartition('.')[2]}): layers are skipped in a pass without images, "
-            "and processes with images would wait for them. Fix: use DDP or "
+            f"({str(accelerator.distributed_type).rpartition('.')[2]}) is not supported. A pass without images skips layers, "
+            "so processes with images would wait forever. Fix: use DDP or "
             f"ZeRO-2{', with freeze_vision=True' * family.whole}."
         )
 
@@ -505,9 +506,9 @@ class VisionView:
     """Inputs of a forward pass that depend on images.
 
     Attributes:
-        position_ids: ``(B, T)``, or ``(3, B, T)`` in families with three-axis positions. None: the model computes them.
-        span: ``(B, T)`` index of the token's bidirectional block, -1 outside of blocks. None: there are no such blocks.
-        inputs: Function from the model without wrappers to more keyword arguments of its forward. None without images.
+        position_ids: ``(B, T)``, or ``(3, B, T)`` for families with three dimensions. None if the model computes positions.
+        span: ``(B, T)`` index of the token's bidirectional block, -1 outside of blocks. None if there are no such blocks.
+        inputs: Function from the model without wrappers to additional keyword arguments of its forward method, or None.
     """
 
     position_ids: Tensor | None
@@ -521,25 +522,25 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
     Args:
         model: Model prepared with `install_pictures` if the batch has images.
         batch: Batch of whole rows.
-        columns: Columns whose features the pass reads. Positions and blocks always cover whole rows. None means all columns.
+        columns: Columns whose features the pass needs. Positions and blocks always cover whole rows. None: all columns.
 
     Raises:
-        ModelError: PT-G011: the placeholders on the canvas do not match its images. Or the batch has images, and the model
-            was not prepared for images.
+        ModelError: The batch has images, but the model was not prepared for images. PT-G011: the placeholders in the batch do not
+            match its images.
     """
     encoder, placed = picture_encoder(model), [one for *_, one in batch.pictures]
     if encoder is None:
         if placed:
             raise ModelError(
-                f"a batch has {len(placed)} images, but {type(model).__name__} was not prepared for images."
+                f"a batch has {len(placed)} images, but {type(model).__name__} is not prepared for images."
             )
         token = image_token(causal_lm(model).config)
         if token is not None and bool((batch.input_ids == token).any()):
             raise ModelError(
                 f"PT-G011: a pass has the image placeholder {token} but no images, so "
-                f"{type(causal_lm(model)).__name__} would read the placeholder's own embedding. Fix: put images into "
-                "the columns 'image' or 'images' (or inside messages; whether a stream has images is read from its "
-                "first rows), or remove the placeholder from the text."
+                f"{type(causal_lm(model)).__name__} would use the embedding of the placeholder itself. Fix: put images in "
+                "the column 'image' or 'images' or in messages, or remove the placeholder from the text. (A streamed dataset "
+                "must have images in its first rows.)"
             )
         return VisionView(batch.position_ids)
     at_pictures = batch.input_ids == encoder.processor.token_id
@@ -548,7 +549,7 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
     ):
         raise ModelError(
             f"PT-G011: a pass has {int(at_pictures.sum())} image placeholders, but its {len(placed)} images need "
-            f"{sum(one.count for one in placed)}. Rows were changed after their images had been placed."
+            f"{sum(one.count for one in placed)}. Fix: do not change rows after their images were placed."
         )
     if not placed:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -564,8 +565,8 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
             one.row == b and one.start <= c < one.stop for b, c, _ in batch.pictures for one in branches
         ):
             raise ModelError(
-                f"{type(causal_lm(model)).__name__}: a pass has several prompts, or an answer has images. Text before "
-                "an image would attend to all images of its row, including those of other prompts. Fix: use images "
+                f"{type(causal_lm(model)).__name__}: a pass has several prompts, or an answer has images. A text would "
+                "attend to all images of its row, including later images and those of other prompts. Fix: use images "
                 "only in prompts."
             )
         return VisionView(batch.position_ids, inputs=lambda inner: encoder.crossed(inner, batch, placed))
@@ -599,14 +600,14 @@ def prompt_view(
 
 
 def text_offset(placed: Sequence[Placed]) -> int:
-    """Return position minus index of a text token after these images. An image advances positions by its longer side."""
+    """Return position minus index for a text token after these images. An image increases positions by its longer side."""
     return sum(max(image.grid[1:]) - image.count for image in placed if image.grid)
 
 
 def grid_positions(batch: Batch) -> Tensor:
     """Return positions ``(3, B, T)`` by time, height and width.
 
-    An image advances positions by its longer side. A branch continues from the end of its prefix.
+    An image increases positions by its longer side. Positions of a branch continue from the end of its prefix.
 
     Reference: Qwen2-VL, arXiv:2409.12191, section 2.1.
     """
@@ -622,12 +623,12 @@ def grid_positions(batch: Batch) -> Tensor:
 
 
 def block_spans(batch: Batch, placeholders: Tensor, block: str) -> Tensor:
-    """Return ``(B, T)`` the index of each token's bidirectional block, -1 outside of blocks.
+    """Return the index of each token's bidirectional block, ``(B, T)``. It is -1 outside of blocks.
 
     Args:
         batch: Packed batch.
         placeholders: ``(B, T)`` bool mask of image placeholders.
-        block: "image" makes each run of placeholders a block. "prompt" makes the prompt of each tree with an image a block.
+        block: With "image", adjacent placeholders are a block. With "prompt", each prompt is a block.
     """
     if block == "prompt":
         number = torch.full_like(batch.sequence, -1)

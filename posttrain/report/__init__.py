@@ -1,1 +1,1 @@
-"""Run records on disk, and reports made from them."""
+"""Run records on disk, and reports that are built from them."""

@@ -1,4 +1,4 @@
-"""Model card: a README that describes a model, its training and its use."""
+"""Model card: a README that describes a model, how it was trained, and how to use it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 PURPOSE = "the model card"
 
 TEMPLATE = TEMPLATES / "card.md.jinja"
-# Tasks with a quick start.
+# Tasks for which the card contains a quick start.
 TASKS = ("text-generation", "text-classification")
 
 
@@ -59,8 +59,8 @@ def generate_model_card(
     Args:
         model_name: Title of the card.
         trainer_name: Name of the method: SFT, DPO, ...
-        base_model: Hub id of the model that training started from; None if it is not on the Hub.
-        hub_model_id: Hub id of the trained model; None: the quick start uses ``model_name``.
+        base_model: Hub id of the model from which training started. None if it is not on the Hub.
+        hub_model_id: Hub id of the trained model. If it is None, the quick start uses ``model_name``.
         dataset_name: Hub ids or names of the training datasets.
         tags: Tags to add to the metadata, after ``generated_from_trainer``.
         wandb_url: URL of the run on Weights & Biases, if there is one.
@@ -69,8 +69,8 @@ def generate_model_card(
         paper_title: Title of the paper that introduced the method.
         paper_id: arXiv id of that paper.
         trainer_citation: BibTeX entry of that paper.
-        task: ``text-generation``, or ``text-classification`` (a reward model).
-        chat: Whether the quick start of a generative model uses messages or plain text.
+        task: ``text-generation``, or ``text-classification`` for a reward model.
+        chat: Whether the quick start of a generative model uses messages. Otherwise it uses plain text.
 
     Returns:
         The card. ``str(card)`` is its text, and ``card.save(path)`` writes it.
@@ -115,14 +115,14 @@ def create_model_card(
 ) -> None:
     """Write ``<output_dir>/README.md`` for a trainer's model, on the main process only.
 
-    The method's name, tags and paper are attributes of the trainer's class: ``_name``, ``_tag_names`` and ``_paper`` (a mapping
-    with ``title``, ``id`` and ``citation``, or empty).
+    The name, tags and paper of the method are attributes of the trainer's class: ``_name``, ``_tag_names`` and ``_paper``.
+    ``_paper`` is a mapping with ``title``, ``id`` and ``citation``, or empty.
 
     Args:
         trainer: Any trainer.
-        model_name: Title of the card. None: the last part of ``hub_model_id``, else of ``output_dir``.
+        model_name: Title of the card. None uses the last part of ``hub_model_id``, or of ``output_dir``.
         dataset_name: Hub ids or names of the training datasets.
-        tags: Tags to add to those of the class.
+        tags: Tags to add to the tags of the class.
     """
     if not trainer.is_world_process_zero():
         return
@@ -152,11 +152,11 @@ def create_model_card(
         part.write_text(hide_secrets(str(card)), encoding="utf-8")
 
 
-# Facts from the trainer ------------------------------------------------------------------------------------------
+# Information from the trainer ------------------------------------------------------------------------------------
 
 
 def _tags(tags: str | Iterable[str] | None, own: Iterable[str], config: Any, trackio_url: str | None) -> list[str]:
-    """Merge the caller's tags, the class's tags and tags about the environment, in a stable order."""
+    """Merge the tags of the caller and of the class with tags about the environment, in a fixed order."""
     all_tags = (
         [tags] if isinstance(tags, str) else sorted(tags) if isinstance(tags, set | frozenset) else list(tags or [])
     )
@@ -171,7 +171,7 @@ def _tags(tags: str | Iterable[str] | None, own: Iterable[str], config: Any, tra
 
 
 def _base_model(config: Any) -> str | None:
-    """Return the Hub id of the base model; None for a local folder, which readers cannot access."""
+    """Return the Hub id of the base model, or None for a local folder, because readers of the card cannot access it."""
     identity = get_config_model_id(config)
     return identity if _is_hub_id(identity) and not Path(identity).is_dir() else None
 
@@ -186,7 +186,7 @@ def _task(model: nn.Module) -> str:
 
 
 def _live_url(package: str, run_of: Any) -> str | None:
-    """Return the URL of a tracker's active run; None if its package was not imported."""
+    """Return the URL of a tracker's active run, or None if the tracker's package was not imported."""
     if package not in sys.modules:
         return None
     run = run_of(require(package, PURPOSE))

@@ -1,4 +1,4 @@
-"""Tables of completions: of a fixed set of prompts (`LogCompletionsCallback`), and of those sampled in training."""
+"""Tables of completions: of a fixed set of prompts (`LogCompletionsCallback`), and of completions sampled in training."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ FILE = "logged_completions.jsonl"
 COLUMNS = ["step", "prompt", "completion"]
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 MAX_NEW_TOKENS = 256
-# transformers' default for a generation config that samples without top_k.
+# Default of transformers for a generation config that samples and has no top_k.
 TOP_K = 50
-# Fields of a generation config that are used here, or that do not affect sampled tokens.
+# Fields of a generation config that are used here, or that do not affect which tokens are sampled.
 KNOWN = (
     "bos_token_id", "cache_implementation", "do_sample", "eos_token_id", "max_new_tokens", "min_p", "output_attentions",
     "output_hidden_states", "pad_token_id", "repetition_penalty", "temperature", "top_k", "top_p", "transformers_version",
@@ -60,10 +60,10 @@ KNOWN = (
 
 
 def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn.Module, *, seed: int) -> Sampling:
-    """Convert a transformers generation config. None uses the model's own, with up to 256 new tokens.
+    """Convert a generation config of transformers. None uses the model's generation config with up to 256 new tokens.
 
     Raises:
-        ConfigError: The given config has a setting that engines do not support (beams, stop strings, ...).
+        ConfigError: The passed config contains a setting that engines do not support (beams, stop strings, ...).
     """
     own = generation_config_of(model)
     asked = {} if config is None else config.to_diff_dict()
@@ -88,20 +88,20 @@ def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn
 
 
 class EvalPrompts:
-    """Tokenized prompts of an evaluation set, completed with the current model.
+    """Tokenized prompts of an evaluation set, for completion with the current model.
 
-    Engines receive token ids and run in eval mode without gradients. Dropout, gradient checkpointing, the tokenizer's padding
-    side and training's random state are not changed.
+    Engines get token ids, and run in eval mode without gradients. Dropout, gradient checkpointing, the tokenizer's padding side
+    and the random state of training are not changed.
 
     Args:
-        trainer: Trainer with a tokenizer. Its ``eval_dataset`` provides the prompts.
-        generation_config: See `to_sampling`.
-        num_prompts: Number of first rows to use; None: all rows.
+        trainer: Trainer with a tokenizer. Its ``eval_dataset`` contains the prompts.
+        generation_config: Sampling settings; see `to_sampling`.
+        num_prompts: Number of rows to use, from the start of the dataset. None uses all rows.
         dataset: Dataset to use instead of ``eval_dataset``.
 
     Raises:
         ConfigError: There is no evaluation set, there are several, or it is a stream and ``num_prompts`` is None.
-        DataError: A row has no prompt, or its prompt leaves no room for a completion.
+        DataError: A row has no prompt, or a prompt is so long that no completion fits into the context.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class EvalPrompts:
         rows = _rows(trainer.eval_dataset if dataset is None else dataset, name, num_prompts)
         check_prompts(rows, name, self.tokenizer)
         self.rows = [{key: row[key] for key in PROMPT_COLUMNS if row.get(key) is not None} for row in rows]
-        kwargs = getattr(trainer.args, "chat_template_kwargs", None)  # Any transformers trainer is allowed.
+        kwargs = getattr(trainer.args, "chat_template_kwargs", None)  # The trainer can be any trainer of transformers.
         self.ids = tokenize_prompts(
             self.rows, self.tokenizer, chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None
         )
@@ -129,7 +129,7 @@ class EvalPrompts:
 
     @property
     def prompts(self) -> list[Any]:
-        """Prompts in the form of the dataset."""
+        """Prompts in the format of the dataset."""
         return [row["prompt"] for row in self.rows]
 
     def _check_room(self, name: str) -> None:
@@ -143,7 +143,7 @@ class EvalPrompts:
                 )
 
     def complete(self) -> list[str]:
-        """Generate one completion per prompt; return them in order on every rank. Every rank must call this."""
+        """Generate one completion per prompt. Return all completions in order on every rank. Every rank must call this."""
         trainer = self.trainer
         accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
         if self._engine is None:
@@ -152,7 +152,7 @@ class EvalPrompts:
             )
         share = -(-len(self.ids) // accelerator.num_processes)
         first = share * accelerator.process_index
-        mine = list(range(len(self.ids)))[first : first + share]  # May be empty; the rank still joins the gather below.
+        mine = list(range(len(self.ids)))[first : first + share]  # Can be empty. The rank still joins the gather below.
         texts: list[str] = []
         with torch.no_grad(), accelerator.autocast(), parallel.whole_parameters(trainer.model_wrapped, accelerator):
             for start in range(0, len(mine), size):
@@ -160,7 +160,7 @@ class EvalPrompts:
         return parallel.all_gather_objects(texts, accelerator)
 
     def _batch(self, indices: list[int]) -> list[str]:
-        # Each batch has its own seed, the same at every step, so that only the model differs between steps.
+        # Each batch has its own seed, which is the same at every step, so that only the model differs between steps.
         sampling = replace(self.sampling, seed=(self.sampling.seed or 0) + indices[0])
         assert self._engine is not None
         rollouts = self._engine.generate([Request(self.ids[i]) for i in indices], sampling)
@@ -170,41 +170,41 @@ class EvalPrompts:
 def _rows(dataset: AnyDataset, name: str, num_prompts: int | None) -> datasets.Dataset:
     if dataset is None:
         raise ConfigError(
-            "completions are sampled from the prompts of eval_dataset, but the trainer has none. Fix: pass one."
+            "completions are sampled from the prompts of eval_dataset, but the trainer has no eval_dataset. Fix: pass one."
         )
     if num_prompts is not None and num_prompts < 1:
-        raise ConfigError(f"num_prompts={num_prompts} must be at least 1, or None for all.")
+        raise ConfigError(f"num_prompts={num_prompts} must be at least 1, or None for all prompts.")
     if isinstance(dataset, dict):
         raise ConfigError(
-            f"{name} contains several datasets ({', '.join(map(str, dataset))}). Fix: pass dataset=eval_dataset[name]."
+            f"{name} contains several datasets ({', '.join(map(str, dataset))}). Fix: pass one with dataset=eval_dataset[name]."
         )
     if isinstance(dataset, datasets.IterableDataset):
         if num_prompts is None:
-            raise ConfigError(f"{name} is a stream. Fix: set num_prompts, the number of rows to take from its start.")
+            raise ConfigError(f"{name} is a stream. Fix: set num_prompts to the number of rows to read from its start.")
         dataset = datasets.Dataset.from_list(list(itertools.islice(dataset, num_prompts)))
     columns = list(dataset.column_names)
     if "prompt" not in columns and len(dataset):
         raise DataError(
-            f"{name} has no 'prompt' column; its columns are {columns}. Tokenizing and packing remove it. Fix: pass the raw rows "
-            "with dataset=..., each with a prompt."
+            f"{name} has no 'prompt' column. Its columns are {columns}. Tokenization and packing remove the prompt. Fix: pass "
+            "the raw rows, which have a prompt, with dataset=...."
         )
     kept = dataset.select_columns([column for column in PROMPT_COLUMNS if column in columns])
     return kept if num_prompts is None else kept.select(range(min(num_prompts, len(kept))))
 
 
 class LogCompletionsCallback(transformers.TrainerCallback):
-    """Callback that completes the evaluation prompts every ``freq`` steps and logs them as a growing table.
+    """Callback that completes evaluation prompts every ``freq`` steps, and logs the completions as a growing table.
 
-    Rows ``step, prompt, completion`` are appended to ``<output_dir>/logged_completions.jsonl``. The whole table is sent to
-    trackers of ``report_to`` that support tables (wandb, comet, trackio, mlflow). A resumed run continues the table of its
+    Rows ``step, prompt, completion`` are appended to ``<output_dir>/logged_completions.jsonl``. The whole table is sent to the
+    trackers in ``report_to`` that support tables (wandb, comet, trackio, mlflow). A resumed run continues the table of its
     checkpoint. Only the main process writes.
 
     Args:
         trainer: Trainer to which the callback is added.
-        generation_config: transformers settings (``max_new_tokens``, ``do_sample``, ``temperature``, ...). None: the model's
-            own, with up to 256 new tokens.
-        num_prompts: Number of first rows to use; None: all rows.
-        freq: Number of optimizer steps between two samples; None: the evaluation interval.
+        generation_config: Sampling settings of transformers (``max_new_tokens``, ``do_sample``, ``temperature``, ...). None uses
+            the model's generation config with up to 256 new tokens.
+        num_prompts: Number of rows to use, from the start of the dataset. None uses all rows.
+        freq: Number of optimizer steps after which completions are sampled again. None uses the evaluation interval.
         dataset: Dataset to use instead of ``trainer.eval_dataset``.
 
     Raises:
@@ -231,7 +231,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
         self._attempts = _Attempts()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Load the table of a resumed run; move the table of an earlier run aside."""
+        """Load the table of a resumed run, or move the table of an earlier run to another file."""
         self.table, self._last_step = [], -1
         path = Path(args.output_dir or ".") / FILE
         if not (state.is_world_process_zero and path.is_file()):
@@ -240,14 +240,14 @@ class LogCompletionsCallback(transformers.TrainerCallback):
             numbers = itertools.count(1)
             os.replace(path, next(p for n in numbers if not (p := path.with_stem(f"{path.stem}-{n}")).exists()))
             return
-        # Not splitlines, because completions may contain other line separators.
+        # Do not use splitlines, because completions can contain other line separators.
         rows = filter(None, map(read_line, path.read_text(encoding="utf-8", errors="replace").split("\n")))
         self.table = [row for row in rows if row["step"] <= state.global_step]
         with whole_file(path) as part:
             part.write_text("".join(map(_line, self.table)), encoding="utf-8")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Sample and log at the interval, once per step."""
+        """Sample and log completions if the interval has passed, once per step."""
         step = state.global_step
         if step == self._last_step or step % (self.freq or state.eval_steps or 1) != 0:
             return
@@ -301,7 +301,7 @@ def _to_mlflow(name: str, columns: list[str], data: list[list[Any]]) -> None:
 
 
 def _with_images(tracker: Any, columns: list[str], data: list[list[Any]]) -> list[list[Any]]:
-    """Replace thumbnails by lists of the tracker's image type, empty for rows without images."""
+    """Replace thumbnails with lists of the tracker's image type. The list is empty for rows without images."""
     if THUMBNAILS not in columns:
         return data
     from posttrain.pictures.picture import read_picture
@@ -328,31 +328,31 @@ TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {
 
 
 class _Attempts:
-    """Runner of actions that must never stop training. After a failure, it warns and skips the destination."""
+    """Runner of actions whose errors must not stop training. After an error, it warns and skips this destination."""
 
     def __init__(self) -> None:
         self.failed: set[str] = set()
 
     def run(self, where: str, action: Callable[[], None]) -> None:
-        """Run ``action``, which shows completions on ``where``."""
+        """Run ``action``, which sends completions to ``where``."""
         if where in self.failed:
             return
         try:
             action()
         except Exception as error:
             self.failed.add(where)
-            logger.warning("completions could not be shown on %s: %s: %s", where, type(error).__name__, error)
+            logger.warning("completions could not be sent to %s: %s: %s", where, type(error).__name__, error)
 
     def track(self, args: TrainingArguments, name: str, columns: list[str], data: list[list[Any]]) -> None:
-        """Send a table to the trackers of ``report_to`` that support tables."""
+        """Send a table to the trackers in ``report_to`` that support tables."""
         for tracker in args.report_to or ():
             if tracker in TRACKERS:
                 self.run(tracker, functools.partial(TRACKERS[tracker], name, columns, data))
 
 
-MINUTES = 2  # Minutes between two pushes to the Hub.
-PER_TOKEN = ("tokens", "logps")  # Columns for the report page, not for tables.
-THUMBNAILS = "thumbnails"  # Column of `completion_rows` for trackers that show images.
+MINUTES = 2  # Interval of pushes to the Hub, in minutes.
+PER_TOKEN = ("tokens", "logps")  # Columns that only the report page uses.
+THUMBNAILS = "thumbnails"  # Column of `completion_rows` with images for trackers.
 WIDE = 400  # Maximum number of characters of a text in the table.
 
 
@@ -369,10 +369,10 @@ def print_prompt_completions_sample(
     Args:
         prompts: Texts, or lists of messages.
         completions: Texts, or lists of messages.
-        rewards: One list per function; None if the function did not apply.
-        advantages: One number per completion.
-        step: Step for the title.
-        num_samples: Number of random rows to print. None prints all rows; 0 or less prints nothing.
+        rewards: One list of rewards per function. None means that the function did not score the completion.
+        advantages: One advantage per completion.
+        step: Step that is shown in the title.
+        num_samples: Number of rows to print, selected at random. None prints all rows; 0 or less prints nothing.
     """
     from rich.console import Console
     from rich.table import Table
@@ -382,7 +382,7 @@ def print_prompt_completions_sample(
         return
     order = list(range(len(prompts)))
     if num_samples is not None and num_samples < len(order):
-        order = sorted(random.Random(step).sample(order, num_samples))  # Does not use the run's random state.
+        order = sorted(random.Random(step).sample(order, num_samples))  # The random state of the run is not changed.
     table = Table(title=f"Step {step}", show_lines=True, expand=True)
     for name in ("prompt", "completion", *rewards, "advantage"):
         table.add_column(Text(visible(name)), justify="left" if name in ("prompt", "completion") else "right")
@@ -405,14 +405,14 @@ def _number(value: float | None) -> str:
 
 
 class RolloutTableCallback(transformers.TrainerCallback):
-    """Callback that shows the latest completions at each log, separately for training and evaluation.
+    """Callback that shows the latest completions at each log, separately for training and for evaluation.
 
     Args:
-        record: Provides the rows of all ranks, on the main process only.
+        record: Run record, which provides the rows of all ranks on the main process.
         names: Names of reward functions.
-        rows: Maximum number of completions to store: those of one generation.
-        shown: Number of rows printed on the terminal; None: all.
-        unique: Keep only one row per prompt in a tracker's table.
+        rows: Maximum number of stored completions, which is the number of one generation.
+        shown: Number of rows printed on the terminal. None prints all rows.
+        unique: Whether a tracker's table contains only one row per prompt.
     """
 
     def __init__(
@@ -428,7 +428,7 @@ class RolloutTableCallback(transformers.TrainerCallback):
         self.rings["eval_" if evaluation else ""].extend(rows)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Print and send the stored rows. Errors do not stop training."""
+        """Print the stored rows and send them to trackers. Errors do not stop training."""
         for prefix, ring in self.rings.items():
             rows = list(ring)
             ring.clear()
@@ -444,7 +444,7 @@ class RolloutTableCallback(transformers.TrainerCallback):
         print_prompt_completions_sample(own[0], own[1], rewards, [a or 0.0 for a in own[2]], step, self.shown)
 
     def table(self, rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-        """Return columns and rows, with None for missing values. With ``unique``, keep the first row of each prompt."""
+        """Return columns and rows. Missing values are None. With ``unique``, only the first row of each prompt is returned."""
         if self.unique:
             rows = list({row.get("prompt"): row for row in reversed(rows)}.values())[::-1]
         columns = list(dict.fromkeys(key for row in rows for key in row if key not in PER_TOKEN))
@@ -456,7 +456,7 @@ def _plain(value: object) -> Any:
 
 
 def rollout_table(args: OnlineConfig, record: RunRecordCallback, names: list[str]) -> RolloutTableCallback:
-    """Create the table for ``log_completions``, which holds the completions of one generation."""
+    """Create the callback for ``log_completions``. It stores the completions of one generation."""
     rows = args.samples_per_step or args.generation_batch_size or 1
     options = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
     return RolloutTableCallback(record, names, rows=rows, **options)
@@ -466,7 +466,7 @@ class CompletionsHubCallback(transformers.TrainerCallback):
     """Callback that pushes ``completions/*.parquet`` to a dataset repository every two minutes and at the end.
 
     Args:
-        repo_id: Repository. It is created if it does not exist, private if ``hub_private_repo`` is set.
+        repo_id: Id of the repository. A missing repository is created, and is private if ``hub_private_repo`` is set.
     """
 
     def __init__(self, repo_id: str) -> None:
@@ -474,7 +474,7 @@ class CompletionsHubCallback(transformers.TrainerCallback):
         self._scheduler: Any = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Create the repository, so that a missing permission raises before the first step."""
+        """Create the repository now, so that missing permissions raise an error before the first step."""
         if not state.is_world_process_zero:
             return
         from huggingface_hub import CommitScheduler
@@ -492,7 +492,7 @@ class CompletionsHubCallback(transformers.TrainerCallback):
         )
 
     def stop(self) -> None:
-        """Push remaining files. Called even if training fails."""
+        """Push the remaining files. This is called even if training fails."""
         if self._scheduler is not None:
             self._scheduler.trigger().result()
             self._scheduler.stop()

@@ -1,4 +1,4 @@
-"""Files of a run: atomic writes and tolerant reads."""
+"""Files of a run: atomic writes, and reads that tolerate missing and truncated files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces ``path`` on success and is removed on errors. The folder is created."""
+    """Yield a temporary path. It replaces ``path`` on success, and is removed after an error. The folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -30,15 +30,15 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON mapping; return an empty one if there is no file or a crash truncated it."""
+    """Read a JSON mapping. Return an empty mapping if the file is missing or was truncated by a crash."""
     try:
         return read_line(path.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError):  # ValueError includes bytes that are not valid text.
+    except (OSError, ValueError):  # Invalid UTF-8 raises a ValueError as well.
         return {}
 
 
 def read_line(line: str) -> dict[str, Any] | None:
-    """Parse a line as a JSON mapping; return None for other content or a line that a crash truncated."""
+    """Parse a line as a JSON mapping. Return None if it is something else or was truncated by a crash."""
     try:
         content = json.loads(line)
     except ValueError:
@@ -65,7 +65,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def merge_parquet(parts: Sequence[Path], target: Path) -> None:
-    """Merge parquet files into one. Missing columns become None; a column whose type changed becomes text."""
+    """Merge parquet files into one file. Missing columns become None. A column whose type changed is converted to text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -88,6 +88,6 @@ def _column(values: list[Any]) -> pa.Array:
     try:
         return pa.array(plain)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeEncodeError):
-        # A lone surrogate, which UTF-8 cannot represent, is written as its code.
+        # UTF-8 cannot represent a lone surrogate, so its code is written instead.
         texts = [None if v is None else str(v).encode("utf-8", "backslashreplace").decode() for v in plain]
         return pa.array(texts, pa.string())

@@ -1,4 +1,4 @@
-"""Lock of a run's folder, so that only one run writes to it."""
+"""Lock of a run's folder, which ensures that only one run writes to it."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from posttrain.report.files import read_json, whole_file
 logger = logging.getLogger(__name__)
 
 
-# Names the owning process, for error messages.
+# File with information about the process that holds the lock, for error messages.
 LOCK = ".posttrain.lock"
 
 
-# The file that is locked. The operating system releases the lock when the process ends.
+# File that is locked. The operating system releases the lock when the process ends.
 GUARD = f"{LOCK}.guard"
 
 
-# Seconds to wait for the lock, because another process that checks the folder holds it for a moment.
+# Seconds to wait for the lock, because a process that only checks the folder also holds the lock briefly.
 LOCK_WAIT = 1.0
 
 
 def check_writable(output_dir: str | None) -> None:
-    """Reject an ``output_dir`` that is not writable or is in use by another run, before anything is computed.
+    """Check that ``output_dir`` is writable and not used by another run.
 
     Raises:
-        ConfigError: ``output_dir`` is empty, is a file, is not writable (with the system's reason), is in use by a live process,
-            or its name is not valid in the encoding of the locale.
+        ConfigError: ``output_dir`` is empty, is a file, is not writable, is in use by a running process, or its name is not
+            valid in the encoding of the locale.
     """
     if not output_dir:
         raise ConfigError("output_dir is empty. Fix: set it to a folder for checkpoints and the run record.")
@@ -51,7 +51,7 @@ def check_writable(output_dir: str | None) -> None:
             "checkpoint could be written. Fix: use a UTF-8 locale (LC_ALL=C.UTF-8) or PYTHONUTF8=1, or choose a folder with "
             "a valid name."
         ) from error
-    probe = folder / f".posttrain-write-test-{os.getpid()}"  # One per process, because ranks check at the same time.
+    probe = folder / f".posttrain-write-test-{os.getpid()}"  # One file per process, because ranks check concurrently.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("", encoding="utf-8")
@@ -65,14 +65,14 @@ def check_writable(output_dir: str | None) -> None:
 
 
 class FolderLock:
-    """Lock of a run's folder, shared by trainers of one process and by ranks of one distributed run.
+    """Lock of a run's folder. All trainers of a process, and all ranks of a distributed run, share the lock.
 
     Args:
         folder: Folder of the run.
 
     Attributes:
-        path: File that names the owner.
-        run: Id of the run, eight hexadecimal digits. A resumed run takes the id of its checkpoint.
+        path: File with information about the owner.
+        run: Id of the run (eight hexadecimal digits). A resumed run uses the id in its checkpoint.
         held: Whether this object holds the lock.
     """
 
@@ -81,57 +81,57 @@ class FolderLock:
         self.run = secrets.token_hex(4)
         self.held = False
         self._me = (os.getpid(), socket.gethostname())
-        # On file systems without locks, filelock uses a file that is removed when its process is gone.
+        # On file systems without locks, filelock uses a lock file, which it removes if its process no longer exists.
         self._lock = filelock.FileLock(self.path.with_name(GUARD), thread_local=False, is_singleton=True)
 
     def check(self) -> None:
-        """Raise if a live process of another run holds the folder.
+        """Check that no running process of another run holds the lock.
 
         Raises:
-            ConfigError: The folder is in use. The error names the process, its machine and the start time.
+            ConfigError: The folder is in use. The error contains the process, its machine, and the time of its start.
         """
         owner = self._owner()
-        # Ranks of one run share the folder.
+        # All ranks of a run use the same folder.
         if owner is not None and (_launcher() is None or owner.get("launcher") != _launcher()):
             self._lock_system(timeout=0)
             self._lock.release()
 
     def acquire(self) -> None:
-        """Acquire the lock. If several processes try at the same time, one succeeds.
+        """Acquire the lock. If several processes try at the same time, only one succeeds.
 
         Raises:
-            ConfigError: Another live run holds the lock.
+            ConfigError: Another running process holds the lock.
         """
         self._lock_system(timeout=LOCK_WAIT)
         owner = self._owner()
         if owner is not None and (owner["pid"], owner["host"]) != self._me:
             logger.warning(
-                "%s was locked by process %s on %s, which no longer runs; this run takes the folder over.",
+                "%s was locked by process %s on %s, which is no longer running. This run now uses the folder.",
                 self.path.parent, owner["pid"], owner["host"],
             )  # fmt: skip
         owner = {"pid": self._me[0], "host": self._me[1], "since": time.strftime("%Y-%m-%d %H:%M:%S"), "run": self.run}
         with whole_file(self.path) as part:
             part.write_text(json.dumps(owner | {"launcher": _launcher()}), encoding="utf-8")
         if self.held:
-            self._lock.release()  # filelock counts acquisitions; count only one.
+            self._lock.release()  # filelock counts how often it was acquired, but once is enough.
         self.held = True
 
     def assert_held(self) -> None:
-        """Raise if the lock file was removed manually and another run has taken the folder.
+        """Check that no other run uses the folder, which is possible if the lock file was removed manually.
 
         Raises:
-            CheckpointError: Another run has the folder. The error names it.
+            CheckpointError: Another run uses the folder. The error contains its process and machine.
         """
         owner = self._owner() if self.held else None
         if owner is not None and (owner["pid"], owner["host"]) != self._me:
             raise CheckpointError(
-                f"this run lost {str(self.path.parent)!r} to process {owner['pid']} on {owner['host']}, which took it over at "
-                f"{owner['since']} after this run's lock was removed. This run stops before anything is overwritten; its "
-                "checkpoints are intact. Fix: resume in another output_dir."
+                f"process {owner['pid']} on {owner['host']} has used {str(self.path.parent)!r} since {owner['since']}, after "
+                "this run's lock file was removed. This run stops before it overwrites files. Its checkpoints are intact. Fix: "
+                "resume this run in another output_dir."
             )
 
     def release(self) -> None:
-        """Release the lock if this process still owns it. Can be called twice."""
+        """Release the lock if this process still owns it. Repeated calls have no effect."""
         if not self.held:
             return
         owner = self._owner()
@@ -147,19 +147,19 @@ class FolderLock:
             owner = self._owner() or {"pid": "unknown", "host": "an unknown machine", "since": "an unknown time"}
             run = f" (run {owner['run']})" if owner.get("run") else ""
             raise ConfigError(
-                f"output_dir={str(self.path.parent)!r} is in use by process {owner['pid']} on {owner['host']} since "
+                f"output_dir={str(self.path.parent)!r} has been in use by process {owner['pid']} on {owner['host']} since "
                 f"{owner['since']}{run}. Two runs in one folder would overwrite each other. Fix: choose another output_dir, or "
                 "stop that run."
             ) from error
 
     def _owner(self) -> dict[str, Any] | None:
-        """Read the owner from the lock file; None if there is no file or a crash truncated it."""
+        """Read the owner from the lock file. Return None if the file is missing or was truncated by a crash."""
         owner = read_json(self.path)
         return owner if {"pid", "host", "since"} <= set(owner) else None
 
 
 def _launcher() -> list[Any] | None:
-    """Return what identifies a distributed run on all of its ranks; None for a run of one process."""
+    """Return an identifier of a distributed run that is equal on all ranks, or None for a run with one process."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return None
     return [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]

@@ -1,4 +1,4 @@
-"""Live view of a run: log lines and a progress bar on a terminal, a table in a notebook, and a summary at the end."""
+"""Live view of a run: metrics and a progress bar on a terminal, a table in a notebook, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-# Metrics to show, in this order, if the run logs them. "*" stands for the name of each reward function. `posttrain report`
-# shows all other metrics.
+# Metrics to show if the run logs them, in this order. "*" stands for the name of each reward function. All other metrics are
+# shown by `posttrain report`.
 MAIN: dict[str, str] = {
     "loss": "loss",
     "eval_loss": "held-out loss",
@@ -64,9 +64,9 @@ MAIN: dict[str, str] = {
     "step_time": "seconds per step",
     "num_tokens": "tokens seen",
 }
-# Maximum number of metrics per line. All reward functions, or all evaluation sets, count as one.
+# Maximum number of metrics per line. All reward functions together count as one metric, and so do all evaluation sets.
 COLUMNS = 8
-SILENCE = 30.0  # Without a terminal, the time left is printed after this many seconds without output.
+SILENCE = 30.0  # Without a terminal, the remaining time is printed after this number of seconds without output.
 ROWS = 40  # Number of latest rows in a notebook's table.
 
 
@@ -86,7 +86,7 @@ def duration(seconds: float) -> str:
 
 
 def shell_command(*words: str) -> str:
-    """Return a `posttrain` command to paste, with the program's path if the shell would not find it."""
+    """Return a `posttrain` command for the shell. It contains the program's path if the shell would not find the program."""
     beside = Path(sys.executable).with_name("posttrain")
     on_path = shutil.which("posttrain")
     name = "posttrain" if on_path and Path(on_path).resolve() == beside.resolve() else str(beside)
@@ -96,9 +96,9 @@ def shell_command(*words: str) -> str:
 
 
 def resume_command() -> str:
-    """Return the command that resumes this run: its own with ``--resume_from_checkpoint true``, or a line of Python.
+    """Return how to resume this run: its command with ``--resume_from_checkpoint true``, or a line of Python.
 
-    Secrets are hidden. A shell comment names the flags whose values must be filled in.
+    Secrets are replaced. A shell comment lists the options whose values the user must fill in.
     """
     program, *words = sys.argv
     if Path(program).name not in ("posttrain", "main.py", "__main__.py") or not words:
@@ -115,19 +115,19 @@ def resume_command() -> str:
     return f"{command}  # Fill in {', '.join(hidden)}: secrets are hidden here." if hidden else command
 
 
-# Metrics that indicate whether a run learned. Higher is better, except for losses.
+# Metrics that show whether a run learned. Higher values are better, except for losses.
 JUDGED = (
     "reward", "eval_reward", "accuracy", "eval_accuracy", "rewards/accuracies", "eval_rewards/accuracies", "loss", "eval_loss",
 )  # fmt: skip
-NOISE = 1e-6  # Rounding error of float32 for a loss near zero.
+NOISE = 1e-6  # Rounding error of float32 for a loss close to 0.
 
 
 def logged_labels(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str, str]:
-    """Replace "*" by the name of each logged reward function, and add the metrics of named evaluation sets.
+    """Replace "*" with the names of the logged reward functions, and add the metrics of named evaluation sets.
 
     Args:
         labels: Label of each metric.
-        logged: Names of metrics; each evaluation logs its ``eval_NAME_runtime``.
+        logged: Names of logged metrics. An evaluation set is recognized by its metric ``eval_NAME_runtime``.
 
     >>> logged_labels({"loss": "loss", "eval_loss": "held-out loss"}, ["eval_a_loss", "eval_a_runtime", "eval_runtime"])
     {'loss': 'loss', 'eval_loss': 'held-out loss', 'eval_a_loss': 'held-out loss of a'}
@@ -151,10 +151,10 @@ def logged_labels(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str,
 
 
 def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return first and last values of the metrics in `JUDGED`, as lines of text in this order.
+    """Return lines with the first and the last values of the metrics in `JUDGED`.
 
-    The values are means over the first and last tenth of the points. If the run has a reward, the training loss is omitted,
-    because it then does not indicate progress.
+    The values are means over the first and the last tenth of the points. If the run has a reward, the training loss is omitted,
+    because it then does not show whether the run learned.
 
     >>> learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}] * 2)
     ['reward 0 -> 0: all groups had equal rewards, so nothing was learned from it']
@@ -163,9 +163,9 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     lines, rewarded = [], any("reward" in line for line in history)
     if not any("reward" in line or "loss" in line for line in history):
-        # Without logged losses, use the mean over all steps that trainers report at the end.
+        # If no losses were logged, use the mean over all steps, which trainers log at the end.
         means = [float(line["train_loss"]) for line in history if "train_loss" in line]
-        lines = [f"loss {mean:.3g}, the mean of all steps: no step was logged (logging_steps)" for mean in means[-1:]]
+        lines = [f"loss {mean:.3g} (mean over all steps: no step was logged, see logging_steps)" for mean in means[-1:]]
     labels = logged_labels(
         {name: MAIN[name] for name in JUDGED}, dict.fromkeys(name for line in history for name in line)
     )
@@ -180,9 +180,9 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
         if name == "reward" and flat and min(flat) >= 1:
             text += ": all groups had equal rewards, so nothing was learned from it"
         elif name == "reward" and (since := _unrewarded(history)) is not None:
-            text += f": no reward applied since step {since}, so nothing was learned"
+            text += f": no completion has been scored since step {since}, so nothing was learned"
         elif math.isnan(last):
-            text += ": it is not a number anymore"
+            text += ": it is now NaN"
         elif (
             len(values) > 1
             and not math.isclose(first, last, rel_tol=1e-3, abs_tol=NOISE)
@@ -194,7 +194,7 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _unrewarded(history: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the step since which every reward was None or NaN; None if the last rewards were numbers."""
+    """Return the step since which all rewards are None or NaN. Return None if the last rewards are numbers."""
     since = None
     for line in history:
         shares = [float(v) for k, v in line.items() if k.startswith("rewards/") and k.endswith("/applicable")]
@@ -204,7 +204,7 @@ def _unrewarded(history: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _best(args: TrainingArguments, state: TrainerState) -> list[str]:
-    """Return a line about the best evaluation: its checkpoint, its metric, and whether it was loaded."""
+    """Return a line with the metric and the checkpoint of the best evaluation, and whether this checkpoint was loaded."""
     if state.best_metric is None or args.metric_for_best_model is None:
         return []
     metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')} {state.best_metric:.4g}"
@@ -215,33 +215,32 @@ def _best(args: TrainingArguments, state: TrainerState) -> list[str]:
 
 
 def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, interrupted: bool) -> list[str]:
-    """Return the lines shown at the end of a run: how it ended, what was learned, the best checkpoint, file locations, and
-    next commands.
+    """Return the lines shown at the end of a run: how it ended, what it learned, the best checkpoint, files, and next commands.
 
     Args:
         args: Training arguments with ``output_dir``.
-        state: Trainer state with step and log history.
+        state: Trainer state with the step and the log history.
         seconds: Duration of the run.
-        interrupted: Whether Ctrl-C or SIGTERM ended the run.
+        interrupted: Whether Ctrl-C or SIGTERM stopped the run.
     """
     folder = str(args.output_dir)
     at = f"at step {state.global_step} of {state.max_steps}"
     ended = f"Interrupted {at}" if interrupted else f"Ended {at}" if state.global_step < state.max_steps else "Finished"
     lines = [f"{ended} after {duration(seconds)}.", *learned(state.log_history), *_best(args, state)]
-    lines.append(f"{folder}: metrics.jsonl, manifest.json, checkpoints that from_pretrained loads.")
+    lines.append(f"{folder}: metrics.jsonl, manifest.json, and checkpoints that from_pretrained can load.")
     if state.global_step < state.max_steps:
         lines.append(f"To continue:  {resume_command()}")
     return [*lines, f"To view:   {shell_command('report', folder)}"]
 
 
 class RichProgressCallback(transformers.TrainerCallback):
-    """Callback that prints a line of metrics at each log. On a terminal, a progress bar with the time left is shown below.
+    """Callback that prints a line of metrics at each log. On a terminal, it also shows a progress bar with the remaining time.
 
-    In a notebook, a growing table replaces both, with findings in a collapsed section below it.
+    In a notebook, it shows a growing table instead. Findings are in a collapsed section below the table.
 
     Args:
-        headline: Names and labels of metrics to show. None: the first eight of `MAIN` that the run logs.
-        console: Console to write to; None: standard output.
+        headline: Names and labels of the metrics to show. None shows the first eight metrics of `MAIN` that the run logs.
+        console: Console for the output. None uses the standard output.
     """
 
     def __init__(self, headline: dict[str, str] | None = None, console: Console | None = None) -> None:
@@ -249,7 +248,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         accept_any_character()
         self.console = console or Console(file=sys.stdout)
         self.progress: Progress | None = None
-        # Whether Ctrl-C or SIGTERM ended the run; the trainer replaces this function.
+        # Returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces this function.
         self.interrupted: Callable[[], bool] = lambda: False
         self._table: Any = None
         self._rows: list[dict[str, str]] = []
@@ -261,7 +260,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         self._started, self._first = time.perf_counter(), state.global_step
         self._said = self._started
         self._rows, self._table = [], None
-        # A step may take minutes, but rich's own estimate ignores data older than half a minute.
+        # rich estimates the remaining time only from the last 30 seconds, but a step can take minutes.
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
         left = TextColumn("left {task.fields[left]}")
         hidden = in_notebook() or not self.console.is_terminal
@@ -274,7 +273,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         return duration((time.perf_counter() - self._started) / max(done, 1) * (total - done))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Advance the bar. Without a bar, print the time left after `SILENCE` seconds without output."""
+        """Advance the bar. Without a bar, print the remaining time after `SILENCE` seconds without output."""
         if self.progress is None:
             return
         self.progress.update(self.task, completed=state.global_step, left=self._left(state))
@@ -326,7 +325,7 @@ class RichProgressCallback(transformers.TrainerCallback):
             self._table.update(content)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """End the display and print the summary."""
+        """Stop the display and print the summary."""
         shown, interrupted = self.progress is not None, self.interrupted()
         self.stop()
         if shown:
@@ -338,14 +337,14 @@ class RichProgressCallback(transformers.TrainerCallback):
                 self.console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
     def stop(self) -> None:
-        """End the display. Can be called twice, and is also called if training raises."""
+        """Stop the display. It is also called after an error in training. Repeated calls have no effect."""
         if self.progress is not None:
             self.progress.stop()
         self.progress = None
 
 
 def use_rich_progress(trainer: Any, headline: dict[str, str] | None = None) -> RichProgressCallback:
-    """Replace a trainer's default progress output by the live view."""
+    """Replace the default progress output of a trainer with the live view."""
     from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 

@@ -1,4 +1,4 @@
-"""Run record: files about a run that can be read while it runs and after a crash."""
+"""Run record: files about a run. They can be read while it is running, and after a crash."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def flat(value: object, name: str = "") -> dict[str, Any]:
 
 
 def describe_run() -> dict[str, Any]:
-    """Describe time, command, software and hardware of this process."""
+    """Describe the time, command, software and hardware of this process."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": _command(sys.argv),
@@ -68,7 +68,7 @@ def describe_run() -> dict[str, Any]:
 
 
 def _command(arguments: list[str]) -> list[str]:
-    """Return the command line without secrets."""
+    """Return the command line with secrets replaced."""
     return [Path(arguments[0]).name, *hide_secrets(arguments[1:])] if arguments else []
 
 
@@ -91,7 +91,7 @@ def _hardware() -> dict[str, Any]:
 
 @functools.cache  # Reading metadata would take a tenth of a short run's time.
 def versions() -> dict[str, str | None]:
-    """Return the versions of packages that affect results; None for a package that is not installed."""
+    """Return the versions of packages that affect results. The version of a package that is not installed is None."""
     installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -112,18 +112,18 @@ def _git_commit() -> str | None:
 FILES = (
     "metrics.jsonl", "findings.jsonl", "manifest.json", "data.json", "completions.parquet", "eval_completions.parquet"
 )  # fmt: skip
-SUMMARY = "train_runtime"  # Key in the last line that a trainer logs.
+SUMMARY = "train_runtime"  # Key that only the last line logged by a trainer contains.
 PREFIXES = ("", "eval_")  # Training and evaluation use separate files.
 
 
 class RunRecord:
     """Files of one run: ``manifest.json``, ``metrics.jsonl``, ``completions/*.parquet``, ``completions.parquet``.
 
-    A line of metrics is on disk before the next step. All other files are written atomically. On resume, lines and rows of steps
-    that will be repeated are removed. A new run moves the record of an earlier one aside.
+    A line of metrics is on disk before the next step. All other files are written atomically. When a run is resumed, lines and
+    rows of the steps that it repeats are removed. A new run moves the record of an earlier run to a subfolder.
 
     Args:
-        output_dir: Folder of the run. It is created when something is written.
+        output_dir: Folder of the run. It is created when the first file is written.
     """
 
     def __init__(self, output_dir: str | Path) -> None:
@@ -133,7 +133,7 @@ class RunRecord:
         self._pending: dict[str, list[dict[str, Any]]] = {prefix: [] for prefix in PREFIXES}
         self._unmerged = False
         self._warned = False
-        # Remember files of an earlier run: an evaluation before training may append lines of this run.
+        # Remember the files of an earlier run now, because an evaluation before training may append lines of this run.
         self._remember_old()
 
     def _remember_old(self) -> None:
@@ -141,30 +141,30 @@ class RunRecord:
         self._old_parts = set(self._parts(*PREFIXES))
 
     def manifest(self, **content: Any) -> None:
-        """Write what identifies the run: versions, hardware, command and ``content``, without secrets."""
+        """Write a description of the run: versions, hardware, command and ``content``. Secrets are replaced."""
         text = json.dumps(_plain(hide_secrets(describe_run() | content)), indent=2, default=str)
         _write_atomically(self.folder / "manifest.json", text + "\n")
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one line ``{"step", "time", ...}``, and wait until it is on disk."""
+        """Append a line ``{"step", "time", ...}``, and wait until it is on disk."""
         _append(self.metrics_path, {"step": step, "time": round(time.time(), 3), **values})
 
     def finding(self, step: int, finding: Finding) -> None:
-        """Append a finding with its step to ``findings.jsonl``."""
+        """Append a finding and its step to ``findings.jsonl``."""
         _append(
             self.folder / "findings.jsonl",
             {"step": step, "time": round(time.time(), 3), **dataclasses.asdict(finding)},
         )
 
     def data(self, content: Mapping[str, Any]) -> None:
-        """Write ``data.json``, the first batch as the model received it. A failure is logged."""
+        """Write ``data.json`` with the first batch as the model received it. An error is only logged."""
         try:
             _write_atomically(self.folder / "data.json", json.dumps(content, ensure_ascii=False, default=str))
         except (OSError, ValueError) as error:  # The report does not require this file.
             self._complain("the first batch", error)
 
     def begin(self, step: int) -> None:
-        """Prepare the folder for a run that starts after ``step``: 0 for a new run, more for a resumed one."""
+        """Prepare the folder for a run that starts after ``step``, which is 0 for a new run and above 0 for a resumed run."""
         if step:
             self.rewind(step)
         else:
@@ -172,12 +172,12 @@ class RunRecord:
         self._remember_old()
 
     def rewind(self, step: int) -> None:
-        """Remove lines and completions of later steps, which a resumed run repeats."""
+        """Remove lines and completions of later steps, because a resumed run repeats these steps."""
         for path in (self.metrics_path, self.folder / "findings.jsonl"):
             if path.is_file():
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 rows = [(line, read_line(line) or {}) for line in lines]
-                # A resumed run has not ended, so its summary line is removed as well.
+                # Also remove the summary, because the resumed run has not ended.
                 kept = [line for line, row in rows if row.get("step", math.inf) <= step and SUMMARY not in row]
                 _write_atomically(path, "".join(line + "\n" for line in kept))
         for path in self._parts(*PREFIXES):
@@ -186,7 +186,7 @@ class RunRecord:
                 self._unmerged = True
 
     def _set_aside(self) -> None:
-        """Move the record of an earlier run to ``record-1``, ``record-2``, ..., so that a new run does not erase it."""
+        """Move the record of an earlier run to ``record-1``, ``record-2``, ..., so that a new run does not overwrite it."""
         if not self._old_bytes and not self._old_parts and not (self.folder / "findings.jsonl").is_file():
             return
         number = 1
@@ -208,7 +208,7 @@ class RunRecord:
         logger.warning("%s contains the record of an earlier run, which was moved to %s.", self.folder, aside)
 
     def _parts(self, *prefixes: str) -> list[Path]:
-        """Return the files of completions in the order of their steps."""
+        """Return the completions files in the order of their steps."""
         parts = [p for prefix in prefixes for p in self.completions_dir.glob(f"{prefix}completions_*.parquet")]
         return sorted(parts, key=lambda path: (path.name.startswith("eval_"), step_of_part(path)))
 
@@ -217,7 +217,7 @@ class RunRecord:
         self._pending["eval_" if evaluation else ""] += rows
 
     def flush(self, step: int) -> None:
-        """Write stored rows to ``completions/[eval_]completions_<step>.parquet``. A failure is logged."""
+        """Write the stored rows to ``completions/[eval_]completions_<step>.parquet``. An error is only logged."""
         for prefix, rows in self._pending.items():
             if not rows:
                 continue
@@ -225,14 +225,14 @@ class RunRecord:
             path = self.completions_dir / f"{prefix}completions_{step:05d}.parquet"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                earlier = read_rows(path) if path.is_file() else []  # From another evaluation set at the same step.
+                earlier = read_rows(path) if path.is_file() else []  # Rows of another evaluation set at the same step.
                 write_rows(path, earlier + rows)
                 self._unmerged = True
-            except Exception as error:  # A table must never stop training.
+            except Exception as error:  # An error in a table must not stop training.
                 self._complain(f"the completions of step {step}", error)
 
     def merge_completions(self) -> None:
-        """Merge all parts into ``completions.parquet`` (and ``eval_completions.parquet``). A failure is logged."""
+        """Merge completions files into ``completions.parquet`` and ``eval_completions.parquet``. Errors are only logged."""
         if not self._unmerged:
             return
         try:
@@ -249,14 +249,14 @@ class RunRecord:
 
 
 def _append(path: Path, values: Mapping[str, Any]) -> None:
-    """Append one line of JSON and wait until it is on disk. A line that cannot be written completely is removed."""
+    """Append a line of JSON, and wait until it is on disk. If only a part can be written, this part is removed."""
     line = (json.dumps(_plain(values), default=str) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         try:
             written = file.write(line)
-            while written < len(line):  # A disk that runs full writes a part first, and then raises.
+            while written < len(line):  # If the disk gets full, a write may store only a part of the line.
                 written += file.write(line[written:])
             os.fsync(file.fileno())
         except OSError as error:
@@ -264,7 +264,7 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
                 os.ftruncate(file.fileno(), size)
             raise OSError(
                 error.errno,
-                f"a line of the run record could not be written: {error.strerror}. All earlier lines are intact. Fix: free some "
+                f"a line of the run record could not be written: {error.strerror}. All earlier lines are intact. Fix: free disk "
                 "space, then resume from the last checkpoint",
                 str(path),
             ) from error
@@ -278,7 +278,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _plain(value: object) -> Any:
-    """Convert tensors to Python numbers, and non-finite numbers to the text ``NaN`` or ``Infinity``."""
+    """Convert tensors to Python numbers, and numbers that are not finite to the text ``NaN`` or ``Infinity``."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -291,7 +291,7 @@ def _plain(value: object) -> Any:
 
 
 def step_of_part(path: Path) -> int:
-    """Return the optimizer step in the name of a completions file; 0 for other names."""
+    """Return the optimizer step in the name of a completions file, or 0 for other names."""
     number = path.stem.rsplit("_", 1)[-1]
     return int(number) if number.isdigit() else 0
 
@@ -301,7 +301,7 @@ class RunRecordCallback(transformers.TrainerCallback):
 
     Args:
         args: Training arguments. ``output_dir`` is the run's folder.
-        tokenizer: Tokenizer. The manifest contains a hash of its chat template.
+        tokenizer: Tokenizer. A hash of its chat template is written to the manifest.
     """
 
     def __init__(self, args: TrainingArguments, tokenizer: Tokenizer | None = None) -> None:
@@ -309,13 +309,13 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.lock = FolderLock(self.record.folder)
         self.args, self.tokenizer = args, tokenizer
         self.listeners: list[Callable[[list[dict[str, Any]], bool], None]] = []  # Called with rows of completions.
-        # Whether Ctrl-C or SIGTERM ended the run; the trainer replaces this function.
+        # Returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces this function.
         self.interrupted: Callable[[], bool] = lambda: False
         self._step = 0
-        self._findings: list[Finding] | None = []  # Findings before the folder is locked; None afterwards.
+        self._findings: list[Finding] | None = []  # Findings before the folder is locked. None afterwards.
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
-        """Store rows of completions, see `RunRecord.add_completions`, and pass them to the listeners."""
+        """Store rows of completions (see `RunRecord.add_completions`), and pass them to the listeners."""
         if self.args.process_index == 0:
             self.record.add_completions(rows, evaluation=evaluation)
             for listener in self.listeners:
@@ -327,7 +327,7 @@ class RunRecordCallback(transformers.TrainerCallback):
             self.record.data(describe())
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
-        """Record findings with the current step. Other ranks have the same findings and write nothing."""
+        """Record findings with the current step. Only the main process writes, because all ranks have the same findings."""
         for finding in findings if self.args.process_index == 0 else ():
             if self._findings is None:
                 self.record.finding(self._step, finding)
@@ -335,7 +335,7 @@ class RunRecordCallback(transformers.TrainerCallback):
                 self._findings.append(finding)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Lock the folder, remove or move aside files of other runs, and write the manifest."""
+        """Lock the folder, remove or move files of other runs, and write the manifest."""
         if not state.is_world_process_zero:
             return
         if not self.lock.held:
@@ -381,7 +381,7 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """Write everything to disk and release the folder. Can be called twice, and is called if training raises."""
+        """Write everything to disk and unlock the folder. It is also called after an error. Repeated calls have no effect."""
         if self.args.process_index == 0:
             self.record.flush(self._step)
             self.record.merge_completions()

@@ -1,4 +1,4 @@
-"""Reward functions of the package, and the contract by which reward functions are called.
+"""Built-in reward functions, and `RewardRunner`, which calls the reward functions of a run.
 
 Names are imported lazily, on first access.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain import plugins
 
-# Module -> its names that users import from here.
+# Module -> names of that module that can be imported from `posttrain.rewards`.
 _PUBLIC = {
     "extensions.rewards.code": ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests"),
     "rewards.call": ("RewardTable", "parallel"),
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _rewards() -> dict[str, Callable[[], Callable]]:
-    """Return makers of the rewards that the command line can name. A ``get_`` name makes that factory's reward."""
+    """Map each reward name of the command line to a function that creates the reward function."""
     from posttrain.rewards import format, math
 
     return {

@@ -1,4 +1,4 @@
-"""Call the reward functions: the arguments of each function, the checks of its result, and concurrent execution."""
+"""Call reward functions: select the arguments, run functions concurrently, and check the returned rewards."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVED = ("prompt", "completion", "completion_ids")
-# Arguments with one value per row that every reward function can have.
+# Arguments with one value per row. A reward function gets them if it names them or has ``**kwargs``.
 ROWS = ("prompts", "completions", "completion_ids")
-# Arguments that the trainer passes, besides prompts, completions and dataset columns.
+# Arguments that the trainer passes in addition to prompts, completions and dataset columns.
 TRAINERS_ARGUMENTS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
 LARGEST_REWARD = torch.finfo(torch.float32).max
-# Seconds after the timeout in which an asynchronous function must have ended. Otherwise it blocks the event loop.
+# Extra seconds after the timeout. An asynchronous function that is still running by then is blocking the event loop.
 GRACE_SECONDS = 5.0
 
 F = TypeVar("F", bound=Callable)
 
 
 def parallel(function: F) -> F:
-    """Mark a synchronous function that waits (for a judge, a sandbox), so that it runs on a thread, concurrently with others.
+    """Run a synchronous reward function on its own thread, concurrently with other reward functions.
+
+    Use this decorator for functions that spend their time waiting, e.g. for a judge or a sandbox.
 
     >>> @parallel
     ... def judged(completions, **kwargs):
@@ -56,7 +58,10 @@ def parallel(function: F) -> F:
 
 
 def reward_name(function: Any) -> str:
-    """Return ``__name__`` (through partials), the last part of a model's id, or the class name of an instance."""
+    """Return the name of a reward function: its ``__name__``, the last part of a model's id, or the class name of an instance.
+
+    For a ``functools.partial``, this is the name of the wrapped function.
+    """
     function = _bare(function)
     if isinstance(function, torch.nn.Module):
         function = get_config_model_id(config_of(function)) or type(function).__name__
@@ -84,7 +89,11 @@ def unique(names: list[str]) -> list[str]:
 
 
 def one_each(name: str, values: object, count: int) -> list[Any]:
-    """Return a list with one entry per function; None gives a list of None."""
+    """Return ``values`` as a list with one entry per reward function. None becomes a list of None.
+
+    Raises:
+        ConfigError: The number of entries differs from ``count``. The error contains the argument's ``name``.
+    """
     entries = (
         [None] * count if values is None else list(values) if isinstance(values, list | tuple | Tensor) else [values]
     )
@@ -103,23 +112,23 @@ def as_callable(function: Any, tokenizer: Tokenizer, options: dict[str, Any]) ->
         return ModelReward(function, tokenizer, **options)
     if isinstance(function, type):
         raise ConfigError(
-            f"reward_funcs contains the class {function.__name__!r}: calling it creates an instance, not rewards. Fix: pass "
-            f"an instance, {function.__name__}(...), or a function."
+            f"reward_funcs contains the class {function.__name__!r}. Calling a class creates an instance and does not return "
+            f"rewards. Fix: pass an instance, {function.__name__}(...), or a function."
         )
     if not callable(function):
         raise ConfigError(
-            f"reward_funcs contains {function!r} ({type(function).__name__}), which is neither callable nor a model."
+            f"reward_funcs contains {function!r} ({type(function).__name__}), which is neither a function nor a model."
         )
     return function
 
 
 def head(value: object, limit: int = 120) -> str:
-    """Return the beginning of a prompt, for a message."""
+    """Return the first ``limit`` characters of a value, quoted for an error message."""
     text = str(value)
     return repr(text if len(text) <= limit else text[:limit] + "...")
 
 
-# One call -------------------------------------------------------------------------------------------------------------
+# Score one batch of completions ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,13 +136,14 @@ class RewardTable:
     """Rewards of one batch of completions.
 
     Attributes:
-        values: ``(n, K)`` float32, NaN where a function returned None; transformed if a transform is set.
-        names: K unique names.
-        weights: ``(K,)`` float32.
+        values: Rewards ``(n, K)`` float32 of n completions and K functions. NaN means that the function returned None. After
+            `RewardRunner.finish`, these are the transformed rewards.
+        names: K unique names of the functions.
+        weights: Weights ``(K,)`` float32 of the functions.
         extra_columns: Columns that functions logged with ``log_extra``, one value per row.
-        metrics: Seconds per function, values logged with ``log_metric``, counts of NaN.
+        metrics: Duration of each function, values logged with ``log_metric``, and the number of NaN rewards.
         seconds: Wall-clock seconds of each function, by name.
-        raw: ``(n, K)`` ``values`` before any transform.
+        raw: Rewards ``(n, K)`` before the transforms.
         start: Index in ``values`` of this process's first row.
     """
 
@@ -149,15 +159,15 @@ class RewardTable:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function with everything that its calls need. `reward_function` makes it.
+    """A reward function with its name, signature and timeout. Created by `reward_function`.
 
     Attributes:
         name: Unique name, for metrics and errors.
-        call: Takes the accepted arguments as keywords. Returns the rewards, or an awaitable of them.
-        accepts: Whether an argument is required, by the name of each argument that the function names.
-        takes_all: Whether the function has ``**kwargs``, so that it gets every argument.
-        timeout: Maximum seconds of a call; None waits without limit.
-        concurrent: Whether ``call`` returns an awaitable. Such functions run at the same time, after all others.
+        call: Function that takes the accepted arguments as keywords. Returns the rewards, or an awaitable of the rewards.
+        accepts: Named parameters of the function. The value is True if the parameter is required.
+        takes_all: Whether the function has ``**kwargs`` and therefore gets every argument.
+        timeout: Maximum seconds of a call. None means no limit.
+        concurrent: Whether ``call`` returns an awaitable. These functions run concurrently, after all synchronous functions.
     """
 
     name: str
@@ -174,7 +184,13 @@ class RewardFunction:
 
 
 def reward_function(name: str, function: Callable, timeout: float | None = None) -> RewardFunction:
-    """Read the signature of a function once, and wrap threads, asynchrony and the time limit into its call."""
+    """Create a `RewardFunction`: read the signature, and wrap the function with a thread or a coroutine where it needs one.
+
+    Args:
+        name: Unique name, for metrics and errors.
+        function: Synchronous, asynchronous or `parallel` function.
+        timeout: Maximum seconds of a call. A synchronous function with a timeout runs on a thread.
+    """
     bare = _bare(function)
     on_thread = getattr(bare, "runs_in_thread", False)
     waits = on_thread or any(inspect.iscoroutinefunction(f) for f in (bare, type(bare).__call__))
@@ -194,7 +210,10 @@ def reward_function(name: str, function: Callable, timeout: float | None = None)
 
 
 def parameters(function: Callable) -> tuple[dict[str, bool], bool]:
-    """Return whether each named parameter is required, and whether there is ``**kwargs`` (or no signature)."""
+    """Return ``{name: is_required}`` for the named parameters, and whether the function accepts any keyword argument.
+
+    A function whose signature cannot be read is assumed to accept any keyword argument.
+    """
     try:
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -214,21 +233,22 @@ def score(
     """Call every function on one batch of completions, and check its rewards.
 
     Args:
-        functions: K functions. Synchronous ones run in order on the calling thread, the others concurrently afterwards.
-        weights: ``(K,)``, for the table.
-        rows: ``prompts``, ``completions``, ``completion_ids`` and the dataset's columns, n values each.
-        always: Arguments that every function gets besides the rows (``trainer_state``, ``environments``).
-        strict: Whether NaN is an error too.
+        functions: K functions. Synchronous functions run first, in order, on the calling thread. Concurrent functions run
+            afterwards, at the same time.
+        weights: Weights ``(K,)``, stored in the returned table.
+        rows: ``prompts``, ``completions``, ``completion_ids`` and the dataset's columns, with n values each.
+        always: Arguments without one value per row (``trainer_state``, ``environments``).
+        strict: Whether a NaN reward is an error.
 
     Raises:
-        RewardError: A column has another number of values, or a function failed. The error names the function and, if there is
-            one, the row.
+        RewardError: A column does not have n values, or a function failed. The error contains the function's name and, if the
+            reward of one row caused it, the row.
     """
     prompts = rows["prompts"]
     for name, column in rows.items():
         if len(column) != len(prompts):
             raise RewardError(
-                f"{name!r} has {len(column)} values for {len(prompts)} prompts. There must be one value per row."
+                f"{name!r} has {len(column)} values for {len(prompts)} prompts. Fix: pass one value per prompt."
             )
     logged: dict[str, list[float]] = {}
     extra: dict[str, dict[str, list[Any]]] = {function.name: {} for function in functions}
@@ -253,7 +273,7 @@ def _results(
     always: Mapping[str, Any],
     extra: Mapping[str, dict[str, list[Any]]],
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the result of each function, and its seconds."""
+    """Return the unchecked result and the duration in seconds of each function, by name."""
     count = len(rows["prompts"])
     results: dict[str, Any] = {}
     seconds: dict[str, float] = {}
@@ -273,7 +293,7 @@ def _results(
         except (MissingDependencyError, KeyboardInterrupt):
             # The message of a missing dependency already says what to install.
             raise
-        # CancelledError, GeneratorExit and SystemExit are not subclasses of Exception; they must end only this call.
+        # Catch BaseException: CancelledError, GeneratorExit and SystemExit are not subclasses of Exception.
         except BaseException as error:
             raise failure(function, error, rows["prompts"]) from error
         seconds[name] = time.perf_counter() - began
@@ -293,13 +313,13 @@ def _results(
 
 
 def accepted(function: RewardFunction, rows: Mapping[str, list[Any]], always: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function takes. Rows are copied, so that its edits do not reach the next function."""
+    """Return the arguments for a function. Rows are copied, so that a function that edits them does not affect the next one."""
     for name, required in function.accepts.items():
         if required and name not in rows and name not in always:
             columns = [column for column in rows if column not in ROWS]
             raise RewardError(
                 f"reward function {function.name!r} needs the column {name!r}, which the dataset does not have"
-                f"{did_you_mean(name, columns)}. Its columns are {sorted(columns)} (and 'prompt')."
+                f"{did_you_mean(name, columns)}. The dataset's columns are {sorted(columns)} (and 'prompt')."
             )
     taken = {
         name: value for name, value in {**rows, **always}.items() if function.takes_all or name in function.accepts
@@ -309,12 +329,12 @@ def accepted(function: RewardFunction, rows: Mapping[str, list[Any]], always: Ma
 
 def _log_extra(name: str, extra: dict[str, list[Any]], count: int, column: str, values: Sequence[Any]) -> None:
     if len(values) != count:
-        raise RewardError(f"{name} logged {len(values)} values for column {column!r} and {count} rows.")
+        raise RewardError(f"{name}: log_extra({column!r}, ...) got {len(values)} values for {count} rows.")
     extra[column] = list(values)
 
 
 def merged(extra: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Return the logged columns in the order of the functions. A name that is taken is prefixed with the function's name."""
+    """Return the logged columns in the order of the functions. A name that already exists gets the function's name as prefix."""
     columns: dict[str, list[Any]] = {}
     for name, logged in extra.items():
         for column, values in logged.items():
@@ -324,13 +344,13 @@ def merged(extra: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[Any]]
 
 
 def failure(function: RewardFunction, error: BaseException, prompts: Sequence[Any]) -> RewardError:
-    """Return an error that names the function and the reason of the failure."""
+    """Convert an exception raised by a reward function to a `RewardError` with the function's name, the cause and a fix."""
     name, timeout = function.name, function.timeout
     first = f"(first prompt: {head(prompts[0]) if prompts else 'none'})"
     if timeout is not None and isinstance(error, TimeoutError) and not str(error):
         return RewardError(
             f"reward function {name!r} did not answer within reward_timeout={timeout} s for {len(prompts)} "
-            f"completions {first}. Fix: limit the waits inside the function, or raise reward_timeout."
+            f"completions {first}. Fix: set a shorter timeout inside the function, or increase reward_timeout."
         )
     if isinstance(error, RewardError):
         return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} {first}.")
@@ -339,19 +359,20 @@ def failure(function: RewardFunction, error: BaseException, prompts: Sequence[An
     # httpx, requests, aiohttp and openai have no common error class, but their class names share words.
     network = isinstance(error, ConnectionError) or any(word in type(error).__name__ for word in NETWORK)
     fix = (
-        "its server did not answer. Check the address and the network, and retry inside the function (e.g. with tenacity). "
-        "The training state is saved in the checkpoints"
+        "check the address of its server and the network, and retry inside the function (e.g. with tenacity). Training can "
+        "be resumed from the last checkpoint"
         if network
-        else "return a number, or None for 'does not apply', for every completion the model may write"
+        else "return a number for every completion, or None for a completion that the function cannot score"
     )
     return RewardError(f"reward function {name!r} raised {type(error).__name__}{place}: {error} {first}. Fix: {fix}.")
 
 
 def checked(name: str, result: Any, prompts: Sequence[Any], strict: bool) -> list[float | None]:
-    """Convert a result to one number or None per row.
+    """Check the result of a reward function, and convert it to a list with a float or None per row.
 
     Raises:
-        RewardError: The result is not a sequence of n real finite numbers or Nones.
+        RewardError: The result is not a sequence of n values, or a value is neither a finite number nor None. NaN is allowed
+            unless ``strict``.
     """
     n, shape = len(prompts), tuple(getattr(result, "shape", ()))
     rewards = result.tolist() if hasattr(result, "tolist") else result
@@ -374,7 +395,7 @@ def _number(name: str, row: int, value: object, prompts: Sequence[Any], strict: 
     if number is None:
         odd, must = f"{value!r} ({type(value).__name__})", "a number or None"
     elif abs(number) > LARGEST_REWARD or (strict and math.isnan(number)):
-        odd, must = str(number), "a finite number, or None for 'does not apply'"
+        odd, must = str(number), "a finite number, or None if the function cannot score the completion"
     else:
         return number
     raise RewardError(
@@ -393,7 +414,7 @@ def _copy(value: object) -> Any:
     return copied
 
 
-# How long a call takes ----------------------------------------------------------------------------------------------------
+# Warnings about long calls ------------------------------------------------------------------------------------------------
 
 SECONDS_UNTIL_TOLD = 60.0
 NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # Words in the names of network errors.
@@ -401,14 +422,14 @@ NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # Words in the names of
 
 @contextlib.contextmanager
 def still_running(names: Sequence[str], rows: int) -> Iterator[None]:
-    """Warn while functions are still running: after 1 minute, then after 2, 4, 8, ... minutes."""
+    """Log a warning after 1, 2, 4, 8, ... minutes as long as the ``with`` block is running."""
     done = threading.Event()
 
     def tell() -> None:
         wait = total = SECONDS_UNTIL_TOLD
         while not done.wait(wait):
             logger.warning(
-                "%s has been scoring %d completions for %g s. Set reward_timeout=SECONDS to end such calls.",
+                "%s has been scoring %d completions for %g s. To abort long calls, set reward_timeout to a number of seconds.",
                 " and ".join(names), rows, total,
             )  # fmt: skip
             wait, total = total, 2 * total
@@ -420,18 +441,18 @@ def still_running(names: Sequence[str], rows: int) -> Iterator[None]:
         done.set()
 
 
-# Functions that run at the same time ------------------------------------------------------------------------------------
+# Concurrent execution -----------------------------------------------------------------------------------------------------
 
 
 def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
-    """Run ``work`` on a new daemon thread. A hanging thread of a pool would keep the process from exiting."""
+    """Run ``work`` on a new daemon thread. Threads of a pool are not daemons, so a hanging one would block the exit."""
     future: concurrent.futures.Future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(work())
-        # Re-raised in the waiting thread.
+        # `Future.result` raises the error again in the calling thread.
         except BaseException as error:
             future.set_exception(error)
 
@@ -440,7 +461,7 @@ def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
 
 
 async def _contained(task: Callable[[], Awaitable]) -> Any:
-    """Await a task and return SystemExit. If it were raised, it would end the event loop's thread and hang the caller."""
+    """Await a task. Return SystemExit instead of raising it, because it would stop the event loop's thread."""
     try:
         return await task()
     except SystemExit as error:
@@ -450,17 +471,20 @@ async def _contained(task: Callable[[], Awaitable]) -> Any:
 def run_concurrently(
     tasks: Mapping[str, Callable[[], Awaitable]], timeout: float | None
 ) -> dict[str, tuple[Any, float]]:
-    """Run all tasks concurrently on one event loop; return the result (or exception) and the duration in seconds of each.
+    """Run all tasks concurrently on one event loop.
 
-    The loop persists between calls, so that clients keep their connections. A task that blocks the loop is abandoned together
-    with it, and later calls get a new loop.
+    The loop is reused by later calls, so that clients keep their connections. If a task blocks the loop, the loop is abandoned
+    and later calls get a new one.
 
     Args:
         tasks: Functions that create the awaitables, by name.
-        timeout: Maximum seconds per task; None waits without limit.
+        timeout: Maximum seconds per task. None means no limit.
+
+    Returns:
+        ``{name: (result or exception, seconds)}``.
 
     Raises:
-        RewardError: A task blocks the loop. The error names the tasks that had not ended.
+        RewardError: A task blocks the loop. The error contains the names of the unfinished tasks.
     """
     outcomes: dict[str, tuple[Any, float]] = {}
 
@@ -482,14 +506,14 @@ def run_concurrently(
         _LOOPS.pop(os.getpid(), None)
         left = " or ".join(repr(name) for name in tasks if name not in outcomes)
         raise RewardError(
-            f"reward function {left} did not answer within reward_timeout={timeout} s and blocks the event loop of all "
-            "asynchronous reward functions, because it waits without `await`. Fix: await an asynchronous client, or make it a "
-            "synchronous function marked with posttrain.rewards.parallel."
+            f"reward function {left} did not return within reward_timeout={timeout} s. It blocks the event loop of all "
+            "asynchronous reward functions, because it waits without `await`. Fix: use an asynchronous client and await it, or "
+            "make the function synchronous and decorate it with @posttrain.rewards.parallel."
         ) from None
     return outcomes
 
 
-# Keyed by process id: a forked child has no thread that runs its parent's loop.
+# Event loops by process id. The thread that runs the parent's loop does not exist in a forked child.
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 

@@ -13,12 +13,12 @@ from posttrain.rewards.texts import CLOSE, OPEN, text_with_reasoning
 def think_format_reward(
     completions: Sequence[Any], prompt_suffixes: Sequence[str] | None = None, **_: Any
 ) -> list[float]:
-    """Return 1 where the text begins with ``<think>``, closes it later, and does not open a second one; else 0.
+    """Return 1.0 for a text that begins with ``<think>``, contains ``</think>``, and has no second ``<think>``; else 0.0.
 
     Args:
         completions: Strings or lists of messages.
-        prompt_suffixes: The end of each rendered prompt. If it leaves a ``<think>`` open, as templates of reasoning models do,
-            the suffix and the completion are judged together.
+        prompt_suffixes: The end of each rendered prompt. Chat templates of some reasoning models end with an open ``<think>``.
+            The completion then does not need to repeat the tag.
 
     >>> think_format_reward(["<think>why</think>42", "42", " <think>a</think>"])
     [1.0, 0.0, 0.0]
@@ -32,18 +32,21 @@ def think_format_reward(
 
 
 def _opened(suffix: str) -> str:
-    """Return the opening tag and the text after it if the prompt leaves the tag open, else an empty string."""
+    """Return the part of ``suffix`` that starts with an unclosed ``<think>``, or an empty string."""
     start = suffix.rfind(OPEN)
     return suffix[start:] if start >= 0 and CLOSE not in suffix[start:] else ""
 
 
 class SoftOverlongPunishment:
-    """Length penalty: 0 up to ``max_completion_len - soft_punish_cache`` tokens, falling to -1 at the limit, then -1.
+    """Penalty for long completions.
+
+    The penalty is 0 for up to ``max_completion_len - soft_punish_cache`` tokens. It then falls linearly to -1 at
+    ``max_completion_len`` tokens, and stays at -1 for longer completions.
 
     Args:
-        max_completion_len: Number of tokens at which the penalty is -1. Keep it at or below the trainer's
-            ``max_completion_length``, because no completion is longer than that.
-        soft_punish_cache: Number of tokens over which the penalty falls; 0 makes it a step.
+        max_completion_len: Number of tokens at which the penalty reaches -1. It should not exceed the trainer's
+            ``max_completion_length``, otherwise no completion gets the full penalty.
+        soft_punish_cache: Number of tokens over which the penalty falls from 0 to -1. With 0, the penalty is a step function.
 
     Reference: DAPO, arXiv:2503.14476, equation 13.
     """
@@ -53,12 +56,12 @@ class SoftOverlongPunishment:
     def __init__(self, max_completion_len: int, soft_punish_cache: int) -> None:
         if not 0 <= soft_punish_cache <= max_completion_len:
             raise ConfigError(
-                f"soft_punish_cache={soft_punish_cache} must lie in [0, max_completion_len={max_completion_len}]."
+                f"soft_punish_cache={soft_punish_cache} must be between 0 and max_completion_len={max_completion_len}."
             )
         self.limit, self.cache = max_completion_len, soft_punish_cache
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """Return one penalty per completion, computed from its number of tokens."""
+        """Return the penalty of each completion, which depends on its number of tokens."""
         return [self._punish(len(ids)) for ids in completion_ids]
 
     def _punish(self, length: int) -> float:
@@ -78,12 +81,14 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 class CosineScaledReward:
-    """Length-scaled accuracy: short correct answers get more, and long wrong answers lose less.
+    """Accuracy reward scaled by length. Short correct answers get more than long ones; short wrong answers get less.
 
-    ``lo + (hi - lo) / 2 * (1 + cos(pi p))`` with ``p = min(tokens / max_len, 1)``. (lo, hi) are
-    (min_value_correct, max_value_correct) for a correct answer and (max_value_wrong, min_value_wrong) for a wrong one.
-    The reward is None where `accuracy_reward` returns None. With the defaults and ``max_len=100``, the lengths 0, 25, 50, 75,
-    100, 200 give 1, 0.92678, 0.75, 0.57322, 0.5, 0.5 if the answer is correct, and the negatives if it is wrong.
+    The reward is ``lo + (hi - lo) / 2 * (1 + cos(pi * p))`` with ``p = min(tokens / max_len, 1)``. For a correct answer,
+    ``lo, hi = min_value_correct, max_value_correct``. For a wrong answer, ``lo, hi = max_value_wrong, min_value_wrong``. The
+    reward is None where `accuracy_reward` returns None.
+
+    Example with the defaults and ``max_len=100``: correct answers of 0, 25, 50, 75, 100 and 200 tokens get 1, 0.92678, 0.75,
+    0.57322, 0.5 and 0.5. Wrong answers get the negatives of these values.
 
     Reference: Demystifying long chain-of-thought reasoning, arXiv:2502.03373, section 4.
     """
@@ -99,7 +104,7 @@ class CosineScaledReward:
         max_value_correct: float = 1.0,
     ) -> None:
         if max_len <= 0:
-            raise ConfigError(f"max_len={max_len} must be above 0 tokens, because lengths are divided by it.")
+            raise ConfigError(f"max_len={max_len} must be above 0 tokens, because the reward divides lengths by it.")
         self.max_len = max_len
         self.wrong = (max_value_wrong, min_value_wrong)
         self.correct = (min_value_correct, max_value_correct)
@@ -133,11 +138,11 @@ def get_cosine_scaled_reward(
 
 
 class RepetitionPenalty:
-    """Repetition penalty ``(1 - distinct / all) * max_penalty`` over token n-grams; 0 for texts shorter than one n-gram.
+    """Penalty ``(1 - distinct / all) * max_penalty`` for repeated token n-grams. Texts shorter than one n-gram get 0.
 
     Args:
-        ngram_size: Tokens per n-gram, at least 1.
-        max_penalty: Limit of the penalty for endless repetition; 0 or below.
+        ngram_size: Number of tokens per n-gram, at least 1.
+        max_penalty: Value that the penalty approaches for endless repetition. It must not be positive.
 
     Reference: Demystifying long chain-of-thought reasoning, arXiv:2502.03373, appendix.
     """
@@ -148,7 +153,7 @@ class RepetitionPenalty:
         if ngram_size < 1:
             raise ConfigError(f"ngram_size={ngram_size} must be at least 1.")
         if max_penalty > 0:
-            raise ConfigError(f"max_penalty={max_penalty} must not be positive, because it is a penalty.")
+            raise ConfigError(f"max_penalty={max_penalty} must be 0 or negative, because the reward is a penalty.")
         self.size, self.penalty = ngram_size, max_penalty
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Judges that compare, rank or check completions; `JudgeReward` turns a judge into a reward function."""
+"""Judges that compare, rank or check completions. `JudgeReward` converts a judge to a reward function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_VERDICT = -1
 
 
 def as_text(value: object) -> str:
-    """Return a string unchanged, the content of a single message, or several messages with their roles."""
+    """Convert a prompt or a completion to text: strings are unchanged, and several messages are listed with their roles."""
     if isinstance(value, str):
         return value
     if len(value) == 1:
@@ -24,7 +24,7 @@ def as_text(value: object) -> str:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    """Return the content of a message as text, with ``[image]`` in place of an image."""
+    """Return the content of a message as text. Each image is replaced with ``[image]``."""
     content = message.get("content") or ""
     return (
         str(content) if not isinstance(content, list) else "".join(b.get("text") or f"[{b['type']}]" for b in content)
@@ -32,7 +32,7 @@ def _said(message: Mapping[str, Any]) -> str:
 
 
 def _addresses(prompt: Any) -> list[str]:
-    """Return the images of a prompt as ``data:`` URLs of PNG files, in reading order."""
+    """Return the images of a prompt in order, each as a ``data:`` URL of a PNG file."""
     from posttrain.pictures.picture import conversation_pictures, read_picture
 
     images = [] if isinstance(prompt, str) else conversation_pictures(prompt)[1]
@@ -44,7 +44,8 @@ class BaseJudge(ABC):
     """Base class of all judges: an object with a method ``judge``.
 
     Attributes:
-        vision: Whether ``judge`` takes ``images``, a list of ``data:`` URLs per prompt. Other judges get no rows with images.
+        vision: Whether ``judge`` accepts ``images``, a list of ``data:`` URLs per prompt. Judges without vision do not get rows
+            with images.
     """
 
     vision: bool = False
@@ -55,29 +56,29 @@ class BaseJudge(ABC):
 
         Args:
             prompts: n texts.
-            completions: n texts, or n lists of texts; see the subclasses.
-            shuffle_order: Show the completions of a prompt in random order, to avoid a bias for the first one.
+            completions: n texts or n lists of texts, depending on the subclass.
+            shuffle_order: Whether to show the completions of a prompt in random order. This avoids a position bias.
         """
 
 
 class BaseRankJudge(BaseJudge):
-    """Judge that ranks the completions of a prompt."""
+    """Base class of judges that rank the completions of a prompt."""
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[list[int]]:
-        """Return for each prompt the indices of its completions, best first."""
+        """Return one ranking per prompt: the indices of its completions, best completion first."""
 
 
 class BasePairwiseJudge(BaseJudge):
-    """Judge that compares two completions of a prompt."""
+    """Base class of judges that compare two completions of a prompt."""
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
-        """Return for each prompt the index of the better completion, 0 or 1; -1 if there is no verdict."""
+        """Return one verdict per prompt: the index (0 or 1) of the better completion, or -1 for no verdict."""
 
 
 class BaseBinaryJudge(BaseJudge):
-    """Judge that checks one completion per prompt against a criterion."""
+    """Base class of judges that check one completion per prompt against a criterion."""
 
     @abstractmethod
     def judge(
@@ -87,19 +88,23 @@ class BaseBinaryJudge(BaseJudge):
         gold_completions: list[str] | None = None,
         shuffle_order: bool = True,
     ) -> list[int]:
-        """Return for each completion 1 if it satisfies the criterion, 0 if it does not, -1 if the judge failed."""
+        """Return one verdict per completion: 1 if it meets the criterion, 0 if it does not, -1 if the judge failed."""
 
 
 class JudgeReward:
-    """Reward function of a judge: the better completion of a prompt gets 1, the worse 0, a tie or no verdict 0.5 each.
+    """Reward function that asks a judge.
 
-    A rank judge spaces the rewards of a group evenly from 1 (best) to 0. A binary judge gives 1 or 0; if it failed for any
-    completion of a group, the whole group gets 0.5.
+    The reward depends on the type of judge:
+
+    - pairwise: 1 for the better completion and 0 for the worse one, or 0.5 for both if there is no verdict;
+    - rank: evenly spaced rewards, from 1 for the best completion of a group to 0 for the worst one;
+    - binary: 1 or 0. If the judge failed for a completion, all completions of its group get 0.5.
 
     Args:
         judge: `BasePairwiseJudge` (groups of two), `BaseRankJudge` or `BaseBinaryJudge`.
-        group_size: Number of completions per prompt, in consecutive rows.
-        halves: For groups of two: whether all first completions come before all second ones.
+        group_size: Number of completions per prompt. The completions of a prompt are in consecutive rows.
+        halves: Order of the rows for groups of two. If True, the first completions of all prompts come first, followed by
+            the second completions of all prompts.
 
     >>> class Longer(BasePairwiseJudge):
     ...     def judge(self, prompts, completions, shuffle_order=True):
@@ -108,7 +113,7 @@ class JudgeReward:
     [0.0, 1.0]
     """
 
-    # It waits for a server, so other functions can run meanwhile.
+    # Same as the decorator `parallel`: the judge waits for a server, so other reward functions can run meanwhile.
     runs_in_thread = True
 
     def __init__(self, judge: BaseJudge, *, group_size: int = 2, halves: bool = False) -> None:
@@ -118,7 +123,7 @@ class JudgeReward:
             )
         if isinstance(judge, BasePairwiseJudge) and group_size != 2:
             raise ConfigError(
-                f"{type(judge).__name__} compares two completions, but group_size={group_size}. Fix: use 2."
+                f"{type(judge).__name__} compares two completions, but group_size={group_size}. Fix: set group_size=2."
             )
         self.judge, self.group_size, self.halves = judge, group_size, halves
         self.__name__ = type(judge).__name__
@@ -126,10 +131,10 @@ class JudgeReward:
     def __call__(
         self, prompts: list[Any], completions: list[Any], gold_completions: list[Any] | None = None, **_: Any
     ) -> list[float]:
-        """Return one number per completion, in [0, 1].
+        """Return one reward in [0, 1] per completion.
 
         Raises:
-            RewardError: The judge returned an invalid verdict, or not one per prompt.
+            RewardError: The judge returned an invalid verdict or the wrong number of verdicts.
         """
         groups = self._groups(len(prompts))
         texts = [as_text(completion) for completion in completions]
@@ -144,7 +149,7 @@ class JudgeReward:
             options = {"images": [_addresses(prompts[group[0]]) for group in groups]} if judge.vision else {}
             verdicts = judge.judge(asked, answers, **options)
         if len(verdicts) != len(asked):
-            raise RewardError(f"{self.__name__} returned {len(verdicts)} verdicts for {len(asked)} prompts.")
+            raise RewardError(f"{self.__name__} returned {len(verdicts)} verdicts, but there are {len(asked)} prompts.")
         if binary:
             rewards = [self._binary([verdicts[i] for i in group]) for group in groups]
         else:
@@ -159,7 +164,7 @@ class JudgeReward:
         size = min(self.group_size, count)  # A trial call may have fewer rows.
         if size == 0 or count % size:
             raise RewardError(
-                f"{self.__name__} got {count} completions, which do not divide into groups of {self.group_size}."
+                f"{self.__name__} got {count} completions, which is not a multiple of group_size={self.group_size}."
             )
         if self.halves and size == 2:
             return [[i, i + count // 2] for i in range(count // 2)]
@@ -180,27 +185,30 @@ class JudgeReward:
     def _ranking(self, order: Sequence[int], size: int) -> list[float]:
         if sorted(order) != list(range(size)):
             raise RewardError(
-                f"{self.__name__} ranked {size} completions as {list(order)!r}. Each index must occur once."
+                f"{self.__name__} returned the ranking {list(order)!r} for {size} completions. It must contain each index once."
             )
         return [1.0 - list(order).index(i) / max(size - 1, 1) for i in range(size)]
 
 
 class PairRewards(RewardRunner):
-    """Runner that passes all first completions, then all second ones, to reward functions, and restores the order of rows.
+    """Reward runner for trainers with two completions per prompt.
+
+    Reward functions get the first completions of all prompts, followed by the second completions of all prompts. The rewards
+    are returned in the original order of the rows.
 
     Attributes:
-        pairs: Whether rows are consecutive pairs; otherwise the order of rows is not changed.
+        pairs: Whether the two completions of a prompt are in consecutive rows. If False, rows are not reordered.
     """
 
     pairs = True
 
     def rows_again(self, count: int) -> list[int]:
-        """Return both completions of the first two prompts, because a judge compares them with each other."""
+        """Return the row indices of the first two prompts. A judge needs both completions of a prompt."""
         half = count // 2
         return [0, 1, half, half + 1] if self.pairs and half > 1 else super().rows_again(count)
 
     def __call__(self, *, prompts: list[Any], **rows: Any) -> RewardTable:
-        """Call `RewardRunner` with the rows reordered, e.g. ``0, 1, 2, 3`` as ``0, 2, 1, 3``."""
+        """Score rows like `RewardRunner`, but pass them to the functions in the order ``0, 2, 4, ..., 1, 3, 5, ...``."""
         count = len(prompts)
         if not self.pairs or count % 2:
             return super().__call__(prompts=prompts, **rows)

@@ -1,4 +1,4 @@
-"""Rewards for a correct answer to a mathematical question."""
+"""Rewards for correct answers to mathematical questions."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ WRAPPERS = [
     (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # A choice: (B) becomes B.
 ]
 BRACE = re.compile(r"[{}]")
-# Maximum passes over an answer. Without a limit, an answer with thousands of wrappers would take minutes.
+# Maximum number of passes in `bare`. Without a limit, an answer with thousands of nested wrappers would take minutes.
 LAYERS = 8
 LISTED = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*")  # Separators between the boxes of a list of answers.
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}``, with balanced braces; None without a box.
+    r"""Return the content of the last ``\boxed{...}`` with balanced braces, or None if there is no box.
 
     >>> boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -47,7 +47,7 @@ def boxed(text: str) -> str | None:
 
 
 def answer_box(text: str) -> str | None:
-    r"""Return the content of the last box, or None if that box continues a list of boxes.
+    r"""Return the content of the last box, or None if the last box is part of a list of boxes.
 
     >>> answer_box(r"first \boxed{1}, so in the end \boxed{2}"), answer_box(r"\boxed{1} or \boxed{2}")
     ('2', None)
@@ -59,7 +59,7 @@ def answer_box(text: str) -> str | None:
 
 
 def _closing(text: str, opening: int) -> int | None:
-    """Return the position of the brace that closes the one at ``opening``."""
+    """Return the position of the brace that closes the brace at ``opening``, or None."""
     depth = 0
     for brace in BRACE.finditer(text, opening):
         depth += 1 if brace[0] == "{" else -1
@@ -69,7 +69,7 @@ def _closing(text: str, opening: int) -> int | None:
 
 
 def bare(answer: object) -> str:
-    """Remove an answer's box, dollar signs, formatting and final period, in up to `LAYERS` passes."""
+    """Strip the box, dollar signs, formatting and the final period from an answer. Nested wrappers need several passes."""
     text = str(answer).strip()
     for _ in range(LAYERS):
         before = text
@@ -85,14 +85,17 @@ def bare(answer: object) -> str:
 
 
 def answers_match(pred: Any, gold: Any) -> bool | None:
-    r"""Return whether an answer equals the reference. Words are compared as text without case, all else by math-verify.
+    r"""Return whether an answer equals the reference answer.
+
+    If the reference is a word or a date, the two are compared as text and case is ignored. Otherwise math-verify compares them
+    as formulas.
 
     Args:
-        pred: The answer; None or empty matches nothing.
+        pred: The answer. None and an empty answer do not match any reference.
         gold: The reference.
 
     Returns:
-        None if the reference is empty or cannot be parsed, because no answer can be scored against it.
+        True or False, or None if the reference is empty or cannot be parsed.
 
     Raises:
         MissingDependencyError: math-verify is not installed.
@@ -106,20 +109,20 @@ def answers_match(pred: Any, gold: Any) -> bool | None:
 
 
 UNPARSEABLE, SKIPPED, INCOMPLETE, TIMED_OUT = "[unparseable]", "[skipped]", "[incomplete reasoning]", "[timed out]"
-# Timeout for one formula, in seconds.
+# Maximum time for one formula, in seconds.
 FORMULA_SECONDS = 5.0
-# Maximum length and nesting of text that is parsed: the parser's time grows exponentially with the depth of open brackets.
+# Maximum length and bracket depth of parsed text. The parser's time grows exponentially with the depth of open brackets.
 FORMULA_CHARS, FORMULA_DEPTH = 1000, 20
-# Words and dates are not formulas. Parsed as one, "yes" is the product y e s and equals "sey", and 05/01/2021 is 10/02/2021.
+# Matches words and dates. They must not be parsed as formulas: "yes" and "sey" would be the same product of y, e and s.
 WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*|\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}", re.S)
-# Number of batches without a parseable answer after which a warning explains the expected form.
+# Number of consecutive batches without a parseable answer after which a warning explains the expected format.
 SILENT_BATCHES = 3
 _silent_batches = 0
 _warned: set[str] = set()
 
 
 class Verdict(NamedTuple):
-    """Reward of one completion (None: the reference cannot be parsed), and how reference and answer were parsed."""
+    """Reward of one completion (None if the reference cannot be parsed), and the parsed forms of reference and answer."""
 
     reward: float | None
     gold: str
@@ -134,21 +137,30 @@ def accuracy_reward(
     lenient: bool = False,
     **_: Any,
 ) -> list[float | None]:
-    r"""Return 1 where the boxed (or otherwise announced) answer is mathematically equal to the reference, else 0.
+    r"""Return 1 for each completion whose answer is mathematically equal to the reference, else 0.
+
+    The answer must be in ``\boxed{...}`` or follow an announcement such as "The final answer is $42$".
 
     Args:
-        completions: n strings or lists of messages. The last assistant message with content is judged.
-        solution: n references: a formula, a number, or a text that ends in one.
+        completions: n strings or lists of messages. In a list, the last assistant message with content is scored.
+        solution: n references. A reference is a formula, a number, or a text that ends in one.
         log_extra: Function that logs the columns ``solution``, ``gold_parsed`` and ``answer_parsed``.
-        lenient: Whether to accept an answer that is not announced ("The answer is 42." or "42").
+        lenient: Whether to accept answers that are not announced ("The answer is 42." or "42").
 
     Returns:
-        1.0, 0.0, or None where the reference cannot be parsed. Only the last 1,000 characters up to the last box are parsed;
-        longer boxes are compared as text. Short formulas can be slow too: ``x^x^x...`` of 250 characters is. After
-        `FORMULA_SECONDS` (5 s), the process that compares them is ended and the answer counts as wrong. For the reference ``42``:
-        ``\boxed{42.0}`` and ``The final answer is $42$`` get 1, ``The answer is 42.`` gets 0 (1 if lenient),
-        ``\boxed{41} or \boxed{42}`` gets 0 (a set). For ``0.5``: ``\boxed{50\%}`` and ``\boxed{1/2}`` get 1. For ``yes``:
-        ``\boxed{Yes}`` gets 1, ``\boxed{no}`` gets 0.
+        1.0, 0.0, or None if the reference cannot be parsed. Only the last 1,000 characters before the end of the last box are
+        parsed; a longer box is compared as text. The comparison runs in a separate process. If it takes longer than
+        `FORMULA_SECONDS` (5 s), the process is killed and the answer counts as wrong. This can happen for short formulas too,
+        e.g. ``x^x^x...`` with 250 characters.
+
+        Examples for the reference ``42``:
+
+        - ``\boxed{42.0}`` and ``The final answer is $42$`` get 1;
+        - ``The answer is 42.`` gets 0, or 1 with ``lenient``;
+        - ``\boxed{41} or \boxed{42}`` gets 0, because it is a list of answers.
+
+        For the reference ``0.5``, ``\boxed{50\%}`` and ``\boxed{1/2}`` get 1. For the reference ``yes``, ``\boxed{Yes}`` gets 1
+        and ``\boxed{no}`` gets 0.
 
     Raises:
         MissingDependencyError: math-verify is not installed.
@@ -169,17 +181,18 @@ def reasoning_accuracy_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    r"""Apply `accuracy_reward` to the text after the reasoning; 0 where the reasoning does not end.
+    r"""Score the text after the reasoning with `accuracy_reward`. A completion whose reasoning does not end gets 0.
 
     Args:
         completions: n strings or lists of messages.
         solution: n references.
-        reasoning_delimiters: Texts that end the reasoning, by default ``["</think>"]``. The last occurrence counts.
+        reasoning_delimiters: Texts that end the reasoning. The default is ``["</think>"]``. The answer starts after the last
+            delimiter.
         log_extra: Same as in `accuracy_reward`.
 
     Returns:
-        1.0, 0.0, or None where the reasoning ended but the reference cannot be parsed. For the reference ``42``:
-        ``why</think>\boxed{42}`` gets 1, ``<think>\boxed{42}</think>so`` gets 0, ``\boxed{42}`` gets 0 (no delimiter).
+        1.0, 0.0, or None if the reference cannot be parsed. Examples for the reference ``42``: ``why</think>\boxed{42}`` gets 1,
+        ``<think>\boxed{42}</think>so`` gets 0, and ``\boxed{42}`` gets 0 because it has no delimiter.
 
     Raises:
         MissingDependencyError: math-verify is not installed.
@@ -189,7 +202,7 @@ def reasoning_accuracy_reward(
     """
     texts = [text_with_reasoning(completion) for completion in completions]
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    # Start of the answer; -1 without a delimiter.
+    # Position at which the answer starts, or -1 if the text has no delimiter.
     starts = [max((t.rfind(d) + len(d) for d in delimiters if d in t), default=-1) for t in texts]
     answers = [text[max(start, 0) :] for text, start in zip(texts, starts, strict=True)]
     verdicts = _judge(answers, solution, False, "reasoning_accuracy_reward")
@@ -204,7 +217,7 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
             require(package, name)
     if len(texts) != len(solution):
         raise RewardError(
-            f"{len(texts)} completions, but {len(solution)} solutions. There must be one solution per completion."
+            f"got {len(texts)} completions, but {len(solution)} solutions. Fix: pass one solution per completion."
         )
     golds = ["" if gold is None else str(gold).strip() for gold in solution]
     read = {gold for gold in golds if gold and _to_parse(gold) == gold}
@@ -228,9 +241,9 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
 
 
 def _to_parse(text: str) -> str | None:
-    """Return a text up to its last box, at most its last `FORMULA_CHARS` characters.
+    """Truncate a text after its last box, and keep at most the last `FORMULA_CHARS` characters.
 
-    None: the box is longer, or its brackets are nested deeper than `FORMULA_DEPTH`. It is then compared as text.
+    Return None if the box is longer or its brackets are nested deeper than `FORMULA_DEPTH`. The caller then compares texts.
     """
     if len(text) > FORMULA_CHARS and (start := text.rfind("\\boxed{")) >= 0:
         closing = _closing(text, start + 6)
@@ -244,7 +257,7 @@ def _to_parse(text: str) -> str | None:
 
 
 def _judge_words(text: str, gold: str, lenient: bool) -> Verdict:
-    """Judge an answer as text: the reference is a word or empty, or one of the two is too long to be parsed."""
+    """Compare answer and reference as texts. Used for references that are words, and for texts too long to be parsed."""
     wanted = _plain(gold)
     if not wanted:
         return Verdict(None, UNPARSEABLE, SKIPPED)
@@ -258,7 +271,7 @@ def _plain(text: str) -> str:
 
 
 def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
-    """Return ``function(*call)`` for each call, run in a process; `TIMED_OUT` if it was killed, None if it raised."""
+    """Return ``function(*call)`` for each call, run in a process. The result is `TIMED_OUT` after a kill, None after an error."""
     expired = require("pebble", "math-verify").ProcessExpired
     results: list[Any] = []
     pool = _pool()
@@ -269,37 +282,38 @@ def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
             results.append(TIMED_OUT)
         except BrokenProcessPool as error:
             raise RewardError(
-                f"the processes that compare formulas ended ({error}). Fix: free memory, or find the cause with "
-                f"`{sys.executable} -c 'import math_verify'`."
+                f"the processes that compare formulas ended unexpectedly ({error}). Fix: free memory. If the error remains, run "
+                f"`{sys.executable} -c 'import math_verify'` to find the cause."
             ) from error
         except Exception:
             results.append(None)
     return results
 
 
-# Process pools of pebble, keyed by process id: a forked child cannot use its parent's pool.
+# Process pools by process id. A forked child cannot use its parent's pool.
 _pools: dict[int, Any] = {}
 _starting = threading.Lock()
 
 
 def _pool() -> Any:
-    """Return a pool of processes that can be killed, started at the first call and again after a fork or a crash.
+    """Return this process's pool of worker processes. Create it on the first call, and again after a fork or a crash.
 
-    Threads cannot be stopped. A signal works only on the main thread, and not inside native code. A process can always be
-    killed. Processes are spawned, because a fork would copy the locks of threads and the GPU's context.
+    The workers are processes because a process can always be killed. A thread cannot be stopped, and a signal handler runs only
+    in the main thread and does not interrupt native code. Workers are spawned, not forked, because a fork would copy locked
+    locks and the GPU context.
     """
     with _starting:
         pool = _pools.get(os.getpid())
         if pool is None or not pool.active:
             workers = max(1, min(4, (os.cpu_count() or 1) // 2))
-            # The timeout of a process's first call starts after `start_process`.
+            # The initializer does not count toward the timeout of a worker's first call.
             options = {"initializer": math_verify.start_process, "context": math_verify.WithoutMain()}
             pool = _pools[os.getpid()] = require("pebble", "math-verify").ProcessPool(workers, **options)
         return pool
 
 
 def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
-    """Warn after three batches in which no answer could be parsed, because the model does not write the expected form."""
+    """Warn after `SILENT_BATCHES` consecutive batches without a parseable answer. The prompt probably lacks the format."""
     global _silent_batches
     judged = [text for text, verdict in zip(texts, verdicts, strict=True) if verdict.answer != SKIPPED]
     silent = judged and all(verdict.answer in (UNPARSEABLE, SKIPPED) for verdict in verdicts)
@@ -308,7 +322,7 @@ def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
         hint = " Its reasoning is in <think>: use reasoning_accuracy_reward." if "<think>" in judged[0] else ""
         logger.warning(
             "accuracy_reward found no answer in any completion of %d batches. It accepts \\boxed{42} or 'The final "
-            "answer is $42$', but the model writes: %r.%s Fix: ask for that form in the prompt, or pass lenient=True.",
+            "answer is $42$', but the model writes: %r.%s Fix: request one of these formats in the prompt, or pass lenient=True.",
             SILENT_BATCHES, judged[0][-200:], hint,
         )  # fmt: skip
 
@@ -316,16 +330,16 @@ def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
 def _logged(
     verdicts: Sequence[Verdict], solution: Sequence[Any], log_extra: Callable[[str, list], None] | None
 ) -> list[float | None]:
-    """Return the rewards. Warn once about comparisons that timed out, and once about references that cannot be parsed."""
+    """Log the columns of `accuracy_reward` and return the rewards. Warn once about timeouts and unparseable references."""
     late, unread = (sum(verdict.answer == mark for verdict in verdicts) for mark in (TIMED_OUT, SKIPPED))
     if late:
         _warn_once(
-            "%d of %d answers of this batch were not compared within %g s and count as wrong (answer_parsed is %r): either the "
-            "formulas are too large, or the machine is too busy.", late, len(verdicts), FORMULA_SECONDS, TIMED_OUT,
+            "%d of %d answers of this batch could not be compared within %g s and count as wrong (answer_parsed is %r). Either "
+            "the formulas are too large, or the machine is overloaded.", late, len(verdicts), FORMULA_SECONDS, TIMED_OUT,
         )  # fmt: skip
     if unread > 0.05 * len(verdicts):
         _warn_once(
-            "%d of %d references of this batch cannot be parsed; their rows are not scored.", unread, len(verdicts)
+            "%d of %d references of this batch cannot be parsed. Their rows are not scored.", unread, len(verdicts)
         )
     if log_extra is not None:
         log_extra("solution", list(solution))

@@ -23,32 +23,32 @@ logger = logging.getLogger(__name__)
 
 
 PROBES = ("Yes.", "No.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
-# Maximum number of different texts that may share one score by chance or by rounding.
+# Up to this number of different texts may get the same score by chance or through rounding.
 TEXTS_BY_CHANCE = 3
 TOKENIZER = (
-    "its texts may have been truncated to nothing. Fix: pass its own tokenizer in reward_processing_classes, and check the "
-    "weights in its folder."
+    "the tokenizer may have truncated the texts to nothing. Fix: pass the reward model's own tokenizer in "
+    "reward_processing_classes, and check the weights in its folder."
 )
 
 
 class _RewardModel:
-    """Frozen classifier that scores token ids, with its name, its context length and a check for constant scores."""
+    """Base class: a frozen classifier with one label that scores token ids, and a check for constant scores."""
 
     def __init__(self, model: nn.Module, pad_token_id: int, batch_size: int) -> None:
         self.model = model.eval().requires_grad_(False)
-        # Padding is filled with this id, but never read.
+        # Padding tokens get this id. They are masked, so the value does not matter.
         self.pad_token_id, self.batch_size = pad_token_id, batch_size
         self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
         self.limit: int | None = context_length(model.config.get_text_config())
         self._cuts, self._alike_checked = 0, False
 
     def _fitting(self, ids: list[int]) -> list[int]:
-        """Truncate ids from the left to the model's context. Warn at the 1st, 101st, ... truncation."""
+        """Keep the last ``limit`` ids of a text that exceeds the model's context. Log a warning for every 100th such text."""
         if self.limit is not None and len(ids) > self.limit:
             self._cuts += 1
             if self._cuts % 100 == 1:
                 logger.warning(
-                    "the reward model %s reads at most %d tokens: longer texts lose their beginning (%d so far).",
+                    "the reward model %s reads at most %d tokens. The beginning of longer texts is truncated (%d texts so far).",
                     self.__name__, self.limit, self._cuts,
                 )  # fmt: skip
             ids = ids[-self.limit :]
@@ -56,7 +56,7 @@ class _RewardModel:
 
     @torch.inference_mode()
     def _scores_of(self, rows: list[list[int]]) -> list[float]:
-        """Return one score per row, at its last token. The token is found by position, not by comparing ids with pad."""
+        """Return one score per row, read at the row's last token. Padding is identified by position, not by token id."""
         parts = (rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size))
         return [score for part in parts for score in self._forward(part)]
 
@@ -65,41 +65,41 @@ class _RewardModel:
         ids = torch.tensor([row + [self.pad_token_id] * (width - len(row)) for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
         head = getattr(self.model, "score", None)
-        if head is None:  # An encoder uses the pooling it was trained with.
+        if head is None:  # Encoder models have their own pooling.
             return self.model(input_ids=ids, attention_mask=mask).logits.float()[:, 0].tolist()
         hidden = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(rows), device=device), mask.sum(1) - 1]
         return head(last).float()[:, 0].tolist()
 
     def _refuse_alike(self, scores: list[float], texts: Iterable[str], fix: str) -> None:
-        """Raise if the first batch with several different texts (or the probes) gets the same score for all of them.
+        """Raise if all texts of a batch get the same score. Batches with few different texts are not checked.
 
         Raises:
-            RewardError: All scores are equal. ``fix`` ends the message: another possible cause, and the fix.
+            RewardError: All scores are equal. The message ends with ``fix``, which names one more possible cause and the fix.
         """
         different = len(set(texts))
         if different > TEXTS_BY_CHANCE and len(set(scores)) == 1:
             raise RewardError(
-                f"the reward model {self.__name__} gives the score {scores[0]:g} to {different} different texts, so nothing can "
-                f"be learned from it. Its head may be newly initialized, its tokenizer may be another model's, or {fix}"
+                f"the reward model {self.__name__} returns the same score {scores[0]:g} for {different} different texts. Its "
+                f"head may be newly initialized, its tokenizer may belong to another model, or {fix}"
             )
         self._alike_checked = self._alike_checked or different > TEXTS_BY_CHANCE
 
 
 class ModelReward(_RewardModel):
-    """Reward function of a reward model. It scores prompt and completion in sub-batches.
+    """Reward function that scores prompt and completion with a reward model.
 
-    Plain text is prompt plus completion, without added special tokens. A conversation is rendered with the reward model's own
-    template. Texts are truncated from the left to the model's context. The score is the classifier's output at the last token
-    that is not padding.
+    For plain text, the reward model reads prompt plus completion without additional special tokens. A conversation is rendered
+    with the reward model's chat template. Texts longer than the model's context are truncated from the left. The score is the
+    classifier's output at the last token that is not padding.
 
     Args:
-        model: Folder, hub id or model with ``num_labels=1``.
-        tokenizer: The reward model's tokenizer; None loads it.
-        batch_size: Rows per forward pass.
-        trust_remote_code: Run code that comes with the model or its tokenizer (only if ``model`` is a string).
-        model_init_kwargs: Keyword arguments of ``from_pretrained`` (only if ``model`` is a string).
-        chat_template_kwargs: Keyword arguments of the chat template, the same as for the policy's.
+        model: Folder, hub id, or loaded model with ``num_labels=1``.
+        tokenizer: The reward model's tokenizer. None loads it from the model's folder.
+        batch_size: Number of rows per forward pass.
+        trust_remote_code: Whether to run code that comes with the model or its tokenizer. Used only if ``model`` is a string.
+        model_init_kwargs: Keyword arguments of ``from_pretrained``. Used only if ``model`` is a string.
+        chat_template_kwargs: Keyword arguments of the chat template. They should be the same as for the policy.
 
     Raises:
         ModelError: The folder cannot be loaded, or the model does not have exactly one label.
@@ -117,15 +117,15 @@ class ModelReward(_RewardModel):
     ) -> None:
         from transformers import AutoTokenizer
 
-        init = dict(model_init_kwargs or {})  # A copy: the caller may use the dict for a second trainer.
+        init = dict(model_init_kwargs or {})  # Copy, because the caller may pass the same dict to another trainer.
         init.setdefault("trust_remote_code", trust_remote_code)
         if isinstance(model, str):
             model = _load(model, init)
         labels = label_count(model)
         if labels != 1:
             raise ModelError(
-                f"a reward model needs num_labels=1, but {type(model).__name__} has {labels}. Fix: wrap a module of another kind "
-                "in a function f(prompts, completions, **columns) that calls it."
+                f"a reward model needs num_labels=1, but {type(model).__name__} has num_labels={labels}. Fix: pass a model with "
+                "one label, or a function f(prompts, completions, **columns) that calls this model."
             )
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(
             model.config._name_or_path,
@@ -140,16 +140,16 @@ class ModelReward(_RewardModel):
         self._calls_tools: bool | None = None
 
     def to(self, device: torch.device | str) -> ModelReward:
-        """Move the model to ``device``, unless it is already spread over devices. Return self."""
+        """Move the model to ``device`` and return self. A model that is distributed over several devices is not moved."""
         if not getattr(self.model, "hf_device_map", None):
             self.model.to(device)
         return self
 
     def probe(self) -> list[float]:
-        """Score and log four short answers to one question, so that a wrong template or head is visible at the start.
+        """Score four short answers to one question and log the scores, so that a wrong template or head is noticed early.
 
         Raises:
-            RewardError: The model gives all of them the same score.
+            RewardError: All four scores are equal.
         """
         question = "What is 6 times 7?"
         prompts: list[Any] = [question] * len(PROBES)
@@ -168,7 +168,7 @@ class ModelReward(_RewardModel):
         """Return one score per row.
 
         Raises:
-            RewardError: The first batch with several different texts got the same score for all of them.
+            RewardError: All texts of the first batch with several different texts got the same score.
         """
         scores = self._scores(prompts, completions)
         if not self._alike_checked:
@@ -189,7 +189,7 @@ class ModelReward(_RewardModel):
         return self._fitting(ids)
 
     def _check_tools(self, completion: list[dict[str, Any]]) -> None:
-        """Raise if the template drops tool calls and results, because the score would be that of another text."""
+        """Raise if a completion contains tool calls or tool results that the chat template would drop."""
         if not any(message.get("tool_calls") or message.get("role") == "tool" for message in completion):
             return
         if self._calls_tools is None:
@@ -197,7 +197,7 @@ class ModelReward(_RewardModel):
         if not self._calls_tools:
             raise RewardError(
                 f"the completion calls tools, but the chat template of the reward model {self.__name__} does not render tool "
-                "calls and their results. Fix: use a reward model whose template does, or a reward function that reads messages."
+                "calls and their results. Fix: use a reward model whose template renders them, or a reward function on messages."
             )
 
 
@@ -209,10 +209,10 @@ def _load(model_id: str, init: dict[str, Any]) -> Any:
 
 
 class WholeTextReward(ModelReward):
-    """Reward model that reads plain text with the special tokens that its tokenizer adds.
+    """Reward model for plain text. Its tokenizer adds the special tokens.
 
-    A text that already begins with the bos token does not get a second one. Conversations are rendered with the template, as in
-    `ModelReward`.
+    If the text already begins with the bos token, no second bos token is added. Conversations are rendered with the chat
+    template, as in `ModelReward`.
     """
 
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
@@ -223,26 +223,28 @@ class WholeTextReward(ModelReward):
 
 
 class TokenReward(_RewardModel):
-    """Reward function that scores prompt and response ids at the response's last token; at the prompt's if it is empty.
+    """Reward function that reads token ids instead of text.
+
+    The score is the classifier's output at the last token of the response, or of the prompt if the response is empty.
 
     Args:
-        model: A sequence classifier with one label and the policy's vocabulary.
-        pad_token_id: Id written to padding, never read.
-        batch_size: Responses per forward pass.
+        model: Sequence classifier with one label and the same vocabulary as the policy.
+        pad_token_id: Id of padding tokens. They are masked, so the value does not affect the scores.
+        batch_size: Number of responses per forward pass.
     """
 
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0, batch_size: int = 64) -> None:
         super().__init__(model, pad_token_id, batch_size)
 
     def __call__(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """Return one score per response. Ids beyond the model's context are truncated from the left.
+        """Return one score per response. Sequences longer than the model's context are truncated from the left.
 
         Raises:
-            RewardError: The first batch with several different responses got the same score for all of them.
+            RewardError: All responses of the first batch with several different responses got the same score.
         """
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         scores = self._scores_of([self._fitting(row) for row in rows])
         if not self._alike_checked:
-            fix = "its weights may be another folder's. Fix: check that the classifier's head was trained and saved with it."
+            fix = "its weights may be from another model. Fix: check that its head was trained and saved with it."
             self._refuse_alike(scores, map(str, zip(prompt_ids, completion_ids, strict=True)), fix)
         return scores

@@ -1,4 +1,4 @@
-"""Run the reward functions of a training run: call them, and transform their rewards."""
+"""Run the reward functions of a training run: call the functions and transform their rewards."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from posttrain.rewards.call import (
 
 logger = logging.getLogger(__name__)
 
-# Correlation below which two rewards mostly cancel each other.
+# Two rewards whose correlation is below this value are reported, because they mostly cancel each other.
 OPPOSED_CORRELATION = -0.5
-# Number of rows that are scored a second time.
+# Number of rows of the first batch that are scored a second time, to find functions that are not deterministic.
 ROWS_SCORED_TWICE = 4
 
 
@@ -41,7 +41,7 @@ Transform = Callable[[Tensor, Tensor], Tensor]
 
 
 def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
-    """Return the names in a config's ``reward_transform``, which is one spec for all functions or one per function.
+    """Return the names of the transforms in ``reward_transform``, which is one spec for all functions or one per function.
 
     >>> sorted(transform_names(["clip:0:1", None])), sorted(transform_names("rank"))
     (['clip', 'none'], ['rank'])
@@ -50,11 +50,17 @@ def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
 
 
 def parse_transform(spec: str | None) -> Transform | None:
-    """Return the function of a transform spec. It takes ``(n,)`` rewards (NaN: not scored) and ``(n,)`` group numbers.
+    """Create the transform of a spec. It takes ``(n,)`` rewards and ``(n,)`` group numbers, and returns ``(n,)`` rewards.
 
-    ``clip:a:b`` clamps to [a, b]; ``log1p`` is ``sign(r) log(1 + |r|)``; ``tanh:s`` is ``tanh(r / s)``; ``rank`` is the
-    share of the group's other rewards that are smaller (ties count half), in [0, 1]; ``zscore`` is
-    ``(r - mean) / (std + 1e-4)`` over all rows; ``running`` is `RunningScale`. NaN stays NaN.
+    NaN means that a row was not scored, and stays NaN. The specs are:
+
+    - ``none``: no transform (returns None);
+    - ``clip:a:b``: clamp rewards to [a, b];
+    - ``log1p``: ``sign(r) * log(1 + |r|)``;
+    - ``tanh:s``: ``tanh(r / s)``;
+    - ``rank``: fraction of the other rewards of the group that are smaller, in [0, 1]. Ties count half;
+    - ``zscore``: ``(r - mean) / (std + 1e-4)`` over all rows;
+    - ``running``: `RunningScale`.
 
     Raises:
         ConfigError: The name is unknown, or numbers are missing or out of range.
@@ -99,14 +105,14 @@ def _zscore(rewards: Tensor, groups: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RunningScale:
-    """Reward scaling ``r / std``, where std is the standard deviation of all rewards since the run began.
+    """Reward scaling ``r / std``, where std is the standard deviation of all rewards since the start of the run.
 
-    It makes the size of updates independent of the rewards' unit. The mean is not subtracted (a baseline or a value function
-    does that), so the sign of a reward keeps its meaning. `add` updates the statistics with the rewards of a training generation
-    before they are divided. Evaluation only divides. Rewards are not scaled as long as all of them are equal.
+    Scaling makes the size of updates independent of the rewards' unit. The mean is not subtracted, because a baseline or a
+    value function does that, and because rewards would change their sign. `add` includes the rewards of a training generation
+    before they are scaled. Evaluation does not update the statistics. Rewards are not scaled while all of them are equal.
 
     Attributes:
-        count, mean, squares: Count and mean of the rewards; sum of squared deviations from the mean (Welford's algorithm).
+        count, mean, squares: Number and mean of the rewards, and sum of squared deviations from the mean (Welford's algorithm).
 
     Reference: Implementation matters in deep policy gradients, arXiv:2005.12729, section 3, reward scaling.
 
@@ -120,7 +126,7 @@ class RunningScale:
     squares: float = 0.0
 
     def add(self, rewards: Tensor) -> RunningScale:
-        """Return the scale with ``(n,)`` more rewards; NaN is ignored."""
+        """Return a scale whose statistics include the rewards ``(n,)``. NaN is ignored."""
         scored = rewards[~rewards.isnan()].double()
         if not len(scored):
             return self
@@ -131,11 +137,11 @@ class RunningScale:
     def __call__(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """Divide ``(n,)`` rewards by the current standard deviation."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
-        # If rewards differ only by rounding, the standard deviation is not used.
+        # A standard deviation that comes only from rounding errors is not used.
         return rewards / std if std > 1e-6 * abs(self.mean) else rewards
 
 
-# Name -> syntax with its numbers, and the function of these numbers that makes the transform.
+# Transforms by name: the syntax of the spec, and the function that creates the transform from the spec's numbers.
 TRANSFORMS: dict[str, tuple[str, Callable[..., Transform | None]]] = {
     "none": ("none", lambda: None),
     "clip": ("clip:a:b", lambda a, b: lambda r, groups: r.clamp(a, b)),
@@ -147,14 +153,14 @@ TRANSFORMS: dict[str, tuple[str, Callable[..., Transform | None]]] = {
 }
 
 
-# What each function contributes -------------------------------------------------------------------------------------------
+# Contribution of each function -------------------------------------------------------------------------------------------
 
 
 def variance_shares(values: Tensor, weights: Tensor) -> Tensor:
-    """Compute ``w_k^2 var(r_k) / sum_j w_j^2 var(r_j)``, ``(K,)``; all 0 if no function has nonzero variance.
+    """Compute ``w_k^2 var(r_k) / sum_j w_j^2 var(r_j)`` for each function, shape ``(K,)``. All shares are 0 without variance.
 
     Args:
-        values: ``(n, K)`` rewards, NaN where a function did not apply.
+        values: Rewards ``(n, K)``. NaN means that the function did not score the row.
         weights: ``(K,)``.
 
     >>> variance_shares(torch.tensor([[0.0, 0.0], [3.0, 1.0]]), torch.tensor([1.0, 1.0])).tolist()
@@ -169,11 +175,13 @@ def variance_shares(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def correlation(one: Tensor, other: Tensor) -> float | None:
-    """Return Pearson's correlation over the rows where both are known; None with fewer than two rows or a constant input.
+    """Compute Pearson's correlation over the rows in which both values are known. None if it is undefined.
+
+    The correlation is undefined for fewer than two rows and for constant values.
 
     Args:
-        one: ``(n,)``, NaN where unknown.
-        other: ``(n,)``, likewise.
+        one: Values ``(n,)``, NaN if unknown.
+        other: Values ``(n,)``, NaN if unknown.
 
     >>> correlation(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0]))
     1.0
@@ -188,7 +196,7 @@ def correlation(one: Tensor, other: Tensor) -> float | None:
 
 
 def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> str:
-    """Format each function's share of the variance, and pairs of functions that cancel each other, as one line."""
+    """Format the variance share of each function, and the pairs of functions that cancel each other, as one line."""
     shares = variance_shares(values, weights)
     text = ", ".join(f"{name} {100 * float(share):.1f} %" for name, share in zip(names, shares, strict=True))
     against = []
@@ -198,42 +206,42 @@ def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> st
             against.append(f"{names[i]} and {names[j]} (correlation {related:.2f})")
     if against:
         text += (
-            f"; {', '.join(against)} cancel in their sum. multi_objective_aggregation='normalize_then_sum' keeps both"
+            f"; {', '.join(against)} cancel in the sum. multi_objective_aggregation='normalize_then_sum' keeps both"
         )
     return text
 
 
 def unscorable(values: Tensor) -> dict[str, Metric]:
-    """Return the number of rows of ``(n, K)`` rewards that no function scored, if there are any."""
+    """Return a metric with the number of rows that no function scored, or an empty dict if there are none."""
     count = int(values.isnan().all(-1).sum())
-    # Every process has the same number, so the mean over processes is right; a sum would multiply it.
+        # All processes count the same gathered rows, so the metric is averaged over processes, not summed.
     return {"groups/unscorable": mean(float(count))} if count else {}
 
 
-# All functions of a run -------------------------------------------------------------------------------------------------
+# The reward functions of a run ------------------------------------------------------------------------------------------
 
 
 class RewardRunner:
-    """Runner that calls reward functions and turns their mistakes into a `RewardError`.
+    """Run the reward functions of a trainer. An invalid result or an exception becomes a `RewardError`.
 
     A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns, trainer_state=...,
-    log_extra=..., log_metric=...)`` and returns one number per row, or None for "does not apply". A function without
-    ``**kwargs`` gets only the arguments it names. Synchronous functions run in order on the calling thread. Asynchronous
-    functions and functions marked `parallel` run concurrently afterwards.
+    log_extra=..., log_metric=...)``. It returns one number per row, or None for rows that it cannot score. A function without
+    ``**kwargs`` gets only the arguments it names. Synchronous functions run first, in order, on the calling thread.
+    Asynchronous functions and functions marked with `parallel` run concurrently afterwards.
 
     Args:
         reward_funcs: A callable, a sequence-classification model (or its id), or a list of them. The list is copied.
-        reward_weights: One weight per function; None is all ones.
+        reward_weights: One weight per function. None sets all weights to 1.
         processing_classes: Tokenizers of reward models, one (or None) per function.
-        transforms: One transform (see `parse_transform`) per function, applied before the weights; None is no transform.
-        timeout: Seconds a function may take for one batch; None waits without limit. With a timeout, a synchronous function runs
-            on a thread.
+        transforms: One transform per function, applied before the weights; see `parse_transform`. None applies no transform.
+        timeout: Maximum seconds per function and batch. None means no limit. With a timeout, synchronous functions run on a
+            thread.
         model_options: Keyword arguments of `posttrain.rewards.model.ModelReward`.
-        of_environments: Additional functions with weight 1: the rewards that environments compute themselves.
-        score_twice: Score 4 rows of the first batch a second time and warn if the rewards differ.
+        of_environments: Reward functions of environments that compute rewards themselves. They have weight 1.
+        score_twice: Whether to score 4 rows of the first batch a second time, and warn if the rewards differ.
 
     Raises:
-        ConfigError: There is no function, or the lists have different lengths.
+        ConfigError: There is no reward function, or a list does not have one entry per function.
 
     >>> def length(completions, **kwargs):
     ...     return [len(text) for text in completions]
@@ -262,7 +270,7 @@ class RewardRunner:
                 "get_reward."
             )
         if timeout is not None and timeout <= 0:
-            raise ConfigError(f"reward_timeout={timeout} must be above 0 seconds, or None to wait without limit.")
+            raise ConfigError(f"reward_timeout={timeout} must be above 0 seconds, or None for no limit.")
         count, none = len(functions), [None] * len(of_environments)
         transforms = [transforms] * count if isinstance(transforms, str) else transforms
         tokenizers = [*one_each("reward_processing_classes", processing_classes, count), *none]
@@ -277,11 +285,11 @@ class RewardRunner:
         self._weights = torch.tensor([1.0 if w is None else float(w) for w in weights])  # (K,)
         self.transforms = [parse_transform(spec) for spec in self._specs]
         self.score_twice = score_twice
-        self._hidden: set[str] = set()  # Columns that a warning named.
+        self._hidden: set[str] = set()  # Columns for which a warning was logged.
 
     @property
     def weights(self) -> Tensor:
-        """Weights ``(K,)`` float32. They may be set during training."""
+        """Weights ``(K,)`` float32 of the functions. They can be changed during training."""
         return self._weights
 
     @weights.setter
@@ -295,10 +303,10 @@ class RewardRunner:
         self._weights = weights
 
     def start(self, device: torch.device | str) -> None:
-        """Move reward models to the trainer's device and log their scores of four texts. Log weights of several functions.
+        """Prepare for training: move reward models to ``device``, score probe texts, and log the weights of several functions.
 
         Raises:
-            RewardError: A reward model gives four different texts the same score.
+            RewardError: A reward model returns the same score for four different texts.
         """
         for function in self.functions:
             if hasattr(function, "probe"):
@@ -320,20 +328,20 @@ class RewardRunner:
         environments: list[Any] | None = None,
         strict: bool = False,
     ) -> RewardTable:
-        """Score n completions of this process. `finish` transforms the rewards of all processes.
+        """Score the completions of this process, without transforms. `finish` applies the transforms to all processes' rows.
 
         Args:
             prompts: n strings, or lists of messages.
             completions: n strings, or lists of messages.
-            completion_ids: Token ids, unpadded, with eos.
+            completion_ids: Unpadded token ids of the completions, including eos.
             columns: Dataset columns, one value per row.
             trainer_state: Passed to the functions.
-            prompt_suffixes: End of the rendered prompt that each completion continues, for format rewards.
+            prompt_suffixes: The end of the rendered prompt before each completion. Format rewards need it.
             environments: Passed to the functions if not None.
-            strict: Whether NaN is an error (as in a dry run). Otherwise NaN counts as None and is reported.
+            strict: Whether NaN is an error (as in a dry run). Otherwise NaN counts as None and is reported as a metric.
 
         Raises:
-            RewardError: A function failed. The error names the function and, if there is one, the row.
+            RewardError: A function failed. The error contains the function's name and, if one row caused it, the row.
         """
         optional = {"prompt_suffixes": prompt_suffixes, "environments": environments}
         always = {"trainer_state": trainer_state} | {k: v for k, v in optional.items() if v is not None}
@@ -347,7 +355,7 @@ class RewardRunner:
         return table
 
     def _passed(self, columns: Mapping[str, list[Any]], always: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return the columns that functions get. Warn once about those with the name of an argument of the trainer."""
+        """Return the columns to pass to functions. Warn once about columns that are hidden by an argument of the trainer."""
         given = {*RESERVED[1:], *always, "log_extra", "log_metric"}
         for name in columns:
             if name in ("prompts", "completions"):
@@ -365,11 +373,11 @@ class RewardRunner:
         return {name: column for name, column in columns.items() if name not in given and name not in RESERVED}
 
     def rows_again(self, count: int) -> list[int]:
-        """Return which of ``count`` rows are scored a second time."""
+        """Return the indices of the rows, out of ``count``, that are scored a second time."""
         return list(range(min(ROWS_SCORED_TWICE, count)))
 
     def _compare_second(self, table: RewardTable, rows: dict[str, list[Any]], always: dict[str, Any]) -> None:
-        """Score a few rows a second time, and warn about functions that return another reward."""
+        """Score a few rows a second time, and warn about functions whose rewards differ."""
         again = self.rows_again(len(table.values))
         rows, always = (
             {name: [one[i] for i in again] if isinstance(one, list) else one for name, one in mapping.items()}
@@ -383,22 +391,22 @@ class RewardRunner:
             )
             return
         for name, before, after in zip(self.names, table.values[again].T.tolist(), second.T.tolist(), strict=True):
-            # Compare as text, because NaN (not scored) is not equal to itself.
+            # Compare as text, because NaN (not scored) does not equal itself.
             pairs = [(a, b) for a, b in zip(before, after, strict=True) if str(a) != str(b)]
             if pairs:
                 logger.warning(
-                    "%s returned %g and then %g for the same completion (%d of %d rows differ): it is random, depends on the "
-                    "time or on the other rows of a batch, or has state. Such rewards add noise to every advantage.",
+                    "%s returned %g and then %g for the same completion (%d of %d rows differ). The function is random, has "
+                    "state, or depends on the time or on the other rows of the batch. Such rewards add noise to every advantage.",
                     name, *pairs[0], len(pairs), len(after),
                 )  # fmt: skip
 
     def finish(self, table: RewardTable, groups: Tensor, *, training: bool = True) -> RewardTable:
-        """Transform the rewards of all processes' rows.
+        """Apply the transforms to the gathered rewards, and add metrics per function.
 
         Args:
             table: Table whose ``values`` contain the rows of all processes.
             groups: ``(n,)`` group number of each row.
-            training: Whether this is a training generation, whose rewards running transforms count.
+            training: Whether this is a training generation. Only these update the statistics of running transforms.
         """
         columns = list(zip(table.names, self.transforms, table.values.unbind(1), strict=True))
         if training:
@@ -414,28 +422,28 @@ class RewardRunner:
         return replace(table, values=values, raw=table.values, metrics=metrics)
 
     def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
-        """Apply each function's transform to ``(n, K)`` rewards and return a new tensor; ``groups (n,)`` are group numbers."""
+        """Apply the transforms to ``(n, K)`` rewards and return a new tensor. ``groups`` are ``(n,)`` group numbers."""
         columns = zip(values.unbind(1), self.transforms, strict=True)
         return torch.stack([raw if transform is None else transform(raw, groups) for raw, transform in columns], 1)
 
     def transforms_state(self) -> list[list[float] | None]:
-        """Return the state of each transform for a checkpoint, in a JSON-serializable form."""
+        """Return the state of each transform as JSON-serializable values for a checkpoint."""
         return [list(astuple(one)) if isinstance(one, RunningScale) else None for one in self.transforms]
 
     def load_transforms(self, state: Sequence[Sequence[float] | None]) -> None:
-        """Restore the transforms from `transforms_state`."""
+        """Restore the transforms from a state returned by `transforms_state`."""
         for k, saved in enumerate(state):
             if isinstance(self.transforms[k], RunningScale) and saved is not None:
                 self.transforms[k] = RunningScale(int(saved[0]), *map(float, saved[1:]))
 
     def dry_run(self, examples: list[dict[str, Any]], *, conversational: bool) -> None:
-        """Call every function once on made-up completions, before expensive components are loaded.
+        """Call every function once on made-up completions, before models and servers are loaded.
 
         Raises:
-            RewardError: A function raised, or returned the wrong number of values, a string, an infinite number or NaN.
+            RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few values.
         """
         rows = [row for row in examples if row.get("prompt")] or examples
-        # Use two rows, so that a function that returns one number for the whole batch fails.
+        # Use two rows to detect functions that return one number for the whole batch.
         rows = (rows * 2)[:2]
         texts = ["0", "The answer is 1."]
         self(

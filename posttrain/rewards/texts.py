@@ -1,4 +1,4 @@
-"""Extract the text of a completion that a reward function judges: the string itself, or the content of a message."""
+"""Extract the text of a completion that a reward function scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.data.responses import ParsedMessage
 
 
 def completion_text(completion: Any) -> str:
-    """Return the text to judge: a string unchanged, or the content of the last assistant message that has any.
+    """Return the text to score: a string unchanged, or the content of the last assistant message with content.
 
     >>> completion_text([{"role": "assistant", "content": "42"}, {"role": "tool", "content": "ok"}])
     '42'
@@ -22,7 +22,7 @@ def completion_text(completion: Any) -> str:
 
 
 def text_with_reasoning(completion: Any) -> str:
-    """Return `completion_text` together with the reasoning that the tokenizer's response format stores in its own field.
+    """Return `completion_text` with the reasoning, which some tokenizers parse into a separate field of the message.
 
     >>> text_with_reasoning([{"role": "assistant", "reasoning_content": "why", "content": "42"}])
     '<think>why</think>42'
@@ -40,13 +40,13 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def _answer(messages: Sequence[Any]) -> Any:
-    """Return the last assistant message with content, else the last assistant message, else an empty dict."""
+    """Return the last assistant message with content. Fall back to the last assistant message, then to an empty dict."""
     turns = [message for message in messages if message.get("role", "assistant") == "assistant"]
     return next((turn for turn in reversed(turns) if _content(turn).strip()), turns[-1] if turns else {})
 
 
 def _content(message: Any) -> str:
-    """Return a message's text, joining the parts of a multi-part content."""
+    """Return the text of a message. The text parts of a multi-part content are joined."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content

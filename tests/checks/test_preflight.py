@@ -76,8 +76,8 @@ def test_what_is_always_raised_cannot_be_silenced():
     [
         ({"PT-D912": "x"}, "'PT-D912' is neither the code nor the name of a check \\(did you mean 'PT-"),
         ({"data-pair-identicle": "x"}, "did you mean 'data-pair-identical'"),
-        ({"PT-D013": "  "}, "silence_findings\\['PT-D013'\\]='  ' must give a reason.*PT-D013"),
-        ({"PT-D013": None}, "silence_findings\\['PT-D013'\\]=None must give a reason"),
+        ({"PT-D013": "  "}, "silence_findings\\['PT-D013'\\]='  ' must be a reason.*PT-D013"),
+        ({"PT-D013": None}, "silence_findings\\['PT-D013'\\]=None must be a reason"),
     ],
 )
 def test_silencing_needs_a_known_check_and_a_reason(silence, message):
@@ -102,7 +102,7 @@ def test_a_check_that_breaks_is_noted_and_stops_nothing(monkeypatch, caplog):
     rows = {row["code"]: row for row in preflight.to_dict()["checks"]}
     assert rows["PT-D001"]["failed"] == "KeyError: 'odd'" and "failed" not in rows["PT-D013"]
     assert rows["PT-D013"]["runs"] == 1 and rows["PT-D013"]["seconds"] >= 0
-    assert "the checks PT-D001 could not be made: KeyError" in caplog.text
+    assert "the checks PT-D001 failed with an error: KeyError" in caplog.text
     assert Preflight("off").run("config", core.Context("sft", None)) == []
 
 

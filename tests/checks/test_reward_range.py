@@ -42,7 +42,7 @@ def test_a_score_of_2048_beside_rewards_of_one_is_told_with_both_ranges():
     found = check_reward_ranges(rewards, {"game_score": 1.0, "format": 1.0})
     assert (found.code, found.severity) == ("PT-R027", "warning")
     assert found.what.startswith(
-        "`game_score` ranges 4 to 18,432 (others 0 to 1): this function has 100 % of the weighted sum"
+        "`game_score` ranges from 4 to 18,432 (other functions: 0 to 1). It has 100 % of the variance of the weighted sum"
     )
     assert "reward_transform='log1p'" in found.fix and "reward_weights" in found.fix
 

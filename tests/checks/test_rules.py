@@ -89,7 +89,7 @@ def test_a_reward_function_that_never_pays_is_a_warning_and_one_at_its_maximum_i
     silent = {"rewards__form__mean": 0.0, "rewards__form__std": 0.0}
     (never,) = check_log(log(20, **silent))
     assert (never.severity, never.where) == ("warning", "rewards/form/std")
-    assert never.what == "form never paid: its reward was 0 for every completion of the last 20 steps."
+    assert never.what == "form was never above 0: its reward was 0 for every completion of the last 20 steps."
     (solved,) = check_log(log(20, **silent | {"rewards__form__mean": 1.0}))
     assert (solved.severity, solved.what.split(":")[0]) == ("info", "form is constant")
     # One value per generation, or no function that varies, are other problems.
@@ -132,7 +132,7 @@ def test_r18_an_outlier_is_named_with_its_size():
     """Row 4 of the table of advantages: 4, 8, 16 and 2048 (median 12, so 170 times)."""
     (found,) = check_reward_values({"game": [4.0, 8.0, 16.0, 2048.0], "form": [0.0, 1.0, 1.0, NAN]}, scaled=True)
     assert (found.code, found.where) == ("PT-R019", "rewards/game")
-    assert found.what == "game is 2048 for one completion and about 12 for the others."
+    assert found.what == "game is 2048 for one completion, and about 12 for the other completions."
 
 
 def test_rare_successes_are_no_outliers():

@@ -32,7 +32,7 @@ CASES = {
     "a lone surrogate in a pair": (
         "reward", lines('{"chosen": "a \\udc00", "rejected": "b"}'), [], "line 1: text that is not valid Unicode",
     ),
-    "bytes that are no UTF-8": ("sft", b'{"text": "a"}\n{"text": "b \xff"}', [], "line 2: it is not valid UTF-8 (byte 12"),
+    "bytes that are no UTF-8": ("sft", b'{"text": "a"}\n{"text": "b \xff"}', [], "line 2: the line is not valid UTF-8 (byte 12"),
     "types that differ from row to row": ("sft", lines({"text": "a"}, {"text": 3}), [], "row 1: column 'text' must be a string, not int"),
     "a number in the place of a text": (
         "sft", lines({"prompt": "a", "completion": 0}), [], "row 0: prompt and completion must both be strings or both be lists of messages",
@@ -42,20 +42,20 @@ CASES = {
     ),
     "every row left out": (
         "sft", lines(*[{"prompt": LONG, "completion": "a"}] * 3), ["--max_length", "16"],
-        "no row of the train dataset is left. Of 3: 3 truncated at max_length before their first trained token",
+        "all 3 rows of the train dataset are dropped: 3 truncated at max_length before their first trained token",
     ),
     "every row of a stream left out": (
         "sft", lines(*[{"prompt": LONG, "completion": "a"}] * 3), ["--max_length", "16", "--dataset_streaming", "true"],
-        "Of its first 3: 3 truncated at max_length before their first trained token",
+        "the first 3 rows of the train dataset are all dropped: 3 truncated at max_length before their first trained token",
     ),
     "every pair left out": (
         "reward", lines(PAIR, {"chosen": "a", "rejected": "a"}), ["--max_length", "16"],
-        "Of 2: 1 longer than max_length=16, 1 with two equal answers",
+        "are dropped: 1 longer than max_length=16, 1 with two equal answers",
     ),
     "columns of another method": ("reward", lines(CHAT), [], "the train rows need 'chosen' and 'rejected', but have columns ['messages']"),
     "a split that is not there": ("sft", lines(CHAT), ["--eval_strategy", "steps"], "eval_strategy='steps' needs a split 'test'"),
     "a missing package": ("sft", lines(CHAT), ["--use_liger_kernel", "true"], "liger-kernel"),
-    "offloading without a device": ("sft", lines(CHAT), ["--activation_offloading", "true"], "this run is on the CPU"),
+    "offloading without a device": ("sft", lines(CHAT), ["--activation_offloading", "true"], "this run is on a CPU"),
 }  # fmt: skip
 
 
@@ -157,7 +157,7 @@ CODE = {
     ),
     "a class in the place of a reward": (
         "class f:\n    def __call__(self, completions, **_):\n        return [0.0] * len(completions)\n",
-        "reward_funcs contains the class 'f': calling it creates an instance",
+        "reward_funcs contains the class 'f'. Calling a class creates an instance",
     ),
 }  # fmt: skip
 
@@ -228,4 +228,4 @@ def test_other_commands_refuse_words_too(capsys, command):
 def test_options_of_an_adapter_that_is_not_trained_are_told(tiny_model_dir, tmp_path, caplog):
     (tmp_path / "rows.jsonl").write_bytes(lines(CHAT))
     assert run(tmp_path, tiny_model_dir, "sft", tmp_path / "rows.jsonl", "--lora_r", "8", "--use_dora") == 0
-    assert "lora_r=8, use_dora=True: without use_peft no adapter is trained, but the whole model" in caplog.text
+    assert "lora_r=8, use_dora=True: ignored without use_peft. The whole model is trained" in caplog.text

@@ -58,7 +58,7 @@ def test_a_row_of_mixed_forms_is_refused_under_every_hash_seed():
         for seed in range(4)
     }
     assert len(said) == 1
-    assert "['chosen'] hold messages, but columns ['prompt'] hold text" in said.pop()
+    assert "['chosen'] contain messages, but columns ['prompt'] contain text" in said.pop()
 
 
 def test_from_value_layout_is_found_and_an_empty_list_is_not():

@@ -178,7 +178,7 @@ def test_splits_are_packed_each_for_itself():
             datasets.Dataset.from_dict({"a": [[1], [1, 2]], "b": [[1], [1]]}),
             {"seq_length": 4},
             DataError,
-            "row 1: column 'a' has 2 items and column 'b' has 1",
+            "row 1: column 'a' has 2 items, but column 'b' has 1",
         ),
         (
             datasets.Dataset.from_dict({"input_ids": [[1]], "seq_lengths": [[1]]}),

@@ -183,5 +183,5 @@ def test_pairs_whose_prompt_column_has_another_name_get_their_columns_named():
 
 def test_a_text_prompt_beside_answers_of_messages_is_named_as_that():
     answers = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
-    with raises(DataError, "column 'prompt' is text ('What is 1?')", "give the prompt as messages"):
+    with raises(DataError, "column 'prompt' is text ('What is 1?')", "convert the prompt to messages"):
         maybe_extract_prompt({"prompt": "What is 1?", **answers})

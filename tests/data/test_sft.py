@@ -54,8 +54,8 @@ def test_a_dataset_where_every_row_is_filtered_out_is_refused_with_the_counts_wh
     rows = [{"prompt": "word " * 60, "completion": "a"}] * 3 + [{"prompt": "q", "completion": ""}]
     data = datasets.Dataset.from_list(rows)
     data = data.to_iterable_dataset() if stream else data
-    of = "Of its first 4" if stream else "Of 4"
-    match = rf"no row of the train dataset is left. {of}: 3 truncated at max_length before .*token, 1 with an empty completion"
+    of = "the first 4 rows of the train dataset are all" if stream else "all 4 rows of the train dataset are"
+    match = rf"{of} dropped: 3 truncated at max_length before .*token, 1 with an empty completion"
     with pytest.raises(DataError, match=match):
         prepare_sft_dataset(data, tiny_tokenizer, SupervisedOptions(max_length=16))
 
@@ -74,18 +74,18 @@ def test_rows_are_dropped_by_reason(tiny_tokenizer, caplog):
     ("row", "match"),
     [
         ({"text": 3}, r"row 1: column 'text' must be a string, not int: '3'"),
-        ({"text": None}, r"row 1: found none of .*Columns \['text'\] are None here"),
+        ({"text": None}, r"row 1: the row has none of .*Columns \['text'\] are None here"),
         ({"prompt": "q", "completion": [{"role": "assistant", "content": "a"}]}, "row 1: prompt and completion .*str and list"),
         ({"messages": [{"role": "user", "text": "q"}]}, r"row 1: message 0 \(role 'user'\) has no content; .*\['role', 'text'\]"),
         ({"messages": [{"role": "assistant", "content": None}]}, r"row 1: message 0 \(role 'assistant'\) has no content"),
         ({"messages": [{"content": "q"}]}, "row 1: column 'messages' must be a list of messages with a role"),
         ({"messages": [{"role": "user", "content": "q"}, "a"]}, "row 1: message 1 must be a mapping with a role .* it is str"),
-        ({"messages": [{"role": "user", "content": "q"}], "tools": "[{"}, "row 1: column 'tools' is text that is not valid JSON"),
+        ({"messages": [{"role": "user", "content": "q"}], "tools": "[{"}, "row 1: column 'tools' contains text that is not valid JSON"),
         ({"messages": [{"role": "user", "content": "q"}], "chat_template_kwargs": "x"}, "row 1: .*must be a mapping .* str: 'x'"),
-        ({"input_ids": [5, 9999]}, r"row 1: column 'input_ids' contains the id 9999, but the tokenizer has ids from 0 to"),
+        ({"input_ids": [5, 9999]}, r"row 1: column 'input_ids' contains the id 9999, but the tokenizer's ids are 0 to"),
         ({"input_ids": [5, -3]}, r"row 1: column 'input_ids' contains the id -3"),
         ({"input_ids": [5.0, 3.5]}, r"row 1: .*integers\), but it contains '5.0'"),
-        ({"input_ids": [5, 6], "labels": [6, 7]}, "row 1: column 'labels' has 6 at position 0, where the token is 5. .*not shifted"),
+        ({"input_ids": [5, 6], "labels": [6, 7]}, "row 1: column 'labels' has 6 at position 0, but the token there is 5. .*not shift"),
     ],
 )  # fmt: skip
 def test_bad_rows_say_where_what_and_how_to_fix_it(tiny_tokenizer, row, match):
@@ -118,7 +118,7 @@ def test_formatting_that_fails_or_gives_no_text_is_told_by_row(tiny_tokenizer):
 
     with raises(DataError, "row 0", "formatting_func", "'a'"):
         formatted(lambda row: [row["x"]])
-    with raises(DataError, "row 0", "formatting_func", "'y'", "has columns ['"):
+    with raises(DataError, "row 0", "formatting_func", "'y'", "has the columns ['"):
         formatted(lambda row: row["y"])
 
 

@@ -203,7 +203,7 @@ def test_trap_10_t21_the_none_that_arrow_writes_reaches_no_template_and_is_count
     assert [text_of(row, tiny_tokenizer).count("null") for row in data] == [0, 0]
     assert 'f{"city": "Rome"}' in text_of(data[0], tiny_tokenizer)
     assert report.nested_none == 2
-    assert "2 of 2 rows had None inside tool schemas" in caplog.text
+    assert "in 2 of 2 rows, tool schemas, tool calls or content blocks contained None" in caplog.text
     (prompt, _) = datasets.Dataset.from_list([{"prompt": m} for m in calls({"city": "Rome"}, {"day": 3})])
     prompt["prompt"].append({"role": "user", "content": "more", "tool_calls": None})
     assert "null" not in tiny_tokenizer.decode(tokenize_prompts([prompt], tiny_tokenizer)[0])
@@ -265,7 +265,7 @@ def test_trap_15_a_prompt_that_the_answers_repeat_stands_once_and_is_told(tiny_t
         repeated = prepare_reward_dataset(data, tiny_tokenizer)
     whole = prepare_reward_dataset(datasets.Dataset.from_list([sides] * 2), tiny_tokenizer)
     assert repeated.to_list() == whole.to_list()
-    assert caplog.text.count("repeat the messages of their prompt") == 1
+    assert caplog.text.count("repeat the messages of the prompt") == 1
 
 
 def test_trap_16_sharegpt_speakers_become_roles_and_are_told_once(tiny_tokenizer, caplog, monkeypatch):
@@ -352,7 +352,7 @@ def test_trap_20_t3_a_second_bos_is_told_with_the_row(caplog):
     tokenizer = ends_by_itself(build_tokenizer(), bos=True)
     with caplog.at_level(logging.WARNING):
         prepared([{"text": "plain"}, {"text": "<|im_start|>once"}], tokenizer)
-    assert "1 of 2 texts already began with the bos token; one was kept. Row 1 is now '<|im_start|>once" in caplog.text
+    assert "already began with the bos token, so no second one was added. Row 1 is now '<|im_start|>once" in caplog.text
 
 
 def test_trap_20_t3_a_rendered_conversation_gets_no_second_bos():

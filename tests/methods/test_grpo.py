@@ -428,7 +428,7 @@ def test_a_folder_without_tokenizer_or_template_is_refused(tiny_tokenizer, unloa
     refused(ModelError, "no chat template", _without(unloadable, "chat_template.jinja"), tmp_path)
     for path in Path(unloadable).glob("token*"):
         path.unlink()
-    refused(ModelError, "holds no tokenizer", unloadable, tmp_path)
+    refused(ModelError, "has no tokenizer", unloadable, tmp_path)
     refused(ModelError, "has no config.json", str(tmp_path), tmp_path)
     refused(ModelError, "was not found", str(tmp_path / "nowhere"), tmp_path)
 

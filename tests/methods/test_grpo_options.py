@@ -188,7 +188,7 @@ def test_r21_groups_that_differ_by_noise_are_told_once(tiny_tokenizer, tmp_path,
 
     with caplog.at_level(logging.WARNING):
         grpo(tmp_path, tiny_tokenizer, rewards=noise, per_device_train_batch_size=4 * groups, max_steps=8).train()
-    assert caplog.text.count("spread less than a thousandth") == 1
+    assert caplog.text.count("a standard deviation below a thousandth") == 1
 
 
 def test_r21_groups_that_differ_by_what_they_are_paid_for_are_not_called_noise(tiny_tokenizer, tmp_path, caplog):
@@ -197,7 +197,7 @@ def test_r21_groups_that_differ_by_what_they_are_paid_for_are_not_called_noise(t
 
     with caplog.at_level(logging.WARNING):
         grpo(tmp_path, tiny_tokenizer, rewards=small, max_steps=4).train()
-    assert "spread less than" not in caplog.text
+    assert "a standard deviation below" not in caplog.text
 
 
 @pytest.mark.parametrize("settings", [{}, {"min_group_std": 0.1}], ids=["equal rewards", "as advised"])
@@ -208,7 +208,7 @@ def test_r21_groups_that_get_no_advantage_are_not_called_noise(tiny_tokenizer, t
 
     with caplog.at_level(logging.WARNING):
         grpo(tmp_path, tiny_tokenizer, rewards=noise, max_steps=6, **settings).train()
-    assert "spread less than" not in caplog.text
+    assert "a standard deviation below" not in caplog.text
 
 
 DEFAULTS = {  # Table 2.2 of the chapter on online methods, in its order.

@@ -101,7 +101,7 @@ def test_a_table_that_fails_is_told_once_and_does_not_stop_training(tiny_tokeniz
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert trainer.state.global_step == 3
-    assert caplog.text.count("could not be shown on wandb: OSError: no space") == 1
+    assert caplog.text.count("could not be sent to wandb: OSError: no space") == 1
 
 
 def test_the_printed_table_has_two_decimals_and_no_more_rows_than_asked(capsys):

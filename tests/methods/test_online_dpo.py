@@ -553,10 +553,10 @@ def test_p42_a_checkpoint_that_would_become_its_own_reference_is_told(tiny_token
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")
     given = {"model": str(tmp_path / "checkpoint-1"), "engine": "scripted"}
     make(tmp_path / "b", tiny_tokenizer, **given)
-    assert f"the model comes from {given['model']}, a training checkpoint" in caplog.text
+    assert f"loaded from the training checkpoint {given['model']}," in caplog.text
     caplog.clear()
     make(tmp_path / "c", tiny_tokenizer, ref_model=build_model(len(tiny_tokenizer)), **given)
-    assert "a training checkpoint" not in caplog.text
+    assert "the training checkpoint" not in caplog.text
 
 
 def test_o15_logps_are_at_temperature_one_whatever_is_sampled_at(tiny_tokenizer, tmp_path):
@@ -595,7 +595,7 @@ def test_texts_beyond_the_reward_model_s_context_are_counted(tiny_tokenizer, cap
     reward = WholeTextReward(model, tiny_tokenizer)
     ids = reward._ids("What is 0? " * longest, "end")
     assert len(ids) == longest and tiny_tokenizer.decode(ids).endswith("end")
-    assert f"reads at most {longest} tokens: longer texts lose their beginning (1 so far)" in caplog.text
+    assert f"reads at most {longest} tokens. The beginning of longer texts is truncated (1 texts so far)" in caplog.text
 
 
 def test_o16_the_end_of_a_text_may_be_kept_for_rewards(tiny_tokenizer, tmp_path):

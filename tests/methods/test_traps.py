@@ -91,7 +91,7 @@ def test_trap_38_shared_layers_are_whole_path_components_and_the_rest_trains_on(
     assert shared == {name for name, p in model.named_parameters() if not p.requires_grad}
     assert not any(p.requires_grad for p in reference.parameters())
     create_reference_model(build_model(97), num_shared_layers=1)
-    assert "the output head is tied to the shared embeddings" in caplog.text
+    assert "the output layer is tied to the shared embeddings" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["given weights", "trained adapter", "fresh adapter"])
@@ -298,12 +298,12 @@ def test_trap_47_loading_says_the_dtype_the_size_and_what_the_checkpoint_was(tin
     with caplog.at_level(logging.INFO):
         assert create_model_from_path(str(tmp_path)).dtype == torch.float32
     assert "GiB in float32" in caplog.text
-    assert "The checkpoint says torch.bfloat16" in caplog.text
+    assert "The dtype of the checkpoint is torch.bfloat16" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO):
         assert create_model_from_path(str(tmp_path), dtype="auto").dtype == torch.bfloat16
     assert "GiB in bfloat16." in caplog.text
-    assert "The checkpoint says" not in caplog.text
+    assert "The dtype of the checkpoint" not in caplog.text
 
 
 def test_trap_48_t39_several_gpus_and_one_process_are_refused_with_the_launch_command(tiny_tokenizer, tmp_path):

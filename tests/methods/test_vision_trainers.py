@@ -530,7 +530,7 @@ def test_images_of_a_row_that_is_too_long_are_made_smaller_until_it_fits(name, k
 
 
 def test_no_size_of_an_image_helps_a_row_whose_text_is_too_long(tmp_path):
-    with pytest.raises(DataError, match=r"no row of the train dataset is left\. Of 1: 1 longer than max_length"):
+    with pytest.raises(DataError, match=r"all 1 rows of the train dataset are dropped: 1 longer than max_length"):
         held = [
             {
                 "prompt": user("which of these is it, please? " * 4, 1),

@@ -116,7 +116,7 @@ def counting(step, counter, *given):
 
 
 def test_selective_checkpointing_is_never_reentrant():
-    with pytest.raises(ConfigError, match="use_reentrant=False"):
+    with pytest.raises(ConfigError, match="use_reentrant=True"):
         memory.recompute_activations(build_model(64), {"selective": True, "use_reentrant": True})
 
 

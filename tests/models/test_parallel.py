@@ -50,7 +50,7 @@ def test_fsdp_that_accelerate_makes_ddp_of_is_refused(asked, monkeypatch):
     args = SimpleNamespace(fsdp=asked == "config")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", str(asked == "launcher").lower())
     where = {"num_processes": 2, "device": torch.device("cpu")}
-    with pytest.raises(ConfigError, match=r"accelerate runs MULTI_CPU on 'cpu': every one of 2 .* Fix: "):
+    with pytest.raises(ConfigError, match=r"accelerate uses MULTI_CPU on 'cpu', so each of the 2 .* Fix: "):
         parallel.refuse_lost_sharding(SimpleNamespace(distributed_type="DistributedType.MULTI_CPU", **where), args)
     parallel.refuse_lost_sharding(SimpleNamespace(distributed_type="DistributedType.FSDP", **where), args)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")

@@ -99,7 +99,7 @@ def test_the_command_that_checks_refuses_four_bits_without_an_adapter(tiny_model
     command = ["sft", "--model_name_or_path", tiny_model_dir, "--dataset_name", str(data), "--load_in_4bit"]
     command += ["--output_dir", str(tmp_path / "out"), "--use_cpu"]
     assert run(command) == 78
-    assert "quantised to 4 bits and there is no adapter" in " ".join(capsys.readouterr().out.split())
+    assert "quantized to 4 bits, so they cannot be trained" in " ".join(capsys.readouterr().out.split())
     run([*command, "--use_peft"])
     assert "there is no adapter" not in " ".join(capsys.readouterr().out.split())
 
@@ -145,7 +145,7 @@ def packed_bytes(model):
 def test_sft_learns_on_four_bits_and_the_base_stays_as_it_was(folder, tmp_path, caplog):
     with caplog.at_level("INFO", logger="posttrain.models.quantised"):
         trainer = sft(folder, tmp_path / "out", max_steps=12)
-    assert sum("4-bit weights: the base is frozen" in record.message for record in caplog.records) == 1
+    assert sum("4-bit weights: the base model is frozen" in record.message for record in caplog.records) == 1
     before = packed_bytes(trainer.model)
     assert len(before) == 14 and trainer.layout.kind == "tree"
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}

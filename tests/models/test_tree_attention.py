@@ -271,7 +271,7 @@ def test_a_batch_whose_rows_have_no_segments_is_refused(kept):
     batch = replace(
         batch, segments=() if kept == () else tuple(moved if kept == "other rows" else batch.segments[kept])
     )
-    with raises(DataError, "a Batch of 1 rows", "Fix: lay rows out with collate"):
+    with raises(DataError, "a Batch with 1 rows", "Fix: create the batch with collate"):
         forward(build_model(97), batch)
 
 
@@ -321,9 +321,7 @@ def test_a_kernel_whose_gradients_are_wrong_is_not_taken(monkeypatch):
         return dq, dk * 1.01, dv
 
     monkeypatch.setattr(tree_attention, "_parts_backward", wrong)
-    assert tree_attention.kernel_fault(torch.device("cpu"), torch.float32, 6, 2, 16).startswith(
-        "dk of attention by parts"
-    )
+    assert tree_attention.kernel_fault(torch.device("cpu"), torch.float32, 6, 2, 16).startswith("dk of tree attention")
 
 
 def test_a_model_whose_gradients_would_be_wrong_gets_a_mask(monkeypatch, caplog):

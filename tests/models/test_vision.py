@@ -412,7 +412,7 @@ def test_an_unknown_family_that_sees_later_tokens_is_refused_with_the_difference
         return out
 
     monkeypatch.setattr(type(model), "forward", both_ways)
-    with pytest.raises(ModelError, match=r"earlier tokens see later ones: outputs differ by \d"):
+    with pytest.raises(ModelError, match=r"earlier tokens attend to later tokens: outputs differ by \d"):
         install_pictures(model, processor)
 
 

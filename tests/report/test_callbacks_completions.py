@@ -212,8 +212,8 @@ def test_the_mode_comes_back_when_generation_fails(tmp_path, tiny_tokenizer, mon
 @pytest.mark.parametrize(
     ("evaluation", "text"),
     [
-        (None, "the trainer has none"),
-        (ROWS, r"no 'prompt' column; its columns are \['input_ids', 'labels'\]. Tokenizing and packing"),
+        (None, "the trainer has no eval_dataset"),
+        (ROWS, r"no 'prompt' column. Its columns are \['input_ids', 'labels'\]. Tokenization and packing"),
         (DatasetDict(easy=PROMPTS, hard=PROMPTS), "several datasets \\(easy, hard\\)"),
         (Dataset.from_list([{"prompt": "What"}, {"prompt": ""}]), "row 1, column 'prompt': it is empty"),
     ],
@@ -326,7 +326,7 @@ def test_a_tracker_that_is_not_asked_for_gets_nothing_and_one_that_fails_does_no
     run.args.report_to = ["trackio"]
     run.train()
     assert not logged
-    assert caplog.text.count("could not be shown on trackio: ZeroDivisionError") == 1
+    assert caplog.text.count("could not be sent to trackio: ZeroDivisionError") == 1
     assert len(lines(tmp_path)) == 3
 
 

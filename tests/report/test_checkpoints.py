@@ -259,7 +259,7 @@ def test_a_checkpoint_of_the_model_alone_is_no_place_to_go_on_from(tmp_path, tin
     """transformers would begin with a new optimizer, and its learning rate anew, without a word."""
     options = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
     sft(tmp_path, tiny_tokenizer, max_steps=2, **options).train()
-    with raises(CheckpointError, "checkpoint-2", "holds no optimizer", "save_only_model"):
+    with raises(CheckpointError, "checkpoint-2", "contains no optimizer", "save_only_model"):
         sft(tmp_path, tiny_tokenizer, max_steps=4, **options).train(resume_from_checkpoint=True)
 
 

@@ -155,7 +155,7 @@ def test_a_run_ends_with_what_it_came_to_and_an_interrupted_one_says_how_to_go_o
 
 
 def test_a_run_shorter_than_a_logging_interval_says_its_mean_loss():
-    told = ["loss 3.02, the mean of all steps: no step was logged (logging_steps)"]
+    told = ["loss 3.02 (mean over all steps: no step was logged, see logging_steps)"]
     assert learned([{"step": 6, "train_loss": 3.023}]) == told
     assert learned([{"step": 4, "eval_loss": 2.0}, {"step": 6, "train_loss": 3.023}]) == [*told, "held-out loss 2 -> 2"]
     assert learned([{"reward": 1.0}, {"train_loss": 3.023}]) == ["reward 1 -> 1"]
@@ -182,8 +182,8 @@ def test_what_was_learned_is_judged_by_the_reward_where_there_is_one():
     assert "all groups had equal rewards" in learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}])[0]
     lost = [line | {"step": n, "rewards/a/applicable": 1.0} for n, line in enumerate(steps)]
     lost += [{"loss": 0.0, "step": 20 + n, "rewards/a/applicable": 0.0} for n in range(4)]
-    assert "no reward applied since step 20" in learned(lost)[0] and learned(lost[:20]) == ["reward 0.5 -> 18.5"]
-    assert learned([{"loss": 1.0}, {"loss": float("nan")}])[0].endswith("not a number anymore")
+    assert "has been scored since step 20" in learned(lost)[0] and learned(lost[:20]) == ["reward 0.5 -> 18.5"]
+    assert learned([{"loss": 1.0}, {"loss": float("nan")}])[0].endswith("it is now NaN")
     noise = [{"loss": 1e-7}, {"loss": 3e-7}]
     assert learned(noise) == ["loss 1e-07 -> 3e-07"] and learned([{"loss": 2.0}, {"loss": 2.0001}]) == ["loss 2 -> 2"]
 

@@ -370,7 +370,7 @@ def test_a_folder_of_a_live_run_is_refused_and_taken_over_when_it_is_gone(tmp_pa
     check_writable(str(tmp_path))
     lock = FolderLock(tmp_path)
     lock.acquire()
-    assert "no longer runs; this run takes the folder over" in caplog.text
+    assert "is no longer running. This run now uses the folder" in caplog.text
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     lock.release()
     assert not (tmp_path / LOCK).exists()

@@ -62,7 +62,7 @@ def test_r19_the_share_report_comes_at_generations_1_10_and_100(caplog):
     watch = watch_of(runner)
     for _ in range(100):
         table = run(runner, ["a", "bbb"], watch)
-    said = [r.getMessage() for r in caplog.records if "share of the rewards" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "variance share of each reward function" in r.getMessage()]
     assert [m.split("generation ")[1].split(":")[0] for m in said] == ["1", "10", "100"]
     share = table.metrics["rewards/<lambda>/variance_share"]
     assert (float(share.value) / float(share.weight), share.weight) == (pytest.approx(0.8), 2)

@@ -1,3 +1,3 @@
-"""Harnesses: a user's agent runs episodes against an HTTP endpoint of the policy. Integrations of OpenEnv, verifiers
-and TRL's rollout sessions.
+"""Harnesses: an agent of the user runs episodes against an HTTP endpoint of the policy. Also integrations of OpenEnv,
+verifiers and TRL's rollout sessions.
 """

@@ -1,4 +1,4 @@
-"""OpenAI-compatible calls: conversion of request bodies to engine requests, of completions to responses, and errors."""
+"""OpenAI-compatible calls: convert request bodies to engine requests, and completions to responses or errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from posttrain.rollouts.episodes.tokens import PlainText
 from posttrain.rollouts.native.requests import check_requests
 from posttrain.types import Request, Rollout, Sampling
 
-# Parameters of OpenAI's API that are accepted and have no effect on sampling.
+# Parameters of OpenAI's API that are accepted, but have no effect.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Sampling settings, by OpenAI's name or that of other servers, and the value that disables each.
+# Sampling settings of the run, by their names in requests.
 OF_THE_RUN: dict[str, str] = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 OFF = {"presence_penalty": 0, "frequency_penalty": 0}
 MOST_CHOICES = 128
-# Maximum size of a request body: without a known context length, the minimum for any context, and per token of the
-# context.
+# Maximum size of a request body in bytes: if the context length is unknown, minimum for any context, and size per token
+# of the context.
 MOST_BYTES, LEAST_BYTES, BYTES_PER_TOKEN = 16 * 2**20, 2**20, 32
 # Template arguments that a call cannot set.
 OUR_OWN = {
@@ -41,12 +41,12 @@ OUR_OWN = {
     for name, parameter in inspect.signature(function).parameters.items()
     if parameter.kind is not parameter.VAR_KEYWORD and name != "documents"
 }
-# Keys of a message that would be ignored.
+# Keys of a message that are rejected, because they would be ignored.
 UNREAD = ("function_call", "audio")
 
 
 class CallError(Exception):
-    """A call is rejected with an error in OpenAI's format.
+    """Error with which a call is rejected, in OpenAI's format.
 
     Attributes:
         status: HTTP status code.
@@ -94,7 +94,7 @@ class _Body(BaseModel):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with token counts."""
+        """Whether the last chunk of a stream contains token counts."""
         return bool((self.stream_options or {}).get("include_usage"))
 
 
@@ -120,10 +120,10 @@ class CompletionBody(_Body):
 
 
 def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
-    """Parse a request body, and return it with a digest by which a retry is recognized.
+    """Parse a request body. Return it with a digest, which identifies retries.
 
     Raises:
-        CallError: The body is not JSON, or a parameter is unknown or out of range.
+        CallError: The body is not valid JSON, or a parameter is unknown or invalid.
     """
     try:
         content = read_json(raw)
@@ -136,7 +136,7 @@ def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
     try:
         return kind.model_validate(taken), digest
     except ValidationError as error:
-        # Report the error of the union member that matched furthest, without the member's name.
+        # Report the error of the union member that matched best, without the member's name.
         first = max(error.errors(), key=lambda one: len(one["loc"]))
         name = ".".join(str(part) for k, part in enumerate(first["loc"]) if k == 0 or isinstance(part, int))
         if first["type"] == "extra_forbidden":
@@ -151,22 +151,22 @@ def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
 
 @dataclass
 class Policy:
-    """The model behind the endpoint, and limits of calls.
+    """The model behind the endpoint, and the limits of calls.
 
     Attributes:
         tokenizer: Tokenizer with a chat template.
-        sampling: Sampling settings of every call, which the trained log-probs assume. ``max_new_tokens`` limits one
+        sampling: Sampling settings of every call, which the trained log-probs assume. ``max_new_tokens`` limits each
             completion.
-        context: Maximum number of tokens of prompt and completion. None: no limit.
-        vocabulary: Vocabulary size V. None: unknown.
+        context: Maximum number of tokens of prompt and completion. None means no limit.
+        vocabulary: Vocabulary size V. None if it is unknown.
         model: Model name that calls must use.
         template_kwargs: Arguments of the chat template.
         unsupported: Fields of `Sampling` that the engine does not support.
-        overrides: Whether calls with other sampling settings are sampled with the run's settings. False: they are
-            rejected.
+        overrides: Whether calls with other sampling settings are sampled with the run's settings. If False, these calls
+            are rejected.
         call_timeout: Maximum number of seconds that a call waits for its completion.
-        max_calls: Maximum number of sampled calls per session. None: no limit.
-        max_tokens: Maximum number of sampled tokens per session. None: no limit.
+        max_calls: Maximum number of sampled calls per session. None means no limit.
+        max_tokens: Maximum number of sampled tokens per session. None means no limit.
     """
 
     tokenizer: Any
@@ -187,20 +187,20 @@ class Policy:
             try:
                 self.tokenizer = add_response_schema(copy.copy(self.tokenizer))
             except ModelError:
-                # There is no parser for its calls, so tools are rejected instead of being treated as text.
+                # There is no parser for tool calls of this template, so calls with tools are rejected.
                 self.calls_tools = False
-        # One instance, so that a hidden text gets the same placeholder in every call.
+        # There is a single instance, so that a hidden text gets the same placeholder in every call.
         self.plain = PlainText(self.tokenizer) if hasattr(self.tokenizer, "all_special_tokens") else None
 
     @property
     def most_bytes(self) -> int:
-        """Maximum size of a request body in bytes: several times the size of a full context, including escaped text."""
+        """Maximum size of a request body in bytes. It is several times the size of a full context in escaped text."""
         return MOST_BYTES if self.context is None else max(LEAST_BYTES, BYTES_PER_TOKEN * self.context)
 
     # Prompts -------------------------------------------------------------------------------------------------------------
 
     def chat(self, body: ChatBody, session: Session) -> CapturedCall:
-        """Convert a chat call to a prompt: token ids that the session has sampled, followed by new tokens.
+        """Convert a chat call to a prompt, which consists of token ids that the session has sampled and of new token ids.
 
         Raises:
             CallError: The call cannot be rendered, or uses an unsupported option.
@@ -230,12 +230,12 @@ class Policy:
     def _ids(
         self, session: Session, text: str, parent: tuple[int, int] | None, *, plain: bool
     ) -> tuple[list[int], tuple[int, int] | None]:
-        """Return the token ids of a text and the completion that it continues. Only the new part is tokenized."""
+        """Return the token ids of a text, and the completion that it continues. Only the new part is tokenized."""
         if parent is not None:
             call = session.calls[parent[0]]
             rest = text[len(call.ends[parent[1]]) :]
             ids = self._encoded(rest)
-            # Some tokenizers encode a part of a text differently from the same part within the text.
+            # Some tokenizers encode a part of a text differently when it is tokenized alone.
             if self._spells(ids, rest):
                 return [*call.ids(parent[1]), *ids], parent
         if plain:
@@ -251,11 +251,11 @@ class Policy:
         return bool(hidden) or self.decode(ids) == text
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids without any change, including special tokens and spaces."""
+        """Decode ids without any cleanup. Special tokens and spaces are kept."""
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _hidden(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Hide special tokens in tool results, so that a result cannot end its turn or begin a turn of the model."""
+        """Hide special tokens in tool results, so that a result can neither end its turn nor begin a turn of the model."""
         if self.plain is None:
             return messages
         return [
@@ -268,7 +268,7 @@ class Policy:
     def _check_chat(self, body: ChatBody) -> None:
         if body.tools and not self.calls_tools:
             raise CallError(
-                "The chat template of this model does not render tools, or there is no parser for its calls. Fix: "
+                "The chat template of this model does not render tools, or its tool calls cannot be parsed. Fix: "
                 "remove tools, or train a model whose template supports them.",
                 param="tools",
                 code="unsupported_parameter",
@@ -290,7 +290,7 @@ class Policy:
             raise CallError("top_logprobs is set without logprobs. Fix: set logprobs=true.", param="top_logprobs")
         if body.parallel_tool_calls is False:
             raise CallError(
-                "parallel_tool_calls=false is not supported, because the engine cannot limit the number of "
+                "parallel_tool_calls=false is not supported, because the engine cannot limit the number of tool "
                 "calls. Fix: remove it.",
                 param="parallel_tool_calls",
                 code="unsupported_parameter",
@@ -298,8 +298,8 @@ class Policy:
         kind = (body.response_format or {"type": "text"}).get("type")
         if kind != "text":
             raise CallError(
-                f"response_format of type {kind!r} changes the sampled distribution, so its log-probs would not match "
-                "the trained ones. Fix: remove it, and reward the format instead.",
+                f"response_format of type {kind!r} changes the sampled distribution, so the trained log-probs would not "
+                "match it. Fix: remove response_format, and reward the format instead.",
                 param="response_format",
                 code="unsupported_parameter",
             )
@@ -310,8 +310,8 @@ class Policy:
         """Create the engine request of a call.
 
         Raises:
-            CallError: The model is unknown, settings differ from the run's, the prompt is too long, or a limit of the
-                session is reached.
+            CallError: The model is unknown, settings differ from the run's settings, the prompt is too long, or a limit
+                of the session is reached.
         """
         if body.model != self.model:
             raise CallError(
@@ -343,7 +343,7 @@ class Policy:
         bias = tuple(sorted((body.logit_bias or {}).items()))
         if bias:
             raise CallError(
-                "logit_bias changes the sampled distribution, so its log-probs would not match the trained ones. "
+                "logit_bias changes the sampled distribution, so the trained log-probs would not match it. "
                 "Fix: remove it.",
                 param="logit_bias",
                 code="unsupported_parameter",
@@ -363,7 +363,7 @@ class Policy:
         return request
 
     def _check_settings(self, body: Any) -> None:
-        """Reject sampling settings that differ from the run's, because the trained log-probs would not match."""
+        """Reject sampling settings that differ from the run's settings, with which the trained log-probs would not match."""
         for name, value in OFF.items():
             if (asked := getattr(body, name)) not in (None, value) and not self.overrides:
                 raise CallError(_other(name, asked, value), param=name, code="unsupported_value")
@@ -380,7 +380,7 @@ class Policy:
             ("harness_max_tokens", session.counts.tokens, self.max_tokens),
         ):
             if most is not None and used >= most:
-                # Clients do not retry status 400.
+                # Status 400 is used because clients do not retry it.
                 raise CallError(f"This episode has reached its limit {name}={most}.", code="budget_exceeded")
 
     # Answers -------------------------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ class Policy:
         call.completions = [replace(rollout, text=answer["content"]) for rollout, answer in pairs]
 
     def _written(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """Decode a completion after its prompt. Some tokenizers drop the first space of a text that is decoded alone."""
+        """Decode a completion together with its prompt. Some tokenizers drop the first space of a text decoded alone."""
         tail = list(prompt[-8:])
         before, whole = self.decode(tail), self.decode([*tail, *ids])
         return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
@@ -413,16 +413,16 @@ def _other(name: str, asked: Any, own: Any) -> str:
 
 
 def _seed(own: int, call: CapturedCall, asked: int | None, number: int) -> int:
-    """Compute the seed of a call from the session, its number and its prompt.
+    """Compute the seed of a call from the session, the number of the call, and its prompt.
 
-    A seed in the call makes the call reproducible within its session only.
+    A seed in the call makes the call reproducible, but only within its session.
     """
     named = json.dumps([own, call.prompt_ids, asked if asked is not None else number])
     return int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big")
 
 
 def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Convert a message in OpenAI's format for chat templates.
+    """Convert a message from OpenAI's format to the format of chat templates.
 
     Raises:
         CallError: A part is not text, or the role is unknown.
@@ -466,7 +466,7 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _given_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a tool call with keys in the order of sampled calls, because templates render them in order."""
+    """Return a tool call whose keys have the same order as in sampled calls, because templates render keys in order."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise CallError(f"{where} has no function with a name.", param=where, code="invalid_value")
@@ -489,7 +489,7 @@ def _before(text: str, stops: Sequence[str]) -> str:
 
 
 def _message(answer: Mapping[str, Any], name: str, stops: Sequence[str]) -> dict[str, Any]:
-    """Convert an answer to a message whose calls have ids and JSON text as arguments."""
+    """Convert an answer to a message. Its tool calls get ids, and their arguments become JSON text."""
     calls = [
         {
             "id": f"call_{name}_{k}",
@@ -528,7 +528,7 @@ class Answer:
         self.created = int(time.time())
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Return the fields that every response object begins with."""
+        """Return the fields that all response objects start with."""
         chat = ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
         suffix = ".chunk" if kind == "chunk" and self.is_chat else ""
         return {
@@ -580,7 +580,7 @@ class Answer:
         return {"content": [_token(t, v) | {"top_logprobs": top} for t, v, top in pairs], "refusal": None}
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """Yield the response as chunks of a stream. The engine has finished the completion before."""
+        """Yield the response as chunks of a stream. The completion is already finished."""
         for index, rollout, answer in self._each():
             yield from self._chat_chunks(index, rollout, answer) if self.is_chat else self._text_chunks(index, rollout)
         if self.body.includes_usage:

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Run = Callable[..., Any] | str | Sequence[str]
-# Seconds between two checks of whether episodes have ended.
+# Interval in seconds at which the end of episodes is checked.
 LOOK_S = 0.05
 # Maximum number of characters of a command's output in an error.
 TAIL = 500
 # Maximum number of bytes that are read from the end of a command's stdout and stderr.
 OUTPUT_READ = 1 << 20
-# Maximum size in bytes of each file that a command writes, including its output.
+# Maximum size in bytes of each file written by a command, including its output.
 LARGEST_FILE = 1 << 30
-# Environment variables that a command receives. Tokens of the Hub and of trackers are excluded.
+# Environment variables that a command receives. Tokens of the Hub and of trackers are not among them.
 VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP", "XDG_*",
     "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "JAVA_HOME", "OMP_NUM_THREADS",
@@ -55,21 +55,22 @@ LONGEST_VARIABLE = 100_000
 
 @dataclass
 class Harness:
-    """An agent with its options. A trainer also accepts the function or the command alone.
+    """Agent with its options. Trainers also accept only the function or the command.
 
     Args:
-        run: ``f(task, base_url, api_key) -> result``, plain or asynchronous. It also receives ``model`` and ``seed`` if
-            it has these parameters; ``seed`` is equal for episodes of a group. Alternatively a command line. A command
-            receives ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and ``POSTTRAIN_TASK`` (the row as JSON,
-            if below 100,000 characters) in its environment, and the row on its standard input. Its last line of output
-            is the result, as JSON or text.
-        credit: ``f(session) -> [number]``, one factor of the advantage per branch, in the order of
-            ``session.branches()``. None: 1 for all.
-        trains: ``f(call) -> bool``, whether the tokens of a call are trained. Other tokens are context. None: all.
-        requires: Whether a result of None is a failure, even with reward functions.
-        close: Called when training ends, also after an error.
-        keeps: ``f(calls) -> calls``, which of the answered calls belong to the agent. Other calls are context. None:
-            all.
+        run: A function or a command. A function ``f(task, base_url, api_key) -> result`` can be synchronous or
+            asynchronous. It also receives ``model`` and ``seed`` if it has these parameters. ``seed`` is the same for all
+            episodes of a group. A command receives ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and, for rows
+            below 100,000 characters, ``POSTTRAIN_TASK`` (the row as JSON) in its environment. It also receives the row
+            on its standard input. The last line of its output is the result, as JSON or text.
+        credit: Function ``f(session) -> [number]``. It returns a factor of the advantage for each branch, in the order of
+            ``session.branches()``. None uses 1 for all branches.
+        trains: Function ``f(call) -> bool``. It returns whether the tokens of a call are trained. Tokens of other calls
+            are context. None trains all calls.
+        requires: Whether a result of None is a failure, even if there are reward functions.
+        close: Function that is called when training ends, also after an error.
+        keeps: Function ``f(calls) -> calls``. It selects the answered calls that belong to the agent. Other calls are
+            context. None selects all calls.
 
     >>> Harness(["my-agent", "--once"]).command
     ['my-agent', '--once']
@@ -93,12 +94,12 @@ class Harness:
 
     @classmethod
     def of(cls, given: object) -> Harness:
-        """Convert a user's argument to a harness."""
+        """Convert the argument of a trainer to a `Harness`."""
         return given if isinstance(given, Harness) else cls(given)
 
     @property
     def command(self) -> list[str] | None:
-        """The command line; None for a function. A string is run by a shell."""
+        """The command line, or None for a function. A string is run by a shell."""
         if callable(self.run):
             return None
         return ["/bin/sh", "-c", self.run] if isinstance(self.run, str) else list(self.run)
@@ -107,14 +108,14 @@ class Harness:
 def replayed(path: str | Path) -> Harness:
     """Return a harness that replays recorded episodes, to debug a trainer without the agent and without sampling.
 
-    Episodes are found by their task's row, in the order of the file. Sampled ids, log-probs and versions are those of
-    the file, so a policy that has changed since is off-policy.
+    Episodes are selected by the row of their task, in the order of the file. Sampled ids, log-probs and versions come from the
+    file, so training is off-policy if the policy has changed since the recording.
 
     Args:
         path: File written by ``harness_record``.
 
     Raises:
-        DataError: The file does not exist, or a line is not a session.
+        DataError: The file does not exist, or a line is not a recorded session.
     """
     return _Replay(list(read_sessions(path)), str(path))
 
@@ -130,15 +131,15 @@ class _Replay(Harness):
             self.waiting.setdefault(_task_key(episode.task), []).append(episode)
 
     def _never(self, task: Any, base_url: str, api_key: str) -> Any:
-        raise NotImplementedError("a recorded episode makes no calls")
+        raise NotImplementedError("a recorded episode does not call the harness")
 
     def next(self, row: Mapping[str, Any]) -> HarnessEpisode:
-        """Return the next recorded episode of a row. After the last one it starts again."""
+        """Return the next recorded episode of a row. After the last episode, start again with the first."""
         recorded = self.waiting.get(_task_key(row))
         if not recorded:
             raise DataError(
-                f"{self.path} has no episode of the row {dict(row)!r:.120}, only of {len(self.waiting)} other rows. "
-                "Fix: train on the dataset that was recorded."
+                f"{self.path} has no episode for the row {dict(row)!r:.120}, but only for {len(self.waiting)} other rows. "
+                "Fix: train on the dataset with which the file was recorded."
             )
         one = recorded.pop(0)
         recorded.append(one)
@@ -150,14 +151,14 @@ def _task_key(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: object) -> Any:
-    """Remove the Nones that a dataset adds for missing keys."""
+    """Remove the None values that a dataset adds for missing keys."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def harness_reward(completions: Sequence[Any], harness_result: Sequence[Any], **_: Any) -> list[float | None]:
-    """Return the harness's result as the reward: a number, or ``reward`` of a mapping. None: the episode failed.
+    """Return the harness's result as the reward: a number, or the key ``reward`` of a mapping. None for failed episodes.
 
     Raises:
         RewardError: A result is not a number.
@@ -172,13 +173,13 @@ def _number(result: Any) -> float:
     with contextlib.suppress(TypeError, ValueError):
         return float(value)  # type: ignore[arg-type]
     raise RewardError(
-        f"the harness returned {result!r:.80}, which is not a number and has no 'reward'. Fix: return a number, or "
-        "pass reward_funcs that read harness_result."
+        f"the harness returned {result!r:.80}, which is neither a number nor a mapping with 'reward'. Fix: return a "
+        "number, or pass reward_funcs that read harness_result."
     )
 
 
 def _recorded(result: object) -> object:
-    """Convert a result for a file. An object becomes its number, or None if it has none."""
+    """Convert a result to JSON. An object with a reward is converted to this number, and any other object to None."""
     if result is None or isinstance(result, str | int | float | Mapping | list | tuple):
         return result
     with contextlib.suppress(RewardError):
@@ -205,7 +206,7 @@ class HarnessEpisode:
 
 @dataclass
 class HarnessOptions:
-    """Options of a runner. Names are those of `HarnessFields`. The object is picklable."""
+    """Options of a `HarnessRunner`, with the names of `HarnessFields`. The object can be pickled."""
 
     limit: int = 16
     timeout: float | None = 600.0
@@ -222,7 +223,7 @@ class HarnessOptions:
 
     @classmethod
     def of(cls, args: PostTrainingConfig) -> HarnessOptions:
-        """Return the options of a config. None: the defaults."""
+        """Return the options in a config, or the defaults for None."""
         if args is None:
             return cls()
         return cls(
@@ -242,14 +243,14 @@ class HarnessOptions:
 
 
 class HarnessRunner:
-    """Runs a harness on many tasks concurrently, and answers its calls on the thread that owns the engine.
+    """Runner of a harness. Episodes run concurrently. Their calls are answered on the thread that owns the engine.
 
     Args:
         harness: Harness as the user passed it.
-        options: Options. None: the defaults.
+        options: Options. None uses the defaults.
 
     Attributes:
-        proxy: Endpoint of the policy. None before the first episode.
+        proxy: Endpoint of the policy. It is None before the first episode.
     """
 
     def __init__(self, harness: object, options: HarnessOptions | None = None) -> None:
@@ -258,7 +259,7 @@ class HarnessRunner:
         self.harness, self.options = Harness.of(harness), options or HarnessOptions()
         self.proxy: CaptureProxy | None = None
         self._runner = ToolRunner(timeout=self.options.timeout)
-        # Running commands, with the keys of their episodes.
+        # Commands that are running, with the keys of their episodes.
         self._commands: dict[subprocess.Popen, str] = {}
         self._lock = threading.Lock()
 
@@ -278,24 +279,24 @@ class HarnessRunner:
 
         Args:
             rows: Tasks of the episodes.
-            seeds: Sampling seeds. Equal seeds are distinguished by their position among the rows of all processes.
+            seeds: Sampling seeds. Rows with equal seeds are distinguished by their position in the rows of all processes.
             policy: The policy.
-            sample: Function that runs the engine. It is called on this thread, the same number of times in every
-                process.
+            sample: Function that runs the engine. It is called on this thread, equally often in every process.
             per_request: See `CallQueue.answer`.
-            any_process: Function of whether this process has episodes left, which returns whether any process has.
-            everyone: Function that gathers the rows of all processes. None: there is one process.
-            place: Position of the first of these rows among the rows of all processes.
+            any_process: Function that takes whether this process has unfinished episodes, and returns whether any process
+                has.
+            everyone: Function that gathers the rows of all processes. None if there is only one process.
+            place: Position of the first of these rows in the rows of all processes.
 
         Raises:
-            Any error of ``sample``, after all episodes have been ended.
+            Any error of ``sample``. All episodes are ended first.
         """
         if isinstance(self.harness, _Replay):
-            # All processes read the file in the same order, so that no episode is used twice.
+            # All processes read the file in the same order, so that no episode is used by two processes.
             shared = list(rows) if everyone is None else everyone(list(rows))
             return [self.harness.next(row) for row in shared][place : place + len(rows)]
         proxy, number = self._listening(policy), 0
-        # Seed for engines with one seed per call. A group may have rows on several processes.
+        # Seed for engines with one seed per call. The rows of a group can be on several processes.
         call_seed = ((seeds[0] if seeds else 0) * 1_000_003 + place * 100_003) % 2**31
         begun: list[HarnessEpisode] = []
         futures: list[Future[HarnessEpisode]] = []
@@ -377,7 +378,7 @@ class HarnessRunner:
             else:
                 episode.result = self._commanded(command, proxy, session, row, seed)
         except TooSlow:
-            episode.error = f"TimeoutError: the episode did not end within harness_timeout={self.options.timeout:g} s"
+            episode.error = f"TimeoutError: the episode took longer than harness_timeout={self.options.timeout:g} s"
         except Exception as error:
             episode.error = f"{type(error).__name__}: {error}"
         finally:
@@ -391,7 +392,7 @@ class HarnessRunner:
         return episode
 
     def _called(self, proxy: CaptureProxy, session: Session, row: dict[str, Any], seed: int) -> Any:
-        """Call a plain or asynchronous function with the time limit."""
+        """Call a synchronous or asynchronous function with a time limit."""
         function: Any = self.harness.run
         named = {"model": self.options.model, "seed": seed}
         known = _parameters(function)
@@ -405,16 +406,16 @@ class HarnessRunner:
     def _commanded(
         self, command: list[str], proxy: CaptureProxy, session: Session, row: dict[str, Any], seed: int
     ) -> Any:
-        """Run a command line. Processes that it started are ended with it."""
+        """Run a command. Processes that it started are killed when it ends."""
         task = json.dumps(row, default=str)
         named = {"OPENAI_BASE_URL": proxy.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": self.options.model}
         named |= {"POSTTRAIN_SEED": str(seed)} | ({"POSTTRAIN_TASK": task} if len(task) < LONGEST_VARIABLE else {})
         patterns = (*VARIABLES, *(self.options.env or ()))
         passed = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
-        # The unit of `ulimit -f` is 512 bytes.
+        # `ulimit -f` counts blocks of 512 bytes.
         bounded = ["/bin/sh", "-c", f'ulimit -f {LARGEST_FILE // 512} 2>/dev/null; exec "$@"', "sh", *command]
         with contextlib.ExitStack() as stack:
-            # Use files instead of pipes: processes that the command leaves running could hold pipes open.
+            # Use files instead of pipes, because processes that outlive the command would keep pipes open.
             stdin, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
             stdin.write(task.encode())
             stdin.seek(0)
@@ -440,8 +441,8 @@ class HarnessRunner:
             return None
         if cut and len(lines) == 1:
             raise RolloutError(
-                f"the last line of {command[0]!r}, which is the result, is longer than {OUTPUT_READ} bytes. Fix: "
-                "print a shorter last line."
+                f"the last line of the output of {command[0]!r}, which is the result, is longer than {OUTPUT_READ} bytes. "
+                "Fix: print a shorter last line."
             )
         with contextlib.suppress(ValueError):
             return json.loads(lines[-1])
@@ -449,19 +450,19 @@ class HarnessRunner:
 
 
 def _last_output(file: IO[bytes]) -> str:
-    """Return the last `OUTPUT_READ` bytes as text."""
+    """Return the last `OUTPUT_READ` bytes of a file as text."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_READ))
     return file.read().decode(errors="replace")
 
 
 def _kill(process: subprocess.Popen, key: str) -> None:
-    """End a command with its process group and, on Linux, all processes with the episode's key in their environment."""
+    """Kill a command with its process group. On Linux, also kill all processes with the episode's key in their environment."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
     until = time.monotonic() + 5
-    # Repeat until none is found, because a process may have started another.
+    # Repeat until there are none, because a process may have started another process.
     while (left := _having(f"OPENAI_API_KEY={key}".encode())) and time.monotonic() < until:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -482,11 +483,11 @@ def _refusals(session: Session) -> str:
     counts = {
         name: count for name, count in asdict(session.counts).items() if count and name not in ("received", "tokens")
     }
-    return f"NoAnswer: none of its {session.counts.received} calls was answered ({counts})"
+    return f"NoAnswer: none of the {session.counts.received} calls of the harness was answered ({counts})"
 
 
 def _parameters(function: Any) -> set[str] | None:
-    """Return the parameter names of a function. None: it accepts any."""
+    """Return the parameter names of a function, or None if it accepts any parameter."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -499,13 +500,12 @@ def _parameters(function: Any) -> set[str] | None:
 
 @dataclass
 class HarnessRollouts:
-    """Episodes converted to rollouts, one entry per episode.
+    """Episodes converted to rollouts, with one entry per episode.
 
     Attributes:
-        rollouts: First branch of each episode, with the other branches as its ``branches``. An excluded episode has no
-            tokens.
+        rollouts: First branch of each episode. Its other branches are in ``branches``. Excluded episodes have no tokens.
         completions: Messages for reward functions.
-        extra: Columns for reward functions: ``harness_result``, ``harness_error``, ``session``.
+        extra: Columns for reward functions: ``harness_result``, ``harness_error`` and ``session``.
         metrics: Metrics to log.
     """
 
@@ -522,12 +522,12 @@ def as_rollouts(
 
     Args:
         episodes: Episodes in order.
-        harness: Harness, for its credit and filters.
-        placeholder: Id of the single prompt token of an episode without tokens.
+        harness: Harness, whose credit and filters are applied.
+        placeholder: Token id of the prompt of an episode without tokens.
         leave_out: Whether failed episodes are excluded from training.
 
     Raises:
-        RolloutError: ``credit`` returned a wrong number of values.
+        RolloutError: ``credit`` returned the wrong number of values.
     """
     rollouts, completions = [], []
     for episode in episodes:
@@ -540,9 +540,9 @@ def as_rollouts(
     if failed:
         first = next(episode.error for episode in episodes if episode.error is not None)
         logger.warning(
-            "%d of %d episodes of the harness failed (%s) and are %s. The first: %s",
+            "%d of %d episodes of the harness failed (%s) and are %s. The first error: %s",
             failed.total(), len(episodes), ", ".join(f"{count} {name}" for name, count in failed.most_common()),
-            "left out" if leave_out else "scored as harness_failure says", first,
+            "excluded from training" if leave_out else "trained with the reward harness_failure", first,
         )  # fmt: skip
     extra = {
         "harness_result": [None if episode.error is not None else episode.result for episode in episodes],
@@ -561,7 +561,7 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
         if len(credits) != len(branches):
             raise RolloutError(
                 f"the harness's credit returned {len(credits)} numbers for {len(branches)} branches. Fix: return one "
-                "number for each of session.branches()."
+                "number per branch of session.branches()."
             )
     kept, rollouts = _kept(session, harness), []
     for branch, credit in zip(branches, credits, strict=True):
@@ -577,7 +577,7 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
 
 
 def _kept(session: Session, harness: Harness) -> set[int] | None:
-    """Return the numbers of the calls that are trained. None: all."""
+    """Return the numbers of the calls that are trained, or None if all calls are trained."""
     if harness.keeps is None and harness.trains is None:
         return None
     calls = [call for call in session.calls if call.state == "answered"]
@@ -598,7 +598,7 @@ def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Sessi
 
 
 def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
-    """Compute numbers of calls, forks and failures, and the ratio of computed tokens to the tokens of all calls."""
+    """Compute the numbers of calls, forks and failures, and the ratio of computed tokens to the tokens of all calls."""
     n = max(len(episodes), 1)
     totals = Counter[str]()
     for episode in episodes:
@@ -618,12 +618,12 @@ def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
 
 
 def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Harness | None, Any]:
-    """Separate the harness from the worker in a trainer's arguments. A `HarnessRolloutWorker` is a harness.
+    """Split a trainer's arguments into the worker and the harness. A `HarnessRolloutWorker` counts as a harness.
 
     Args:
-        worker: ``rollout_worker``.
-        harness: ``harness``.
-        reward_funcs: Reward functions. None with a harness: the harness's result is the reward.
+        worker: The trainer's argument ``rollout_worker``.
+        harness: The trainer's argument ``harness``.
+        reward_funcs: Reward functions. If it is None and there is a harness, the harness's result is the reward.
 
     Returns:
         The worker, the harness, and the reward functions.
@@ -633,7 +633,7 @@ def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Har
     """
     if isinstance(worker, Harness):
         if harness is not None:
-            raise ConfigError("rollout_worker is a harness, but harness is set too. Fix: pass one of them.")
+            raise ConfigError("rollout_worker is a harness, but harness is set as well. Fix: pass only one of them.")
         worker, harness = None, worker
     if harness is None:
         return worker, None, reward_funcs
@@ -655,6 +655,6 @@ def check_harness(args: PostTrainingConfig, name: str) -> None:
         require(package, "harness= (an endpoint of the policy)")
     if args is not None and args.dynamic_sampling:
         raise ConfigError(
-            f"{name}: dynamic_sampling={args.dynamic_sampling} cannot be used with harness: additional episodes would "
-            "be run for groups without variance while other episodes wait. Fix: set dynamic_sampling=0."
+            f"{name}: dynamic_sampling={args.dynamic_sampling} cannot be used with a harness, because groups without "
+            "variance would need additional episodes while other episodes wait. Fix: set dynamic_sampling=0."
         )

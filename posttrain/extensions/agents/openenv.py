@@ -1,4 +1,4 @@
-"""OpenEnv clients as environments of trainers."""
+"""Use OpenEnv clients as environments of trainers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def openenv_environment(
     """Return a factory of environments for OpenEnv clients. The reward is the sum over steps.
 
     Args:
-        client: Function that creates a client (``lambda: EchoEnv(base_url=url)``). Asynchronous clients are used
+        client: Function that creates a client, e.g. ``lambda: EchoEnv(base_url=url)``. Asynchronous clients are used
             through ``sync()``.
-        action: Converts the model's text to the client's action.
-        observe: Converts an observation to text for the model.
-        actions: Description of the argument of ``step`` for the model.
+        action: Function that converts the model's text to an action of the client.
+        observe: Function that converts an observation to text for the model.
+        actions: Description of the argument of ``step``, which the model reads.
         name: Name of the class and of its reward column.
 
     Raises:

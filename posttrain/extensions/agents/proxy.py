@@ -40,7 +40,7 @@ from posttrain.types import Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 
-# Seconds without another call after which waiting calls are sampled, because episodes send their calls one by one.
+# Waiting calls are sampled if no other call arrives for this number of seconds. Episodes send their calls one by one.
 GATHER_S = 0.02
 # Maximum number of seconds until the server listens.
 START_S = 30.0
@@ -51,7 +51,7 @@ Sample = Callable[[list[Asked]], list[list[Rollout]]]
 
 @dataclass(eq=False)
 class _Waiting:
-    """A call that waits for the engine."""
+    """Call that waits for the engine."""
 
     request: Prompt
     session: Session
@@ -59,9 +59,9 @@ class _Waiting:
 
 
 class CallQueue:
-    """Queue of calls from many sessions for one engine, which completes all waiting calls together.
+    """Queue of calls from many sessions for one engine. All waiting calls are completed together.
 
-    Any thread may submit. The thread that owns the engine calls `answer`.
+    Any thread can submit calls. The thread that owns the engine calls `answer`.
     """
 
     def __init__(self) -> None:
@@ -80,11 +80,11 @@ class CallQueue:
         return waiting.done
 
     def wake(self) -> None:
-        """End a `wait` early."""
+        """Make a running `wait` return."""
         self._news.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait until calls are queued and no other call arrives for a moment, or for ``seconds``."""
+        """Wait until calls are queued and no further call arrives for `GATHER_S`, but at most ``seconds``."""
         if self._news.wait(seconds):
             self._news.clear()
         seen = 0
@@ -93,7 +93,7 @@ class CallQueue:
             time.sleep(GATHER_S)
 
     def drop(self, session: Session) -> None:
-        """Cancel the waiting calls of an ended session."""
+        """Cancel the waiting calls of a session that has ended."""
         with self._lock:
             gone = [call for call in self._waiting if call.session is session]
             for call in gone:
@@ -105,16 +105,16 @@ class CallQueue:
         """Complete all waiting calls with as few engine calls as possible.
 
         Args:
-            sample: Function that runs the engine. It is called once, also with an empty list, because it may be a
-                collective.
-            per_request: Whether requests may have their own sampling settings.
-            seed: Seed for engines whose requests have no settings.
+            sample: Function that runs the engine. It is called once, even with an empty list, because it can be a
+                collective operation.
+            per_request: Whether requests can have their own sampling settings.
+            seed: Seed for engines whose requests cannot have their own settings.
 
         Returns:
             Number of completed calls.
 
         Raises:
-            Any error of ``sample``. Waiting calls get it too.
+            Any error of ``sample``. Waiting calls fail with the same error.
         """
         with self._lock:
             taken, self._waiting = list(self._waiting), deque()
@@ -147,32 +147,32 @@ class CallQueue:
 
 
 class CaptureProxy:
-    """Server for ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` for open sessions.
+    """Server for ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``, which records calls of open sessions.
 
     A call is assigned to a session by its key (``Authorization: Bearer KEY``) or by the path ``/sessions/KEY/v1``. The
-    prompt is rendered with the run's chat template and sampled by the run's engine. Token ids, log-probs and version
+    prompt is rendered with the run's chat template and sampled by the run's engine. Token ids, log-probs and the version
     are recorded, and the response is in OpenAI's format.
 
-    Handling of calls:
+    Calls are handled as follows:
 
-    - **Parallel calls** are sampled together, each as a call of its own.
-    - **A retry** is answered with what was sampled before, and is no second call: one that says so
-      (``x-stainless-retry-count`` above 0, as OpenAI's clients send it), or that has the body of a call whose client left
-      before it had the answer. Another call with the same body is another sample.
-    - **A client that leaves** (a cancelled stream, a time-out of its own) cancels the call: what was sampled is not trained,
-      since nothing that happened followed from it.
-    - **The time is up** (``call_timeout``), **the engine raises**: an error of OpenAI's form, status 504 or 500.
-    - **The session has ended**: status 401.
+    - **Parallel calls** are sampled together. Each is a separate call.
+    - **A retry** gets the response of the original call, and does not count as a second call. A call is a retry if
+      ``x-stainless-retry-count`` is above 0, which OpenAI's clients send, or if its body equals that of a call whose client
+      disconnected before the response. Any other call with an equal body is sampled separately.
+    - **A client that disconnects** (a canceled stream, or a timeout of the client) cancels its call. The sampled tokens are
+      not trained, because they had no effect on the episode.
+    - **A timeout** (``call_timeout``) and **an engine error** return an error in OpenAI's format, with status 504 or 500.
+    - **Calls of a session that has ended** return status 401.
 
     Args:
-        policy: The policy and limits of calls.
+        policy: The policy, and the limits of calls.
         host: Address to listen on.
-        port: Port. 0: a free port.
+        port: Port to listen on. 0 selects a free port.
 
     Attributes:
         queue: Calls that wait for the engine.
-        sessions: Sessions by key. Ended sessions are kept until `end`.
-        strays: Number of calls without an open session.
+        sessions: Sessions by key. Sessions that have ended are kept until `end`.
+        strays: Number of calls that did not belong to an open session.
 
     >>> proxy = CaptureProxy(policy); proxy.start()  # doctest: +SKIP
     >>> session = proxy.open()  # doctest: +SKIP
@@ -185,9 +185,9 @@ class CaptureProxy:
         self.sessions: dict[str, Session] = {}
         self.strays = 0
         self._sampling: dict[tuple[str, int], Future[list[Rollout]]] = {}
-        # JSON parsing, chat template and tokenizer run in this thread, so that the event loop can serve other episodes.
+        # Parsing, the chat template and the tokenizer run in this thread, so that the event loop can handle other episodes.
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="capture-reading")
-        # Calls of a session are processed one after the other, because a retry is recognized by earlier calls.
+        # Calls of a session are processed one after the other, because retries are detected from earlier calls.
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
@@ -203,7 +203,7 @@ class CaptureProxy:
         """Start the server in a thread of this process.
 
         Raises:
-            RolloutError: The address is not available.
+            RolloutError: The server cannot listen on the address.
         """
         raise_file_limit()
         try:
@@ -222,7 +222,7 @@ class CaptureProxy:
         limit = time.monotonic() + START_S
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > limit:
-                raise RolloutError(f"the endpoint {self.url} did not start to listen within {START_S:g} s.")
+                raise RolloutError(f"the endpoint {self.url} did not start within {START_S:g} s.")
             time.sleep(0.01)
         return self
 
@@ -251,7 +251,7 @@ class CaptureProxy:
         return session
 
     def close(self, session: Session) -> None:
-        """Reject further calls of a session and cancel running ones. Recorded responses are kept."""
+        """Reject further calls of a session, and cancel its running calls. Recorded responses are kept."""
         session.closed = True
         self.queue.drop(session)
         for (key, _), future in list(self._sampling.items()):
@@ -283,7 +283,7 @@ class CaptureProxy:
         """Return the session of a call.
 
         Raises:
-            CallError: The key belongs to no open session.
+            CallError: The key does not belong to an open session.
         """
         api_key = (
             request.path_params.get("key") or request.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -333,7 +333,7 @@ class CaptureProxy:
             session.counts.refused += 1
             raise
         except ClientDisconnect:
-            # The client disconnected before its body had arrived, so this response is not read.
+            # The client disconnected before its body had arrived, so it will not read this response.
             session.counts.cancelled += 1
             return Response(status_code=499)
         except BaseException:
@@ -367,7 +367,7 @@ class CaptureProxy:
         return call
 
     def _retried(self, session: Session, digest: str, request: Request) -> CapturedCall | None:
-        """Return the call that this one retries. None: it is a new call."""
+        """Return the call of which this request is a retry, or None for a new call."""
         count = request.headers.get("x-stainless-retry-count", "")
         said = int(count) if count.isdecimal() else 0
         before = session.same_body(digest, said)
@@ -380,7 +380,7 @@ class CaptureProxy:
             return None
         before.retries += 1
         if unread:
-            # Another retry with an equal body belongs to another call.
+            # The next retry with an equal body belongs to another call.
             before.state = "waiting"
         return before
 
@@ -419,9 +419,9 @@ class CaptureProxy:
     def _unread(
         self, session: Session, call: CapturedCall, future: Future[list[Rollout]], *, again: bool, left: bool
     ) -> CallError:
-        """Record that the client disconnected or the call timed out."""
+        """Handle a client that disconnected or a call that timed out, and return the error."""
         loop = asyncio.get_running_loop()
-        # Run the callback in this thread, which makes all changes to a session.
+        # Run the callback in the event loop's thread, because only this thread changes sessions.
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._late, session, call, done))
         if left or again:
             self.unread(session, call, again=again)
@@ -434,7 +434,7 @@ class CaptureProxy:
         )
 
     def _late(self, session: Session, call: CapturedCall, done: Future[list[Rollout]]) -> None:
-        """Store completions for a client that disconnected or timed out. They are counted and kept for a retry."""
+        """Store completions that arrived after a disconnection or a timeout. They are counted, and kept for a retry."""
         self._sampling.pop((session.key, call.number), None)
         if not done.cancelled() and done.exception() is None and not call.completions:
             rollouts = done.result()
@@ -453,16 +453,16 @@ class CaptureProxy:
         return CallError(str(error), status=500, code="engine_error")
 
     def unread(self, session: Session, call: CapturedCall, *, again: bool) -> None:
-        """Record that the client disconnected during the response, so the call is not trained."""
+        """Mark a call as not trained, because its client disconnected during the response."""
         if again:
             session.counts.retried += 1
         else:
             session.counts.cancelled += 1
-        # A retry may have been answered before this disconnection was noticed.
+        # A retry may have received the response before this disconnection was detected.
         call.state = "answered" if call.state == "answered" else "cancelled"
 
     def answered(self, session: Session, call: CapturedCall, *, again: bool) -> None:
-        """Record that the response is being sent, so that later prompts can continue it."""
+        """Mark a call as answered when its response is being sent, so that later prompts can continue it."""
         if again:
             session.counts.retried += 1
         else:
@@ -471,7 +471,7 @@ class CaptureProxy:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events. If the client disconnects before the end, the call is canceled."""
+    """Server-sent events. If the client disconnects before the end of the stream, the call is canceled."""
 
     def __init__(self, proxy: CaptureProxy, session: Session, answer: Answer, *, again: bool) -> None:
         self.proxy, self.session, self.answer, self.again = proxy, session, answer, again
@@ -481,15 +481,15 @@ class _Stream(StreamingResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         for chunk in self.answer.chunks():
             yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
-            # Yield to the event loop, so that the server notices a disconnection.
+            # Yield to the event loop, so that the server can detect a disconnection.
             await asyncio.sleep(0)
-        # Record it before the last line, because the next call may arrive before this coroutine continues.
+        # Mark the call before the last line is sent, because the next call may arrive before this coroutine continues.
         self.whole = True
         self.proxy.answered(self.session, self.answer.call, again=self.again)
         yield b"data: [DONE]\n\n"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the stream, and record the call if it does not finish."""
+        """Send the stream. Mark the call as not trained if the stream does not finish."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -508,10 +508,10 @@ async def _refusal(_: Request, error: CallError) -> JSONResponse:
 
 
 async def _other_refusal(request: Request, error: HTTPException) -> JSONResponse:
-    """Return an error in OpenAI's format for an unknown path or method, or a body that is too large."""
+    """Return an error in OpenAI's format for an unknown path, a wrong method, or a body that is too large."""
     message, code = str(error.detail), None
     if error.status_code in (404, 405):
-        message = f"Unknown request URL: {request.method} {request.url.path}. Fix: base_url ends with /v1."
+        message = f"Unknown request URL: {request.method} {request.url.path}. Fix: use a base_url that ends with /v1."
         code = "unknown_url"
     refusal = CallError(message, status=error.status_code, code=code)
     return JSONResponse(refusal.content, status_code=refusal.status, headers=error.headers)
@@ -524,10 +524,10 @@ async def _fault(_: Request, error: Exception) -> JSONResponse:
 
 @contextlib.contextmanager
 def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True) -> Iterator[CaptureProxy]:
-    """Start the endpoint and answer calls in a thread, to test a harness without a trainer.
+    """Start the endpoint and answer calls in a thread. Use it to test a harness without a trainer.
 
     Args:
-        proxy: Proxy that is not started yet.
+        proxy: Proxy that has not been started yet.
         sample: Function that runs the engine.
         per_request: See `CallQueue.answer`.
     """
@@ -536,7 +536,7 @@ def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True)
     def work() -> None:
         while not ended.is_set():
             proxy.queue.wait(0.1)
-            # The calls get the error; later calls may succeed.
+            # The waiting calls get the error. Later calls may succeed.
             with contextlib.suppress(Exception):
                 proxy.queue.answer(sample, per_request=per_request)
 

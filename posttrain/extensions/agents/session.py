@@ -1,4 +1,4 @@
-"""`Session`: the calls of one episode as a prefix tree of token ids, and its branches that are trained."""
+"""`Session`: the calls of one episode as a prefix tree of token ids, and the branches of the tree that are trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.errors import DataError
 from posttrain.rollouts.episodes.loop import Episode, turn_spans
 from posttrain.types import Rollout
 
-# Version of the format of recorded sessions. Files with another version are rejected.
+# Version of the file format of recorded sessions. Files with another version are rejected.
 FORMAT = 1
 
 State = Literal["waiting", "answered", "cancelled", "failed"]
@@ -21,21 +21,21 @@ UNREAD_FIRST: tuple[State, ...] = ("cancelled", "waiting", "failed", "answered")
 
 @dataclass(slots=True)
 class CapturedCall:
-    """A sampled call: its prompt, and one completion per choice.
+    """Sampled call: its prompt, and one completion per choice.
 
     Attributes:
         number: Number of the call in its session.
-        prompt_ids: Prompt of the engine. It begins with the ids of the completion that it continues.
+        prompt_ids: Token ids of the prompt. They begin with the ids of the completion that the prompt continues.
         text: Rendered prompt. Empty if the prompt was sent as token ids.
-        parent: Number of the call, and index of the choice, whose completion the prompt continues. None: it continues
-            none.
+        parent: Call number and choice index of the completion that the prompt continues, or None.
         messages: Messages of the request. Empty for a plain prompt.
         tools: Schemas of the tools.
         completions: Sampled completions, one per choice.
         answers: Completions as messages, with parsed tool calls.
-        state: ``waiting``: for the engine. ``answered``. ``cancelled``: the client disconnected before the response.
-            ``failed``: the engine raised an error or the call timed out. Only answered calls are trained.
-        body: Digest of the request, by which a retry is recognized.
+        state: ``waiting``: for the engine. ``answered``: the response was sent. ``cancelled``: the client disconnected
+            before the response. ``failed``: the engine raised an error, or the call timed out. Only answered calls are
+            trained.
+        body: Digest of the request, which identifies retries.
         retries: Number of retries.
     """
 
@@ -50,7 +50,7 @@ class CapturedCall:
     state: State = "waiting"
     body: str = ""
     retries: int = 0
-    # Text of prompt and completion of each choice. A later prompt that begins with it continues that choice.
+    # Text of the prompt and completion of each choice. A later prompt that begins with this text continues the choice.
     ends: list[str] = field(default_factory=list)
 
     def ids(self, choice: int) -> list[int]:
@@ -60,7 +60,7 @@ class CapturedCall:
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of calls of a session by outcome. ``received`` is the sum of all others except ``tokens``.
+    """Number of calls of a session by outcome. ``received`` is the sum of all other fields except ``tokens``.
 
     Attributes:
         received: Calls with the key of the session.
@@ -69,7 +69,7 @@ class Counts:
         cancelled: Calls whose client disconnected before the response. They are not trained.
         refused: Invalid calls, which were not sampled.
         failed: Calls for which the engine raised an error, or that timed out.
-        tokens: Number of sampled tokens, including those of canceled calls.
+        tokens: Number of sampled tokens, including tokens of canceled calls.
     """
 
     received: int = 0
@@ -88,12 +88,12 @@ class Counts:
 
 @dataclass(slots=True)
 class Branch:
-    """A sequence of calls, each of which continues the previous one.
+    """Sequence of calls in which each call continues the previous call.
 
     Attributes:
         episode: Tokens of the branch.
-        calls: Numbers of its calls, and the choice of each that the next call continues.
-        forked: Number of tokens at the beginning that an earlier branch also has; 0 for the first branch.
+        calls: Numbers of the calls, and for each call the choice that the next call continues.
+        forked: Number of tokens at the start that an earlier branch has too. 0 for the first branch.
     """
 
     episode: Episode
@@ -104,18 +104,18 @@ class Branch:
 class Session:
     """The calls of one harness episode.
 
-    Sampled tokens are trained exactly as they were sampled. If the text of a later prompt begins with an earlier prompt
-    and its completion, the ids of both are reused and only the rest is tokenized. Otherwise the prompt (whose history
-    was truncated, rendered differently, summarized, or belongs to another agent) starts a new branch, which shares the
-    common prefix with earlier branches.
+    Tokens are trained exactly as they were sampled. If the text of a later prompt begins with the text of an earlier prompt
+    and its completion, the token ids of both are reused, and only the remaining text is tokenized. Otherwise the prompt
+    starts a new branch, which has a common prefix with earlier branches. This happens if the history was truncated,
+    summarized or rendered differently, or if the prompt belongs to another agent.
 
     Args:
-        key: Key of the session, which identifies its calls.
-        seed: Seed of its samples.
+        key: Key of the session, with which calls are assigned to it.
+        seed: Seed for sampling.
 
     Attributes:
         calls: Calls in the order of arrival.
-        counts: Numbers of calls by outcome.
+        counts: Number of calls by outcome.
         closed: Whether new calls are rejected.
     """
 
@@ -126,7 +126,7 @@ class Session:
         self.closed = False
 
     def parent_of_text(self, text: str) -> tuple[int, int] | None:
-        """Return the answered call and choice with the longest text that is a prefix of this text."""
+        """Return the answered call and the choice with the longest text that is a prefix of ``text``."""
         parent, longest = None, 0
         for call in self.calls:
             for choice, end in enumerate(call.ends if call.state == "answered" else ()):
@@ -135,7 +135,7 @@ class Session:
         return parent
 
     def parent_of_ids(self, ids: Sequence[int]) -> tuple[int, int] | None:
-        """Return the answered call and choice whose token ids are the longest prefix of these ids."""
+        """Return the answered call and the choice whose token ids are the longest prefix of ``ids``."""
         parent, longest, prompt_ids = None, 0, list(ids)
         for call in self.calls:
             for choice in range(len(call.completions) if call.state == "answered" else 0):
@@ -151,9 +151,9 @@ class Session:
         return call
 
     def same_body(self, body: str, attempt: int = 0) -> CapturedCall | None:
-        """Return the earlier call that a request with this body retries.
+        """Return the earlier call of which a request with this body is a retry.
 
-        Calls with the same number of attempts come first, and among these calls without a received response.
+        Calls with the same number of attempts are preferred, and among these, calls without a received response.
         """
         calls = [call for call in reversed(self.calls) if call.body == body]
         alike = [call for call in calls if call.retries == attempt - 1]
@@ -162,12 +162,12 @@ class Session:
     # What is trained ---------------------------------------------------------------------------------------------------
 
     def branches(self) -> list[Branch]:
-        """Return all branches. Every sampled token of an answered call is in exactly one branch with mask 1. Context
-        has mask 0.
+        """Return all branches. Each sampled token of an answered call has mask 1 in exactly one branch. Context tokens have
+        mask 0.
         """
         branches: list[Branch] = []
-        # Branches by their last call and choice. The first prompt that continues a choice extends its branch, the
-        # second starts a new one.
+        # Branches by their last call and choice. The first prompt that continues a choice extends its branch. The second
+        # prompt starts a new branch.
         ends: dict[tuple[int, int], Branch] = {}
         for call in (call for call in self.calls if call.state == "answered"):
             for choice, rollout in enumerate(call.completions):
@@ -185,7 +185,7 @@ class Session:
         return branches
 
     def rollout(self) -> Rollout | None:
-        """Return the first branch as a rollout with the other branches as its ``branches``. None: no call was answered."""
+        """Return the first branch as a rollout, with all further branches in ``branches``. None if no call was answered."""
         rollouts = [branch.episode.rollout() for branch in self.branches()]
         rollouts = [rollout for rollout in rollouts if rollout.token_ids]
         if not rollouts:
@@ -193,8 +193,8 @@ class Session:
         return replace(rollouts[0], branches=tuple(rollouts[1:]))
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the messages for reward functions: the last call's branch from its first answer on, including tool
-        results.
+        """Return the messages for reward functions: the branch of the last call, from its first answer to its end,
+        including tool results.
         """
         last = next((call for call in reversed(self.calls) if call.state == "answered"), None)
         if last is None:
@@ -204,12 +204,12 @@ class Session:
         return [*last.messages[len(first.messages) :], last.answers[0]]
 
     def tokens_seen(self) -> int:
-        """Return the number of tokens of all answered calls, including prompts: the cost of one sequence per call."""
+        """Return the number of tokens of all answered calls including prompts, as if each call were a separate sequence."""
         calls = [call for call in self.calls if call.state == "answered"]
         return sum(len(call.ids(choice)) for call in calls for choice in range(len(call.completions)))
 
     def tokens_once(self) -> int:
-        """Return the number of tokens in the prefix tree, which are computed once each."""
+        """Return the number of tokens in the prefix tree. Each of them is computed once."""
         trie: dict[int, Any] = {}
         count = 0
         for branch in self.branches():
@@ -236,7 +236,7 @@ class Session:
         """
         if content.get("format") != FORMAT:
             raise DataError(
-                f"{where}: format={content.get('format')!r}, but this version reads {FORMAT}. Fix: record it again."
+                f"{where}: format={content.get('format')!r}, but this version reads format {FORMAT}. Fix: record it again."
             )
         try:
             session = cls(content["key"], content["seed"])
@@ -279,7 +279,7 @@ class Recorded:
     Attributes:
         task: Row that the harness received.
         session: Calls of the harness.
-        result: Return value of the harness. None: it failed, or its result is not JSON.
+        result: Return value of the harness. None if it failed, or if its result is not JSON.
         error: Error message, or None.
     """
 
@@ -295,7 +295,7 @@ def record_session(path: str | Path, episode: Recorded) -> None:
     text = json.dumps(line, default=str)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Write in one call, because several processes append to the file.
+    # Write with a single call, because several processes append to the file.
     with file.open("ab", buffering=0) as out:
         out.write((text + "\n").encode())
 
@@ -310,7 +310,7 @@ def read_sessions(path: str | Path) -> Iterator[Recorded]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: the sessions cannot be read: {error}. Fix: pass a file of recorded sessions."
+            f"{path}: the sessions cannot be read: {error}. Fix: pass a file written by harness_record."
         ) from error
     # Do not use splitlines, because texts may contain other line separators.
     for number, line in enumerate(text.split("\n"), 1):

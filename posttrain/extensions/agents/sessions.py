@@ -1,4 +1,4 @@
-"""`HarnessRolloutWorker`: OpenEnv agent sessions as a harness, with TRL's names."""
+"""`HarnessRolloutWorker`: agent sessions of OpenEnv as a harness. Its arguments have TRL's names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from posttrain.extensions.agents.session import CapturedCall
 from posttrain.integrations import require
 from posttrain.rollouts.episodes.environments import accepted_arguments
 
-# Default maximum number of turns of a white-box session.
+# Default of the maximum number of turns of a white-box session.
 MOST_TURNS = 8
 
 
 def has_tool_call(call: CapturedCall) -> bool:
-    """Return whether the model called a tool. It can be used as ``train_turn_fn``."""
+    """Return whether the model called a tool in a call. It can be passed as ``train_turn_fn``."""
     return any(answer.get("tool_calls") for answer in call.answers)
 
 
@@ -31,11 +31,11 @@ class HarnessRolloutOutcome:
     """Result of an agent session, for ``rollout_reward_fn``.
 
     Attributes:
-        env_reward: Reward of the environment. None: it has none.
+        env_reward: Reward of the environment, or None.
         completion: Messages of a white-box session. Empty for a black-box session.
         trace: Events of the session.
-        tool_call_count, tool_failure_count: Numbers of tool calls of a white-box session.
-        tool_calls_by_name: Numbers of tool calls by tool.
+        tool_call_count, tool_failure_count: Number of tool calls, and of failed tool calls, in a white-box session.
+        tool_calls_by_name: Number of tool calls for each tool.
         timed_out: Whether the agent did not finish in time.
     """
 
@@ -52,20 +52,21 @@ class HarnessRolloutWorker(Harness):
     """Agent sessions with TRL's name and arguments. Pass it as ``rollout_worker=`` or ``harness=``.
 
     Args:
-        harness_session_factory: ``create(task, seed, episode_id)`` returns a session with ``verify(transcript,
-            final_state)`` and ``close()``. ``seed`` is equal for a group. ``base_url``, ``api_key`` and ``model`` are
-            passed if it has these parameters.
-        harness_adapter: Runs the session turn by turn (``run_white_box``). None: the agent runs its own loop against
-            the endpoint, and ``wait_for_completion(timeout)`` waits for it.
-        rollout_reward_fn: ``f(outcome) -> float or None``. None: the session's reward.
-        train_turn_fn: ``f(call) -> bool``, which calls are trained (for example `has_tool_call`). None: all.
-        agent_turn_fn: ``f(calls) -> calls``, which calls belong to the agent. None: all answered calls.
+        harness_session_factory: Factory whose ``create(task, seed, episode_id)`` returns a session with
+            ``verify(transcript, final_state)`` and ``close()``. ``seed`` is the same for all episodes of a group.
+            ``base_url``, ``api_key`` and ``model`` are passed to ``create`` if it has these parameters.
+        harness_adapter: Adapter that runs the session turn by turn with ``run_white_box``. With None, the agent runs its
+            own loop against the endpoint, and ``wait_for_completion(timeout)`` waits for it.
+        rollout_reward_fn: Function ``f(outcome) -> float or None``. None uses the session's reward.
+        train_turn_fn: Function ``f(call) -> bool`` that selects the trained calls, e.g. `has_tool_call`. None trains all
+            calls.
+        agent_turn_fn: Function ``f(calls) -> calls`` that selects the calls of the agent. None selects all answered calls.
         max_turns: Maximum number of turns of a white-box session.
-        timeout: Argument of ``wait_for_completion`` in seconds. None: its default.
-        worker_kwargs: Other arguments of TRL's worker. They are rejected, because the trainer's config has them.
+        timeout: Argument of ``wait_for_completion`` in seconds. None uses its default.
+        worker_kwargs: Other arguments of TRL's worker. They raise an error, because they belong in the trainer's config.
 
     Raises:
-        ConfigError: There are ``worker_kwargs``.
+        ConfigError: ``worker_kwargs`` were passed.
     """
 
     def __init__(

@@ -24,8 +24,9 @@ def episode_tree(session: Session) -> dict[str, Any]:
     """Return the calls of an episode as plain data.
 
     Returns:
-        ``branches``, each with its turns and the call that it forks from; ``unread``: calls that belong to no branch; ``counts``;
-        the number of tokens ``seen`` (every call with its prompt) and computed ``once``.
+        ``branches``, each with its turns and the call at which it forks; ``unread``, the calls that belong to no branch;
+        ``counts``; ``seen``, the number of tokens if every call includes its prompt; and ``once``, the number of computed
+        tokens.
     """
     branches = session.branches()
     unread = [{"call": call.number, "state": call.state} for call in session.calls if call.state != "answered"]
@@ -84,14 +85,14 @@ def to_console(path: str | Path, *, show: int = 8, console: Console | None = Non
     Args:
         path: File written by ``harness_record``.
         show: Number of episodes to show.
-        console: Console to print to; None: the terminal.
+        console: Console for the output. None uses the terminal.
 
     Raises:
         DataError: The file has no episodes, or is not a replay file.
     """
     episodes = list(read_sessions(path))
     if not episodes:
-        raise DataError(f"{path} has no episodes. Fix: record some with harness_record.")
+        raise DataError(f"{path} contains no episodes. Fix: record episodes with harness_record.")
     console = console if console is not None else Console()
     for number, episode in enumerate(episodes[:show]):
         console.print(as_tree(episode, f"episode {number}"))
@@ -100,14 +101,14 @@ def to_console(path: str | Path, *, show: int = 8, console: Console | None = Non
     failed = sum(one.error is not None for one in episodes)
     calls = sum(len(one.session.calls) for one in episodes)
     console.print(
-        f"{len(episodes)} episodes, {failed} failed; {calls} calls of {seen:,} tokens, of which "
+        f"{len(episodes)} episodes, {failed} failed; {calls} calls with {seen:,} tokens, of which "
         f"{once:,} are computed ({once / max(seen, 1):.0%})",
         highlight=False,
     )
 
 
 def as_tree(episode: Recorded, title: str) -> Tree:
-    """Build the tree of an episode: one node per branch, and in it one node per turn."""
+    """Build the tree of an episode, with a node for each branch and, inside it, a node for each turn."""
     episode_nodes = episode_tree(episode.session)
     end = (
         f"failed: {episode.error}"

@@ -1,4 +1,4 @@
-"""Environments of `verifiers` as a dataset of tasks and a harness that runs and scores them."""
+"""Environments of `verifiers`, as a dataset of tasks and a harness that runs and scores the tasks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from posttrain.errors import DataError, RolloutError
 from posttrain.extensions.agents.harness import Harness
 from posttrain.integrations import require
 
-# Maximum number of tasks of an infinite environment.
+# Maximum number of tasks that are used from an infinite environment.
 MOST_TASKS = 10_000
-# Maximum number of seconds to stop the servers of an environment.
+# Maximum number of seconds for stopping the servers of an environment.
 CLOSE_S = 10.0
 
 
@@ -26,17 +26,17 @@ def verifiers_environment(
 ) -> tuple[datasets.Dataset, Harness]:
     """Convert an environment of ``verifiers`` (0.4) to a training set and a harness with the environment's reward.
 
-    Every model call of the environment's agents is forwarded to the policy's endpoint by verifiers' interception.
-    Judges use the endpoints in the environment's config.
+    Every model call of the environment's agents is forwarded to the policy's endpoint by verifiers' interception. Judges
+    use the endpoints in the environment's config.
 
     Args:
-        environment: Id of an installed environment, a config of it (a mapping or ``EnvConfig``), or an ``Env``.
-        tasks: Number of tasks. None: all, up to 10,000 of an infinite environment.
-        runtime: Runtime of the agent's program. None: as in the config. It cannot be used with an ``Env``.
-        config: Additional fields of the config, for an id.
+        environment: Id of an installed environment, its config (a mapping or ``EnvConfig``), or an ``Env``.
+        tasks: Number of tasks. None uses all tasks, or 10,000 tasks of an infinite environment.
+        runtime: Runtime of the agent's program. None uses the config's runtime. It cannot be set for an ``Env``.
+        config: Additional fields of the config. Only if ``environment`` is an id.
 
     Returns:
-        Rows ``prompt`` and ``task`` (its index), and the harness: ``GRPOTrainer(model, train_dataset=rows, harness=harness)``.
+        Rows with ``prompt`` and ``task`` (index), and the harness: ``GRPOTrainer(model, train_dataset=rows, harness=harness)``.
 
     Raises:
         MissingDependencyError: verifiers is not installed.
@@ -66,13 +66,13 @@ def verifiers_environment(
 
 
 def _messages(data: Any) -> list[dict[str, Any]]:
-    """Return the messages of a task for the trainer's logs. The environment renders the task itself."""
+    """Return the messages of a task for the trainer's logs. The agent gets the task from the environment itself."""
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     return [*system, {"role": "user", "content": data.prompt_text or str(data.name or data.idx)}]
 
 
 class _Player:
-    """Runs one task as an episode and returns its reward.
+    """Function that runs one task as an episode and returns its reward.
 
     Args:
         environment: An ``Env``.
@@ -94,7 +94,7 @@ class _Player:
 
         await self._served()
         root = base_url.removesuffix("/v1")
-        # The key is in the path, because clients of verifiers read their key from an environment variable.
+        # The key is part of the path, because clients of verifiers read their key from an environment variable.
         client = vf.EvalClientConfig(base_url=f"{root}/sessions/{quote(api_key)}/v1", api_key_var="POSTTRAIN_NO_KEY")
         context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig())
         (slot,) = self.environment.slots(self.tasks[task["task"]])

@@ -43,23 +43,23 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
     _meaningless: ClassVar[dict[str, object]] = {name: value for name, value in MEANINGLESS.items() if name != "beta"}
     teacher_server_urls: dict[str, str] | str | None = option(
         None,
-        "Same as teacher_model_server_url, which is the preferred name. Address of a server with the teacher, or a "
-        "mapping from name to address. None: a teacher model in this process.",
+        "Address of a server with the teacher, or a mapping from teacher names to addresses. None: the teacher model is "
+        "loaded in this process. The preferred name of this field is teacher_model_server_url.",
     )
     teacher_temperature: PositiveFloat = option(
         1.0,
-        "Divisor of the logits of student and teacher in the loss, above 0. It must be 1 with servers. Sampling "
-        "uses temperature.",
+        "Temperature of student and teacher in the loss, above 0. It must be 1 with teacher servers. Sampling uses the field "
+        "temperature instead.",
     )
     teacher_top_k: PositiveInt = option(
         8,
-        "Number of token ids per position that a teacher server returns at beta=0. For other beta, the loss uses "
-        "the most likely and the sampled id.",
+        "Number of token ids per position that a teacher server returns if beta=0. For other values of beta, the loss uses "
+        "the most likely and the sampled token id.",
     )
     add_tail_bucket: bool = option(
         True,
-        "Add one category for the probability of all other ids. False renormalizes both distributions to the "
-        "selected ids.",
+        "Add one category with the total probability of all token ids that are not selected. False renormalizes both "
+        "distributions over the selected ids.",
     )
 
     def __post_init__(self) -> None:

@@ -55,8 +55,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     lr_scheduler_type: str = option(
         "constant",
-        "Schedule of the learning rate, any of transformers' schedulers. The default is 'constant'; GRPOConfig's "
-        "is 'linear'.",
+        "Learning-rate schedule: the name of any scheduler of transformers. The default is 'constant', whereas GRPOConfig's "
+        "default is 'linear'.",
     )
     logging_steps: float = option(
         1, "Number of optimizer steps between two log lines. A value below 1 is a fraction of all steps."
@@ -66,78 +66,71 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     samples_per_step: PositiveInt | None = option(
         None,
-        "Number of rollouts per optimizer step. None: per_device_train_batch_size x gradient_accumulation_steps x "
-        "processes.",
+        "Number of rollouts per optimizer step. None: per_device_train_batch_size x gradient_accumulation_steps x processes.",
     )
     token_budget: int | None = option(
         None,
-        "Maximum number of tokens of a row on one process. A longer rollout is dropped. None: the model's context "
-        "length. 0 or less: no limit.",
+        "Maximum number of tokens of a row on one process. A longer rollout is dropped. None: the model's context length. 0 "
+        "or less: no limit.",
     )
     max_inflight_tasks: int = option(
         -1,
-        "Number of rollouts that are sampled at the same time, rounded up to whole groups. -1: (max_staleness + "
-        "1) x samples_per_step.",
+        "Maximum number of rollouts that are sampled concurrently, rounded up to whole groups. -1: (max_staleness + 1) x "
+        "samples_per_step.",
     )
     max_staleness: NonNegativeInt = option(
         4,
-        "Maximum number of weight versions that a rollout may be behind when it arrives. 0: on-policy. A larger "
-        "value keeps workers busy and trains on older rollouts.",
+        "Maximum staleness of a rollout when it arrives: the number of weight versions by which its weights may be older than "
+        "the trainer's. 0 is on-policy. A larger value keeps workers busy, but trains on older rollouts.",
     )
     max_staleness_hard: NonNegativeInt | None = option(
         None,
-        "Maximum number of weight versions that a rollout may be behind when it is trained, at least "
-        "max_staleness. None: max_staleness.",
+        "Maximum staleness of a rollout when it is trained, in weight versions. It must be at least max_staleness. None: same "
+        "as max_staleness.",
     )
     staleness_policy: Literal["drop", "pace"] = option(
         "drop",
-        "How staleness is limited. 'drop': sample as much as possible and discard rollouts that become too old. "
-        "'pace': sample only as much as can be trained in time, which wastes none.",
+        "How staleness is limited. 'drop': sample as many rollouts as possible, and discard rollouts that become too old. "
+        "'pace': sample only as many rollouts as can be trained in time, so that none is discarded.",
     )
     queue_maxsize: PositiveInt = option(
-        1024, "Maximum number of rollouts that wait to be trained, at least num_generations."
+        1024, "Maximum number of finished rollouts that wait to be trained. It must be at least num_generations."
     )
     queue_max_tokens: PositiveInt | None = option(
         None,
-        "Maximum number of tokens that wait to be trained. Unfinished rollouts count with their length limit. "
-        "None: no limit.",
+        "Maximum number of tokens of the rollouts that wait to be trained. Unfinished rollouts count with their maximum "
+        "length. None: no limit.",
     )
-    weight_sync_steps: PositiveInt = option(
-        1, "Number of optimizer steps between two weight versions that workers receive."
-    )
+    weight_sync_steps: PositiveInt = option(1, "Number of optimizer steps after which workers receive new weights.")
     num_rollout_workers: PositiveInt = option(1, "Number of processes that sample rollouts.")
     worker_engine: Annotated[str, OneOf(("auto", *IN_WORKERS))] = option(
         "auto",
-        "Engine of the workers. 'native' and 'hf': each worker has a copy of the model on the CPU. 'server': "
-        "workers send requests to the rollout servers at vllm_server_base_url. 'auto': 'server' if that is set, "
-        "else 'native'.",
+        "Engine of the workers. 'native' and 'hf': each worker has a copy of the model on the CPU. 'server': workers send "
+        "requests to the rollout servers at vllm_server_base_url. 'auto': 'server' if that is set, else 'native'.",
     )
     worker_threads: PositiveInt | None = option(
-        None, "Number of threads of a worker. None: the cores are shared equally with the trainer."
+        None, "Number of CPU threads per worker. None: workers and trainer get equal shares of the CPU cores."
     )
     worker_segment_s: PositiveFloat = option(
         30.0,
-        "Number of seconds after which a worker sends finished groups and continues with the rest and new prompts.",
+        "Interval in seconds at which a worker sends its finished groups. It then continues with the unfinished groups.",
     )
     vllm_server_base_url: list[str] | None = option(
         None,
-        "Address of the rollout server for worker_engine='server', a list of addresses, or a file with one "
-        "address per line. The file is read again at every weight update, so servers can join and leave. None: "
-        "http://localhost:8000.",
+        "Address of the rollout server for worker_engine='server', a list of addresses, or a file with one address per line. "
+        "The file is read again at every weight update, so servers can join and leave. None: http://localhost:8000.",
     )
     request_timeout: PositiveFloat | None = option(
-        None,
-        "Maximum number of seconds of one request to a server. None: 600, or vllm_server_timeout if that is longer.",
+        None, "Timeout of a request to a server, in seconds. None: 600, or vllm_server_timeout if that is longer."
     )
     heartbeat_stale_after_s: PositiveFloat = option(
-        300.0, "Number of seconds without a sign of life after which a worker is replaced."
+        300.0, "Number of seconds without a heartbeat after which a worker is replaced."
     )
     weight_sync_timeout: PositiveFloat | None = option(
-        None,
-        "Maximum number of seconds until new weights arrive. None: 1800, or vllm_server_timeout if that is longer.",
+        None, "Timeout of a weight update, in seconds. None: 1800, or vllm_server_timeout if that is longer."
     )
-    sync_timeout_s: PositiveFloat | None = option(None, "Old name of weight_sync_timeout.")
-    vllm_sync_timeout: PositiveFloat | None = option(None, "GRPOConfig's name of weight_sync_timeout.")
+    sync_timeout_s: PositiveFloat | None = option(None, "Deprecated name of weight_sync_timeout.")
+    vllm_sync_timeout: PositiveFloat | None = option(None, "Alias of weight_sync_timeout: the name used in GRPOConfig.")
     max_worker_restarts: NonNegativeInt = option(
         8, "Maximum number of workers that are replaced within ten minutes before the run stops."
     )
@@ -145,41 +138,40 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         0.05, "Maximum fraction of the last 200 rollouts that may fail before the run stops, from 0 to 1."
     )
     reward_timeout_s: PositiveFloat = option(
-        120.0, "Maximum number of seconds of a reward function for one group. reward_timeout overrides it."
+        120.0, "Timeout of a reward function for one group, in seconds. reward_timeout overrides this field."
     )
-    tool_timeout_s: PositiveFloat | None = option(
-        None, "Maximum number of seconds of a tool call. None: tool_timeout (60)."
-    )
+    tool_timeout_s: PositiveFloat | None = option(None, "Timeout of a tool call, in seconds. None: tool_timeout (60).")
     fork_threshold_tokens: PositiveInt = option(
         1024, "Accepted for compatibility with TRL. It has no effect, because sampled tokens are never rewritten."
     )
     scale_rewards: Literal["population", "group", "none"] = option(
         "population",
-        "What advantages are divided by. 'population': the population standard deviation of the group's rewards "
-        "plus 1e-8. 'group': the sample standard deviation plus 1e-4, as in GRPOConfig. 'none': nothing.",
+        "How advantages are scaled. 'population': divide by the population standard deviation of the group's rewards plus "
+        "1e-8. 'group': divide by the sample standard deviation plus 1e-4, as in GRPOConfig. 'none': do not scale.",
     )
     vllm_importance_sampling_mode: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"] | None
     ) = option(
         None,
-        "How the ratio of the policy to the sampler is used. None: the clipped ratio of the loss. Other values "
-        "weight the policy gradient by this ratio, bounded as in GRPOConfig: 'token_truncate', 'token_mask', "
-        "'sequence_truncate', 'sequence_mask' and 'geometric'. Use 'token_truncate' for large steps.",
+        "How the loss corrects for rollouts that were sampled with older weights. None: the clipped importance ratio of the "
+        "loss is the only correction. Other values multiply the policy gradient by the ratio between policy and sampler, "
+        "bounded as described in GRPOConfig: 'token_truncate', 'token_mask', 'sequence_truncate', 'sequence_mask' or "
+        "'geometric'. Use 'token_truncate' for large steps.",
     )
     vllm_importance_sampling_clip_max: PositiveFloat | None = option(
         2.0,
-        "Upper bound of the correction's ratio, above 0. Modes with truncate clamp a larger ratio to it; the "
-        "other modes set it to 0. None: no upper bound.",
+        "Upper bound of the correction's ratio, above 0. The truncate modes clamp a larger ratio to the bound. The mask modes "
+        "and 'geometric' set a larger ratio to 0. None: no upper bound.",
     )
     delta: PositiveFloat | None = option(
         None,
-        "Upper bound of the ratio where the clip has none: for completions with a negative advantage that became "
-        "much more likely. It should be above 1 + epsilon_high. None: no bound.",
+        "Upper bound of the importance ratio for completions with a negative advantage, for which the clip has no upper "
+        "bound. It should be above 1 + epsilon_high. None: no bound.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "float32",
-        "Precision of a model that is loaded by name. 'auto' keeps that of the checkpoint. dtype in "
-        "model_init_kwargs overrides it.",
+        "Precision of a model that is loaded by name. 'auto' uses the checkpoint's precision. The key dtype in "
+        "model_init_kwargs overrides this field.",
     )
 
     def __post_init__(self) -> None:

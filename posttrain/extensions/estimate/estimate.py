@@ -1,4 +1,4 @@
-"""`posttrain estimate sft --config x.yaml`: estimate memory by component, the largest batch, and changes that would help."""
+"""`posttrain estimate sft --config x.yaml`: estimate memory by component, the largest batch, and changes that reduce memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from posttrain.models.memory_estimate import Workload
 
 
-# Exit code EX_CONFIG of sysexits.h. A run that fails a check before training returns the same code.
+# Exit code EX_CONFIG of sysexits.h. It is also the exit code of a run that fails a check before training.
 DOES_NOT_FIT = 78
-# Batches up to this many times the given one are tried.
+# Batches of up to this multiple of the configured batch are tried.
 MOST_TIMES = 16
-# Number of longest examples (by characters) of the dataset to tokenize.
+# Number of examples to tokenize. The longest examples of the dataset, in characters, are selected.
 EXAMPLES = 48
 
 
@@ -37,8 +37,8 @@ def run(argv: list[str]) -> int:
         prog="posttrain estimate",
         usage="posttrain estimate TRAINER --config FILE.yaml [--json] [options of TRAINER]",
         description="Estimate the memory of a run from its config: by component at the longest lengths, the largest batch "
-        "that fits, and changes that would help. Reads no weights and writes nothing. "
-        f"Exit code 0 if the run fits, {DOES_NOT_FIT} if it does not.",
+        "that fits, and changes that reduce memory. Weights are not read, and no files are written. "
+        f"The exit code is 0 if the run fits, and {DOES_NOT_FIT} if it does not.",
         allow_abbrev=False,
     )
     parser.add_argument("trainer", metavar="TRAINER", help="a training command: " + ", ".join(sorted(TRAINING)))
@@ -60,18 +60,18 @@ def _length(text: str) -> int:
 
 
 def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, None)) -> dict[str, Any]:
-    """Estimate a run as a JSON-compatible dict. Sizes are in bytes.
+    """Estimate the memory of a run. Return a JSON-compatible dict with sizes in bytes.
 
-    ``batch_sizes`` has the peak of each batch size that keeps the effective batch size, ``larger_batch`` the largest batch of
-    a process that fits without accumulation (None: any fits), and ``would_help`` the peak after each change.
+    ``batch_sizes`` contains the peak of each batch size that keeps the effective batch size. ``larger_batch`` is the largest
+    batch of a process that fits without accumulation (None if any batch fits). ``would_help`` contains the peaks after changes.
 
     Args:
         subject: The training command and its arguments.
-        given: Number of tokens of the longest prompt and completion, if known.
+        given: Number of tokens of the longest prompt and of the longest completion, if known.
 
     Raises:
-        ConfigError: No model is named.
-        ModelError: The model is not found, or cannot be estimated.
+        ConfigError: The arguments contain no model.
+        ModelError: The model does not exist, or its memory cannot be estimated.
     """
     import torch
 
@@ -95,7 +95,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     memory = estimate_memory(work)
     available = available_memory(device, memory_limit(args))
     size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
-    # Estimate the peak for every batch size that keeps the effective batch size. Sizes with equal largest passes share one.
+    # Estimate the peak for every batch size that keeps the effective batch size. Sizes with the same largest pass share it.
     known, peaks, limit = {_largest(work): memory.peak}, {}, int(PLANNED_SHARE * available.free)
     for other in batch_sizes(size, accumulation):
         changed = plan(subject.method, config, batch_size=other, **settings)
@@ -109,7 +109,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
         def make(rows: int) -> Workload:
             changed = plan(subject.method, config, batch_size=rows, **settings)
             calls = changed.generating
-            if calls is not None:  # One generation is then as many times as large as the batch.
+            if calls is not None:  # A generation grows in proportion to the batch.
                 grown = {name: getattr(calls, name) * rows // whole for name in ("prompts", "sequences")}
                 calls = replace(calls, **grown)
             return replace(changed, passes=len(changed.batches), generating=calls)
@@ -134,16 +134,16 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
 
 
 def _larger(whole: int, peak: int, limit: int, step: int, make: Callable[[int], Workload]) -> tuple[int | None, bool]:
-    """Return the largest batch of a process found to fit without accumulation, and whether it is only a lower bound.
+    """Return the largest batch of a process that fits without accumulation, and whether it is only a lower bound.
 
-    None: any batch fits, because its passes do not grow.
+    The batch is None if any batch fits, because the size of forward passes does not grow with the batch.
 
     Args:
-        whole: Batch that fits.
-        peak: Its peak.
-        limit: Bytes that may be used.
-        step: Batches between ``whole`` and the largest one are multiples of this number.
-        make: Returns the workload of a batch.
+        whole: A batch that fits.
+        peak: Peak memory of this batch.
+        limit: Maximum memory in bytes.
+        step: Tried batches are multiples of this number.
+        make: Function that returns the workload of a batch.
     """
     from posttrain.models.memory_estimate import estimate_memory
 
@@ -153,7 +153,7 @@ def _larger(whole: int, peak: int, limit: int, step: int, make: Callable[[int], 
         works = [make(most), make(2 * most)]
         grows = _largest(works[0]) != _largest(works[1]) or works[0].generating != works[1].generating
         return (most, True) if grows else (None, False)
-    for _ in range(2):  # The peak grows almost linearly: the second secant is close.
+    for _ in range(2):  # The peak grows almost linearly, so two steps of the secant method are sufficient.
         size = int(low[0] + (limit - low[1]) / (high[1] - low[1]) * (high[0] - low[0])) // step * step
         if low[0] < size < high[0]:
             tried = size, estimate_memory(make(size)).peak
@@ -167,7 +167,7 @@ def _largest(work: Workload) -> tuple[int, int, bool]:
 
 
 def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
-    """Return the configs of other models that stay in memory."""
+    """Return the configs of other models that stay in memory, such as the teacher or the reward model."""
     configs, args, script_args = {}, subject.config, subject.script_args
     names = {part: getattr(script_args, f"{part}_name_or_path", None) for part in ("reward_model", "value_model")}
     teacher = None if args.teacher_model_server_url else args.teacher_model_name_or_path
@@ -176,12 +176,12 @@ def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
         try:
             configs |= {part: model_config(name, args.trust_remote_code)} if name else {}
         except (PosttrainError, OSError, ValueError) as error:
-            notes.append(f"{part}={name!r} cannot be read and is not counted ({_short(error)}).")
+            notes.append(f"{part}={name!r} cannot be read, so its memory is not included ({_short(error)}).")
     return configs
 
 
 def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list[str]) -> tuple[Lengths, Any]:
-    """Return lengths from arguments, data or config (in this order), and the images of the row with the most image tokens."""
+    """Return lengths from the arguments, the data or the config, and the images of the row with the largest image part."""
     from posttrain.checks.memory import Lengths, assumed_lengths, longest_of, sampled_pictures
 
     prompt, completion = given
@@ -192,7 +192,7 @@ def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list
         rows, vision = _longest_rows(subject)
     except (PosttrainError, OSError, ValueError, KeyError) as error:
         notes.append(
-            f"the data was not read ({_short(error)}). Fix: pass the lengths as --prompt_tokens and --completion_tokens."
+            f"the data was not read ({_short(error)}). Fix: pass the lengths with --prompt_tokens and --completion_tokens."
         )
         return known, None
     pictures = sampled_pictures(vision, rows) if vision else None
@@ -205,7 +205,7 @@ def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list
 
 
 def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:
-    """Tokenize the longest examples of the training set; return their rows and the image reader."""
+    """Tokenize the longest examples of the training set. Return their rows and the image processor."""
     import datasets
 
     from posttrain.data.formats import undecoded
@@ -222,7 +222,7 @@ def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:
 
 
 def _changes(work: Workload) -> dict[str, Workload]:
-    """Return variants of the run with one setting changed to reduce memory."""
+    """Return variants of the run. Each changes one setting to reduce memory."""
     import peft
 
     own = tuple(part for part in work.frozen if part.role != "reference")
@@ -259,8 +259,8 @@ def screen(plan: dict[str, Any]) -> str:
         f"{plan['trainer']} on {plan['model']}: {plan['parameters'] / 1e6:.0f} M weights, {plan['trainable'] / 1e6:.1f} M "
         "trained",
         f"longest: prompt {lengths['prompt']}, completion {lengths['completion']} tokens ({lengths['source']})",
-        f"batch: {plan['batch_size']} x {plan['accumulation']} accumulated; the largest pass computes {tokens} tokens",
-        f"\nmemory at the fullest moment ({plan['fullest']})",
+        f"batch: {plan['batch_size']} x {plan['accumulation']} accumulated; the largest forward pass has {tokens} tokens",
+        f"\nmemory at the peak ({plan['fullest']})",
         *[f"  {name:22}{gib(size):>10}  {'#' * max(1, round(34 * size / peak))}" for name, size in sizes],
         f"  {'total':22}{gib(peak):>10}  {'fits' if plan['fits'] else 'does not fit'}: {gib(plan['available'])} available "
         f"on {plan['device']}, {gib(limit)} planned for use\n",
@@ -269,14 +269,14 @@ def screen(plan: dict[str, Any]) -> str:
     best, whole = plan["largest_batch_size"], plan["batch_size"] * plan["accumulation"]
     larger, now = plan["larger_batch"], f"now {plan['batch_size']} x {plan['accumulation']}"
     if not best:
-        lines.append("\nno batch size that keeps the effective batch fits")
+        lines.append("\nno batch size that keeps the effective batch size fits")
     elif larger is None:
         lines.append(f"\nlargest batch that fits: any, because passes are limited by tokens, not by rows ({now})")
     elif larger > whole:
         bound = "at least " if plan["larger_batch_is_bound"] else ""
         lines.append(f"\nlargest batch that fits: {bound}{larger} ({now})")
     else:
-        lines.append(f"\nlargest batch that fits: {best} x {whole // best} accumulated, effective batch {whole}")
+        lines.append(f"\nlargest batch that fits: {best} x {whole // best} accumulated, effective batch size {whole}")
     if not plan["fits"]:
         lines += ["\nto fit:"]
         lines += [f"  {c:44}{gib(p):>10}{'  fits' if p <= limit else ''}" for c, p in plan["would_help"].items()]

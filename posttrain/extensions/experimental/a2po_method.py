@@ -42,35 +42,34 @@ class A2POConfig(OnlineConfig):
     learning_rate: float = option(5e-5, "Peak learning rate.")
     num_generations: PositiveInt = option(
         1,
-        "Number of completions per prompt in training. It must be 1, because the baseline is the value of the prompt.",
+        "Number of completions per prompt in training. It must be 1, because the baseline is the prompt's value and not the "
+        "mean reward of a group.",
     )
     max_prompt_length: PositiveInt | None = option(
-        512, "Maximum number of tokens of a prompt. A longer prompt loses its beginning. None: no limit."
+        512, "Maximum number of tokens of a prompt. The beginning of a longer prompt is removed. None: no limit."
     )
-    temperature: PositiveFloat = option(
-        1.0, "Divisor of the logits in sampling, above 0. The log-probs of the loss use temperature 1."
-    )
+    temperature: PositiveFloat = option(1.0, "Sampling temperature, above 0. Log-probs of the loss use temperature 1.")
     max_completion_length: PositiveInt = option(
-        256, "Maximum number of tokens of a completion, including the end token."
+        256, "Maximum number of tokens per completion, including the end token."
     )
     top_k: NonNegativeInt | None = option(  # type: ignore[assignment]
         None, "Sample only from the k most likely tokens. None or 0 disables it."
     )
     num_value_samples: PositiveInt = option(
         8,
-        "Number of completions of the reference model from which the value of a prompt is estimated, at least 1. "
-        "More make the value less noisy and cost sampling time before training.",
+        "Number of completions of the reference model from which a prompt's value is estimated, at least 1. A larger number "
+        "makes the value less noisy, and takes more time before training.",
     )
     beta1: PositiveFloat = option(
         0.5,
-        "Temperature of the value, above 0. Near 0 the value is the reward of the best sample, for large beta1 "
-        "the mean reward.",
+        "Temperature of the value, above 0. For beta1 near 0, the value is the reward of the best sample. For large beta1, it "
+        "is the mean reward.",
     )
     filter_all_incorrect: bool = option(True, "Exclude training prompts that no sample of the reference model solved.")
     beta2: PositiveFloat = option(
         1e-3,
-        "Factor above 0 of the log-ratio to the reference model, which the loss fits to the advantage. A larger "
-        "value keeps the policy closer to the reference.",
+        "Strength of the regularization towards the reference model, above 0. The loss fits beta2 times the log-ratio to the "
+        "advantage, so a larger value keeps the policy closer to the reference.",
     )
 
     def __post_init__(self) -> None:

@@ -88,14 +88,17 @@ class IWOPDConfig(DistillationConfig):
 
     distillation_objective: Literal["iw_opd", "jsd"] = option(
         "iw_opd",
-        "Objective. 'iw_opd': policy gradient of the sampled tokens with larger weights for early tokens. 'jsd': "
-        "the divergence that beta selects.",
+        "Objective. 'iw_opd': policy gradient on the sampled tokens, with larger weights for early tokens. 'jsd': the "
+        "divergence selected by beta.",
     )
     iw_opd_gamma: NonNegativeFloat = option(
-        0.5, "With 'iw_opd': additional weight of the first token relative to the last, at least 0. 0: equal weights."
+        0.5,
+        "With 'iw_opd': weights fall from 1 + iw_opd_gamma at the first token of a completion to 1 at its last token. At "
+        "least 0. 0: all tokens have equal weights.",
     )
     iw_opd_epsilon: PositiveFloat = option(
-        1e-8, "With 'iw_opd': minimum of the sum of advantages that weights are divided by, above 0."
+        1e-8,
+        "With 'iw_opd': minimum of the sum of advantages by which weights are divided, above 0. It avoids a division by zero.",
     )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
@@ -175,26 +178,25 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
     _loss_temperature: ClassVar[str | float] = "kd_temperature"
     rkl_advantage: bool = option(
         True,
-        "Add log p - log q of each sampled token to its advantage, with teacher p and student q. At least one of "
-        "rkl_advantage and single_step_decomposition must be True.",
+        "Add log p - log q of each sampled token to its advantage, where p is the teacher's and q the student's probability. "
+        "At least one of rkl_advantage and single_step_decomposition must be True.",
     )
     single_step_decomposition: bool = option(
         True,
-        "Add KL(student || teacher) over the vocabulary at each position to the loss, which has less variance "
-        "than the sampled token alone.",
+        "Add KL(student || teacher) over the whole vocabulary at each position to the loss. It has less variance than an "
+        "estimate from the sampled token.",
     )
     kd_temperature: PositiveFloat = option(
-        1.0, "Divisor of both models' logits in the loss, above 0. Sampling uses temperature."
+        1.0, "Temperature of student and teacher in the loss, above 0. Sampling uses the field temperature instead."
     )
     gamma: Share = option(
         0.0,
-        "Discount of later tokens' rewards, from 0 to 1. 0: only the token's own reward. 1: the sum of all later "
-        "rewards.",
+        "Discount factor of the rewards of later tokens, from 0 to 1. 0: use only the token's own reward. 1: use the sum of "
+        "its own and all later rewards.",
     )
     length_normalization: bool = option(
         True,
-        "Divide the discounted sum of rewards by the sum of the discounts, so that its size does not depend on "
-        "the length.",
+        "Divide the discounted sum of rewards by the sum of the discounts, so that it does not grow with the length.",
     )
 
     def __post_init__(self) -> None:
@@ -252,26 +254,26 @@ class SelfDistillationFields(DistillationFields):
     _beta: ClassVar[str | float] = "distillation_alpha"
     distillation_alpha: float = option(
         0.5,
-        "Divergence of the generalized Jensen-Shannon family, from 0 to 1. 0: forward KL(teacher || student). 1: "
+        "Divergence: a member of the generalized Jensen-Shannon family, from 0 to 1. 0: forward KL(teacher || student). 1: "
         "reverse KL(student || teacher). distillation_mode='sampled_token' needs 1.",
     )
     distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = option(
         "topk_logits",
-        "Token ids in the divergence. 'sampled_token': the sampled one. 'full_logits': the whole vocabulary. "
-        "'topk_logits': the student's most likely ones, distillation_topk in number.",
+        "Token ids over which the divergence is computed. 'sampled_token': only the sampled token. 'full_logits': the whole "
+        "vocabulary. 'topk_logits': the student's distillation_topk most likely ids.",
     )
     distillation_topk: PositiveInt | None = option(
-        100, "With distillation_mode='topk_logits': number of token ids per position. None is an error with that mode."
+        100, "With distillation_mode='topk_logits': number of token ids per position. It must not be None in this mode."
     )
     distillation_add_tail: bool = option(
         False,
-        "Add one category for the probability of all other ids. False renormalizes both distributions to the "
-        "selected ids.",
+        "Add one category with the total probability of all token ids that are not selected. False renormalizes both "
+        "distributions over the selected ids.",
     )
     distillation_is_clip: PositiveFloat | None = option(
         2.0,
-        "Maximum importance weight, above 0, of tokens that were sampled with older weights. None: no importance "
-        "weight.",
+        "Upper bound of the importance weight of tokens that were sampled with older weights, above 0. None: no importance "
+        "weights.",
     )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
@@ -299,13 +301,13 @@ class SDFTConfig(SelfDistillationFields, DistillationConfig):
 
     teacher_prompt_template: str = option(
         "{prompt}\n\n{privileged_context}",
-        "Text of the teacher's last user turn, with {prompt} and {privileged_context}. Both names are required.",
+        "Template of the teacher's last user turn. It must contain the placeholders {prompt} and {privileged_context}.",
     )
     generate_from_teacher: bool = option(
         False, "Sample completions from the teacher's prompt. False: from the student's prompt."
     )
     num_loss_tokens_to_skip: NonNegativeInt = option(
-        0, "Number of first tokens of each completion that are excluded from the loss. 0: none."
+        0, "Number of tokens at the start of each completion that are excluded from the loss. 0 excludes no tokens."
     )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
@@ -341,28 +343,29 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
 
     distillation_weight: Share = option(
         1.0,
-        "Weight w of the distillation loss in (1 - w) * policy loss + w * distillation loss, from 0 to 1. 1: no "
-        "policy loss. 0: GRPO.",
+        "Weight w of the distillation loss in (1 - w) * policy loss + w * distillation loss, from 0 to 1. 1: no policy loss. "
+        "0: GRPO.",
     )
     max_reprompt_len: PositiveInt = option(
-        10240, "Maximum number of tokens of the teacher's prompt. The hint of a longer one is truncated."
+        10240,
+        "Maximum number of tokens of the teacher's prompt. In a longer prompt, the solution and the feedback are truncated.",
     )
-    use_successful_as_teacher: bool = option(
-        True, "Put a successful completion of the group into the teacher's prompt."
-    )
+    use_successful_as_teacher: bool = option(True, "Add a successful completion of the group to the teacher's prompt.")
     success_reward_threshold: float = option(1.0, "Minimum reward of a successful completion.")
-    dont_reprompt_on_self_success: bool = option(True, "Do not put a completion into the teacher's prompt for itself.")
+    dont_reprompt_on_self_success: bool = option(
+        True, "Do not show a completion to the teacher when the teacher scores this same completion."
+    )
     reprompt_template: str = option(
         "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
-        "Text of the teacher's last user turn, with {prompt}, {solution} and {feedback}.",
+        "Template of the teacher's last user turn, with the placeholders {prompt}, {solution} and {feedback}.",
     )
     solution_template: str = option(
         "\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
-        "Text of {solution}, with {successful_previous_attempt} for the successful completion.",
+        "Template of {solution}. {successful_previous_attempt} is replaced with the successful completion.",
     )
     feedback_template: str = option(
         "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
-        "Text of {feedback}, with {feedback_raw} for the column privileged_context.",
+        "Template of {feedback}. {feedback_raw} is replaced with the column privileged_context.",
     )
     include_environment_feedback: bool = option(
         False, "Put the column privileged_context into the teacher's prompt as {feedback}."
@@ -416,9 +419,7 @@ class SDPO(Distillation):
 class SSDConfig(DistillationConfig):
     """Arguments of `SSDTrainer`, which fine-tunes the model on its own samples."""
 
-    filter_empty: bool = option(
-        True, "Exclude blank completions, and completions of one line with fewer than 10 characters."
-    )
+    filter_empty: bool = option(True, "Exclude blank completions and single lines of fewer than 10 characters.")
 
     def axes(self) -> Axes:
         """Return the loss: cross-entropy only."""

@@ -15,14 +15,14 @@ class GMPOConfig(GRPOConfig):
     """Arguments of `GMPOTrainer`. Clip bounds are in log space: the default keeps ratios in (e^-0.4, e^0.4) = (0.670, 1.492)."""
 
     loss_type: Literal["gmpo"] = option(
-        "gmpo", "Loss. 'gmpo' is the only value: the geometric mean of a completion's clipped token ratios."
+        "gmpo", "Loss. The only value is 'gmpo', the geometric mean of a completion's clipped token ratios."
     )
     epsilon: NonNegativeFloat = option(
         0.4,
-        "Lower clip of the log-ratio: -epsilon, at least 0. Smaller values limit how far one generation can move "
-        "the policy.",
+        "Clip range of the log-ratio below 0: the log-ratio is clipped at -epsilon. At least 0. Smaller values limit how far "
+        "one generation can move the policy.",
     )
-    epsilon_high: NonNegativeFloat | None = option(None, "Upper clip of the log-ratio. None: epsilon.")
+    epsilon_high: NonNegativeFloat | None = option(None, "Clip range of the log-ratio above 0. None: same as epsilon.")
 
     def _check_choices(self) -> None:
         check_choice("loss_type", self.loss_type, ("gmpo",))

@@ -79,46 +79,48 @@ class GOLDConfig(GKDConfig):
     _loss_temperature: ClassVar[str | float] = "temperature"
     teacher_tokenizer_name_or_path: str | None = option(
         None,
-        "Folder or Hub id of the teacher's tokenizer. None: the tokenizer of a teacher that is given by name. Set "
-        "it for a teacher that is a model object.",
+        "Folder or Hub id of the teacher's tokenizer. None: the tokenizer is loaded from the teacher's folder or Hub id. Set "
+        "it if the teacher is passed as a model object.",
     )
     use_uld_loss: bool = option(
         False,
-        "Compare tokens of two tokenizers, aligned by their bytes. Set it if student and teacher have different "
-        "tokenizers. It needs a teacher model in this process.",
+        "Use a loss for two different tokenizers, which aligns tokens by their bytes. Set it if student and teacher have "
+        "different tokenizers. It needs a teacher model in this process.",
     )
     use_extended_uld: bool = option(
         True,
-        "With use_uld_loss: align groups of tokens with equal bytes. False compares token i with token i, "
-        "whatever text they stand for.",
+        "With use_uld_loss: align groups of tokens with equal bytes. False compares the i-th token of the student with the "
+        "i-th token of the teacher, even if their texts differ.",
     )
     uld_token_merge_strategy: Literal["observed", "bayesian"] = option(
         "observed",
-        "With use_uld_loss: how a group of tokens is represented. 'observed': the distribution before its first "
-        "token. 'bayesian': the distribution before its last token.",
+        "With use_uld_loss: which distribution represents a group of aligned tokens. 'observed': the distribution that "
+        "predicts its first token. 'bayesian': the distribution that predicts its last token.",
     )
     uld_use_hybrid_loss: bool = option(
-        False, "With use_uld_loss: compare token ids with equal bytes in both vocabularies by the divergence of beta."
+        False, "With use_uld_loss: use the divergence selected by beta for tokens whose bytes are in both vocabularies."
     )
     uld_hybrid_matched_weight: NonNegativeFloat | None = option(
         None,
-        "With uld_use_hybrid_loss: weight of ids with equal bytes in both vocabularies. Set both hybrid weights "
-        "or neither. None: the fraction of the teacher's vocabulary that they cover.",
+        "With uld_use_hybrid_loss: weight of token ids whose bytes are in both vocabularies. Set both hybrid weights or "
+        "neither. None: the fraction of the teacher's vocabulary that these ids cover.",
     )
     uld_hybrid_unmatched_weight: NonNegativeFloat | None = option(
-        None, "With uld_use_hybrid_loss: weight of all other ids. None: 1 minus the weight of the matched ids."
+        None,
+        "With uld_use_hybrid_loss: weight of token ids whose bytes are in only one vocabulary. None: 1 minus "
+        "uld_hybrid_matched_weight.",
     )
     uld_crossentropy_weight: NonNegativeFloat = option(
-        0.0, "With use_uld_loss: weight of the negative log-likelihood of the answer's tokens. 0: no such term."
+        0.0, "With use_uld_loss: weight of the negative log-likelihood of the answer's tokens. 0 disables this term."
     )
     uld_distillation_weight: NonNegativeFloat = option(
         1.0, "With use_uld_loss: weight of the loss between student and teacher."
     )
     uld_student_temperature: PositiveFloat = option(
-        1.0, "With use_uld_loss: divisor of the student's logits in the loss, above 0."
+        1.0, "With use_uld_loss: the student's temperature in the loss, above 0."
     )
     uld_teacher_temperature: PositiveFloat = option(
-        1.0, "With use_uld_loss: divisor of the teacher's logits in the loss, above 0."
+        1.0, "With use_uld_loss: the teacher's temperature in the loss, above 0."
     )
 
     def _rules(self) -> list[tuple[str, bool, str]]:

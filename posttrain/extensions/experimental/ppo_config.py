@@ -58,100 +58,99 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     learning_rate: float = option(3e-6, "Peak learning rate. It is constant during the passes over a rollout batch.")
     disable_dropout: bool = option(
         True,
-        "Set every dropout probability of policy, reference, value and reward model to 0, so that equal inputs "
-        "give equal log-probs.",
+        "Set every dropout probability of policy, reference, value and reward model to 0, so that equal inputs give equal "
+        "log-probs.",
     )
     num_ppo_epochs: PositiveInt = option(
         4,
-        "Number of passes over each rollout batch, at least 1. More passes use a batch better and move the policy "
-        "further from the weights that sampled it.",
+        "Number of passes over each rollout batch, at least 1. More passes learn more from a batch, but move the policy "
+        "further away from the weights that sampled the batch.",
     )
     num_mini_batches: PositiveInt = option(
         1, "Number of optimizer steps per pass. It must divide the rollout batch of a process."
     )
     total_episodes: PositiveInt | None = option(
         None,
-        "Number of responses to train on, rounded up to whole rollout batches. None: num_train_epochs times the "
-        "rows of train_dataset, or as many as max_steps needs if that is set. Setting both is an error.",
+        "Number of responses to train on, rounded up to whole rollout batches. None: num_train_epochs times the number of "
+        "rows of train_dataset, or the number that max_steps requires. Setting both total_episodes and max_steps is an error.",
     )
     local_rollout_forward_batch_size: PositiveInt = option(
         64,
-        "Maximum number of responses that a process evaluates at the same time without gradients. Lower it if "
-        "these passes run out of memory.",
+        "Maximum number of responses per forward pass without gradients. Decrease it if such passes run out of memory.",
     )
     num_sample_generations: NonNegativeInt = option(
         10,
-        "Number of times during training that answers to eval_dataset are sampled and logged as a table. 0: "
-        "never. Without eval_dataset there are none.",
+        "How many times during training answers to eval_dataset are sampled and logged as a table. 0 disables it. It has no "
+        "effect without eval_dataset.",
     )
     response_length: PositiveInt = option(53, "Maximum number of tokens of a response, including the stop token.")
     stop_token: str | None = option(
         None,
-        "What ends a response. 'eos': any token that ends a turn. None: the token in stop_token_id, or nothing "
-        "without it, so that every response has response_length tokens. Set 'eos' for chat models.",
+        "Which tokens end a response. 'eos': any token that ends a turn. None: only the token stop_token_id. If that is None "
+        "too, every response has response_length tokens. Set 'eos' for chat models.",
     )
     stop_token_id: NonNegativeInt | None = option(
-        None, "Id of the token that ends a response. It cannot be combined with stop_token. None: see stop_token."
+        None, "Id of the token that ends a response. It cannot be combined with stop_token. None: stop_token applies."
     )
     temperature: PositiveFloat = option(
         0.7,
-        "Divisor of the logits in sampling and in every log-prob, above 0. Higher values make responses more diverse.",
+        "Sampling temperature, above 0. Logits are divided by it, both in sampling and in every log-prob of the loss. Higher "
+        "values make responses more diverse.",
     )
     missing_eos_penalty: PositiveFloat | None = option(
         None,
-        "Number above 0 that is subtracted from the score of a response without an end token. It favors responses "
+        "Penalty, above 0, that is subtracted from the score of a response without an end token. It encourages responses "
         "shorter than response_length. None: no penalty.",
     )
     kl_coef: NonNegativeFloat = option(
         0.05,
-        "Weight of the KL to the reference model, which is subtracted from the reward of each token. 0: no KL. "
-        "Raise it if the model loses earlier skills.",
+        "Weight of the KL divergence from the reference model, which is subtracted from the reward of each token. 0: no KL "
+        "penalty. Increase it if the model loses earlier skills.",
     )
     kl_estimator: Literal["k1", "k3"] = option(
         "k1",
-        "Estimator of the KL per token. 'k1': the log-ratio, which is unbiased and may be negative. 'k3': exp(-d) "
-        "- 1 + d of the log-ratio d, which has less variance and is never negative.",
+        "Estimator of the KL divergence per token. 'k1': the log-ratio d, which is unbiased and may be negative. 'k3': "
+        "exp(-d) - 1 + d, which has less variance and is never negative.",
     )
     cliprange: NonNegativeFloat = option(
         0.2,
-        "Clip of the importance ratio to 1 - cliprange and 1 + cliprange. Smaller values limit how far one "
-        "rollout batch can move the policy.",
+        "Clip range of the importance ratio: it is clipped to the range from 1 - cliprange to 1 + cliprange. Smaller values "
+        "limit how far one rollout batch can move the policy.",
     )
     cliprange_value: NonNegativeFloat = option(0.2, "Maximum change of a predicted value in one update.")
-    vf_coef: NonNegativeFloat = option(0.1, "Weight of the value loss. Raise it if loss/value_avg does not fall.")
+    vf_coef: NonNegativeFloat = option(0.1, "Weight of the value loss. Increase it if loss/value_avg does not fall.")
     gamma: Share = option(
-        1.0, "Discount of later rewards per token, from 0 to 1. 1: no discount, which suits one reward at the end."
+        1.0, "Discount factor per token, from 0 to 1. 1 means no discount, which suits a single reward at the end."
     )
     lam: Share = option(
         0.95,
-        "Lambda of generalized advantage estimation, from 0 to 1. 1: returns without bias but with more variance. "
-        "0: one-step differences of values.",
+        "Lambda of generalized advantage estimation (GAE), from 0 to 1. 1: full returns, which are unbiased but have more "
+        "variance. 0: one-step differences of values.",
     )
     whiten_rewards: bool = option(
         False,
-        "Divide the rewards of tokens by their standard deviation. It needs at least 8 responses per mini-batch "
-        "and process.",
+        "Divide the rewards of tokens by their standard deviation. It needs at least 8 responses per mini-batch and process.",
     )
     model_adapter_name: str | None = option(
-        None, "Name of the adapter to train, for a peft model with several. None: the active one."
+        None, "Name of the adapter to train, for a peft model with several adapters. None: the active adapter."
     )
     ref_adapter_name: str | None = option(
         None,
-        "Name of the adapter that is the reference model, for a peft model with several. None: the base model "
+        "Name of the adapter that is used as reference model, for a peft model with several adapters. None: the base model "
         "with the adapter disabled.",
     )
     shuffle_dataset: bool = option(
-        True, "Shuffle the prompts of the training set. False keeps the dataset's order, for example for a curriculum."
+        True, "Shuffle the prompts of the training set. False keeps the order of the dataset, e.g. for a curriculum."
     )
     chat_template_kwargs: dict[str, Any] | str | None = option(
         None,
-        "Arguments of the chat template as a mapping or JSON, for example {'enable_thinking': false}. They apply "
-        "whenever a prompt is rendered.",
+        "Arguments of the chat template as a mapping or JSON, for example {'enable_thinking': false}. They apply whenever a "
+        "prompt is rendered.",
     )
     rollout_engine: Annotated[str, OneOf(("auto", *EXACT))] = option(
         "auto",
-        "Engine that samples responses. 'native': in process, on the trainer's weights. 'hf': transformers' "
-        "generate, slow but correct for every model. 'auto': native if it is exact for the model, else hf.",
+        "Engine that samples responses. 'native': in process, on the trainer's weights. 'hf': transformers' generate, slow "
+        "but correct for every model. 'auto': native if it is exact for the model, else hf.",
     )
     sft_model_path: str = option(
         "EleutherAI/pythia-160m", "Folder or Hub id of the policy. Only posttrain ppo uses it, if no model is given."
@@ -165,8 +164,7 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     )
     dataset_num_proc: PositiveInt | None = option(
         None,
-        "Accepted for compatibility with TRL. It has no effect, because prompts are tokenized when they are "
-        "sampled from.",
+        "Accepted for compatibility with TRL. It has no effect, because prompts are tokenized when completions are generated.",
     )
     micro_batch_size: int = field(
         default=0, init=False, metadata={"help": "Computed by the config: per_device_train_batch_size x processes."}

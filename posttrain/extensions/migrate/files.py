@@ -1,4 +1,4 @@
-"""Find the files, rewrite them, and show the differences and what needs a person. `run` is the command."""
+"""Find files, rewrite them, and print the differences and the places that must be changed manually. `run` is the command."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MAGIC = "pass  # posttrain migrate: "
 
 
 class Rewritten(NamedTuple):
-    """A file before and after.
+    """Content of a file before and after the migration.
 
     Attributes:
-        before: Text, or for notebooks the text of each code cell.
-        after: The same parts, rewritten.
-        text: Contents to write.
-        notes: What needs a person.
+        before: Text of the file. For a notebook, the text of each code cell.
+        after: The same parts after the migration.
+        text: New content of the file.
+        notes: Places that must be changed manually.
     """
 
     before: list[str]
@@ -38,10 +38,10 @@ class Rewritten(NamedTuple):
 
 
 def migrate_file(path: Path) -> Rewritten:
-    """Rewrite a file in memory.
+    """Convert a file in memory. The file is not written.
 
     Raises:
-        DataError: It cannot be parsed. Names the file and the line.
+        DataError: The file cannot be parsed. The error contains the file and the line.
         MissingDependencyError: libcst is not installed.
     """
     try:
@@ -68,7 +68,7 @@ def migrate_file(path: Path) -> Rewritten:
 
 
 def _notebook(text: str, path: Path) -> Rewritten:
-    """Rewrite the code cells of a notebook as one script, in which each cell follows a comment."""
+    """Convert the code cells of a notebook together, as one script in which a comment precedes each cell."""
     from posttrain.extensions.migrate.scripts import migrate_script, parsed
     from posttrain.extensions.migrate.shell import migrate_shell
 
@@ -76,7 +76,7 @@ def _notebook(text: str, path: Path) -> Rewritten:
         content = json.loads(text)
         cells: list[Any] = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: it is not a notebook (JSON with a list of cells): {error!r}") from error
+        raise DataError(f"{path}: the file is not a notebook (JSON with a list of cells): {error!r}") from error
     before = ["".join(cell["source"]) for cell in cells]
     script = "".join(f"{MARK}{number}\n{hide_magics(cell)}\n" for number, cell in enumerate(before, 1))
     starts = [at for at, line in enumerate(script.split("\n"), 1) if line.startswith(MARK)]
@@ -105,7 +105,7 @@ def _notebook(text: str, path: Path) -> Rewritten:
 
 
 def hide_magics(cell: str) -> str:
-    """Replace lines that only IPython reads by statements that hold their text, one line each."""
+    """Replace lines that only IPython understands with one-line statements that contain their text."""
     if cell.lstrip().startswith("%%"):
         return MAGIC + json.dumps(cell)
     lines, inside = [], False
@@ -127,10 +127,10 @@ def hide_magics(cell: str) -> str:
 
 
 def found(paths: list[str]) -> Iterator[Path]:
-    """Yield the files that are named, and scripts, notebooks and YAML files below the folders that are named.
+    """Yield the files in ``paths``, and all scripts, notebooks and YAML files in the folders in ``paths``.
 
     Raises:
-        DataError: A path does not exist, or is of another kind.
+        DataError: A path does not exist, or is not one of these file types.
     """
     for path in map(Path, paths):
         if path.is_dir():
@@ -142,23 +142,23 @@ def found(paths: list[str]) -> Iterator[Path]:
         elif path.is_file() and path.suffix in SUFFIXES:
             yield path
         else:
-            raise DataError(f"{path}: not a folder or a file that ends with {', '.join(SUFFIXES)}.")
+            raise DataError(f"{path}: it is neither a folder nor a file with the extension {', '.join(SUFFIXES)}.")
 
 
 def run(argv: list[str]) -> int:
-    """Show or write the rewritten files.
+    """Print the changes of the migration, or write the migrated files.
 
     Returns:
-        0, or 1 if a file could not be parsed. The other files are rewritten all the same.
+        0, or 1 if a file could not be parsed. All other files are migrated nevertheless.
     """
     parser = argparse.ArgumentParser(
         prog="posttrain migrate",
-        description="Rewrite code that was written for TRL 0.7 to 1.16: imports, options, keywords that moved into configs, "
-        "shell commands. Prints the differences, and a list of what needs a person.",
+        description="Migrate code that was written for TRL 0.7 to 1.16: imports, options, arguments that moved "
+        "to configs, and shell commands. Prints the differences, and a list of places that must be changed manually.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="Python or shell script, notebook, YAML file, or a folder of them"
+        "paths", nargs="+", metavar="PATH", help="Python or shell script, notebook, YAML file, or a folder with such files"
     )
     parser.add_argument("--write", action="store_true", help="change the files")
     arguments = parser.parse_args(argv)
@@ -182,5 +182,5 @@ def run(argv: list[str]) -> int:
     if notes:
         sys.stdout.write("\nFor a person:\n" + "".join(f"  {note}\n" for note in notes))
     verb = "changed" if arguments.write else "to change (--write)"
-    sys.stdout.write(f"\n{changed} file{'s' * (changed != 1)} {verb}, {len(notes)} for a person, {failed} not read.\n")
+    sys.stdout.write(f"\n{changed} file{'s' * (changed != 1)} {verb}, {len(notes)} to do by hand, {failed} not read.\n")
     return 1 if failed else 0

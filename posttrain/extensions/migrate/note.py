@@ -1,4 +1,4 @@
-"""`Note`: something in a file that needs a person."""
+"""`Note`: a place in a file that must be changed manually."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Note(NamedTuple):
-    """Something that needs a person.
+    """Place in a file that must be changed manually.
 
     Attributes:
-        line: Line in the file, from 1; of a notebook in the cell.
-        text: What it is, and what to do.
-        cell: Number of the notebook's cell, from 1.
+        line: Number of the line in the file, or in the cell of a notebook. The first line is 1.
+        text: What must be changed, and how.
+        cell: Number of the notebook's cell. The first cell is 1.
     """
 
     line: int
@@ -20,5 +20,5 @@ class Note(NamedTuple):
     cell: int = 0
 
     def at(self, path: Path) -> str:
-        """Return the place and the text."""
+        """Format the place and the text."""
         return f"{path}:{f'cell {self.cell}:' if self.cell else ''}{self.line}: {self.text}"

@@ -1,4 +1,4 @@
-"""`migrate_recipe`: options of older releases in a YAML file, changed line by line so that comments stay."""
+"""`migrate_recipe`: rename old options in a YAML file. Lines are changed one by one, so that comments are preserved."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ OF_RECIPES = {"output_dir", "model_name_or_path", "learning_rate", "per_device_t
 
 
 def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
-    """Rewrite the keys of a file of options. Other YAML files are not changed.
+    """Rename the keys of a YAML file with training options. Other YAML files are not changed.
 
     Raises:
-        DataError: It is not valid YAML.
+        DataError: The file is not valid YAML.
     """
     try:
         documents = list(yaml.compose_all(text, yaml.SafeLoader))
         options = yaml.safe_load(text) if len(documents) == 1 else None
     except yaml.YAMLError as error:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-        raise DataError(f"{path}:{mark.line + 1 if mark else 1}: it is not valid YAML: {error}") from error
+        raise DataError(f"{path}:{mark.line + 1 if mark else 1}: the file is not valid YAML: {error}") from error
     if not isinstance(options, dict) or not OF_RECIPES & options.keys():
         return text, []
     (node,) = documents
@@ -51,10 +51,10 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
         ):
             notes.append(Note(first + 1, f"{name}: {row.replacement}"))
         elif row.action == "loss" and given is not None:
-            notes.append(Note(first + 1, f"{name}: add {target!r} to loss_type and {given} to loss_weights"))
+            notes.append(Note(first + 1, f"{name}: add {target!r} to loss_type, and {given} to loss_weights"))
         elif target in options and row.action != "ignore" and given is not None:
             if options[target] != given:
-                notes.append(Note(first + 1, f"{name}={given!r} and {target}={options[target]!r} are both given"))
+                notes.append(Note(first + 1, f"{name}={given!r} and {target}={options[target]!r} are both set"))
                 continue
             del lines[first:last]
         elif row.action == "rename" and given is not None:
@@ -68,7 +68,7 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
 
 
 def _convert_value(kinds: Any, key: Any, value: Any, given: object, lines: list[str], notes: list[Note]) -> None:
-    """Replace an old value of an option that still exists, or note what replaces it."""
+    """Replace an old value of an option that still exists, or add a note about the replacement."""
     found = (value_row(kind, key.value, given) for kind in kinds if given is not None)
     row = next((row for row in found if row), None)
     if row is not None and row.action == "refuse":
@@ -81,7 +81,7 @@ def _convert_value(kinds: Any, key: Any, value: Any, given: object, lines: list[
 
 
 def config_of(options: dict[str, Any]) -> type:
-    """Return the config that knows most of the options. Names that are refused count least, and the first command wins a tie."""
+    """Return the config that has the largest number of these options. Refused names count least. The first of equals wins."""
 
     def known(kind: type) -> float:
         names = {item.name for item in fields(kind)}

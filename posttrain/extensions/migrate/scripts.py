@@ -1,4 +1,4 @@
-"""`migrate_script`: a script of TRL rewritten with its formatting, by the table of names (`posttrain.compat.trl_names`)."""
+"""`migrate_script`: migrate a script of TRL, based on the table in `posttrain.compat.trl_names`. The formatting is kept."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from posttrain.extensions.migrate.note import Note
 from posttrain.methods.sft import OLD_DATASET_KWARGS
 
 PACKAGES = ("trl", "posttrain")
-SHARED = "TrainingArguments"  # Of transformers; trainers of older releases took it.
-PLAIN_PARSER = "HfArgumentParser"  # Of transformers; it does not convert flags of older releases.
+SHARED = "TrainingArguments"  # A class of transformers that trainers of older TRL releases accepted.
+PLAIN_PARSER = "HfArgumentParser"  # A parser of transformers, which does not convert options of older releases.
 PARSERS = {"TrlParser", PLAIN_PARSER}
 
 ADDED_TOKENS = (
@@ -36,17 +36,17 @@ ADDED_TOKENS = (
 
 
 def migrate_script(text: str, path: str) -> tuple[str, list[Note]]:
-    """Rewrite a script.
+    """Rewrite a script for this package.
 
     Args:
-        text: Its source.
-        path: Names it in errors.
+        text: Source code of the script.
+        path: Path of the script, for error messages.
 
     Returns:
-        The rewritten source, and what needs a person.
+        The new source code, and the places that must be changed manually.
 
     Raises:
-        DataError: It is not valid Python. Names the file and the line.
+        DataError: The text is not valid Python. The error contains the path and the line.
     """
     if not any(package in text for package in PACKAGES):
         return text, []
@@ -65,34 +65,34 @@ def parsed(text: str, path: str) -> cst.Module:
     """Parse a script.
 
     Raises:
-        DataError: It is not valid Python. Names the file and the line.
+        DataError: The text is not valid Python. The error contains the path and the line.
     """
     try:
         return cst.parse_module(text)
     except cst.ParserSyntaxError as error:
-        raise DataError(f"{path}:{error.raw_line}: it is not valid Python: {error.message}") from error
+        raise DataError(f"{path}:{error.raw_line}: the file is not valid Python: {error.message}") from error
 
 
 class Script(cst.CSTVisitor):
-    """What a script imports, which variables hold configs, parsers and trainers, and the calls that make them.
+    """Analysis of a script: imports, variables that contain configs, parsers and trainers, and the calls that create them.
 
     Attributes:
-        positions: Places of nodes.
-        imported: Names of TRL's by their local names.
-        modules: Local names of TRL's package.
-        starred: Whether all names are imported.
-        classes: Our classes by local names, those of the script's subclasses included.
-        kinds: Our classes by the names of variables that hold their instances.
-        made: Calls that make configs, by the names of variables.
-        lines: Lines on which variables are assigned.
+        positions: Positions of nodes.
+        imported: TRL's names by their local names.
+        modules: Local names of the package `trl`.
+        starred: Whether the script imports all names (``import *``).
+        classes: Classes of this package by local name, including subclasses that the script defines.
+        kinds: Classes of this package by the names of variables that contain their instances.
+        made: Calls that create configs, by the names of variables.
+        lines: Lines at which variables are assigned.
         mappings: Keys of dicts by the names of variables.
-        calls: Calls of our classes, with the class.
-        added: Arguments that calls of configs get from trainers.
-        replaced: Names of configs that take the place of ``TrainingArguments``, by call.
+        calls: Calls of classes of this package, with the class.
+        added: Arguments that move from calls of trainers to calls of configs.
+        replaced: Names of the configs that replace ``TrainingArguments``, by call.
         renamed: New names by local name.
         needed: Names that must be imported.
-        uses: How often each name occurs, without imports of ``TrainingArguments``.
-        notes: What needs a person.
+        uses: Number of occurrences of each name, except imports of ``TrainingArguments``.
+        notes: Places that must be changed manually.
     """
 
     def __init__(self, positions: Mapping[cst.CSTNode, Any]) -> None:
@@ -117,23 +117,23 @@ class Script(cst.CSTVisitor):
         self.notes: list[Note] = []
 
     def line(self, node: cst.CSTNode) -> int:
-        """Return the line on which a node begins."""
+        """Return the line at which a node begins."""
         return self.positions[node].start.line
 
     def note(self, node: cst.CSTNode, text: str, argument: str = "") -> None:
-        """Add something that needs a person, about a node or one of its arguments."""
+        """Add a note about a node, or about one of its arguments."""
         place = by_name(node).get(argument, node) if isinstance(node, cst.Call) else node
         self.notes.append(Note(self.line(place), text))
 
     def visit_Import(self, node: cst.Import) -> None:
-        """Remember the local name of TRL's package."""
+        """Record the local name of the package `trl`."""
         for alias in node.names:
             name = get_full_name_for_node(alias.name) or ""
             if name.partition(".")[0] in PACKAGES:
                 self.modules.add(alias.evaluated_alias or name.partition(".")[0])
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
-        """Remember names and classes, and note those that are not here."""
+        """Record imported names and classes, and add notes about names that this package does not have."""
         package = get_full_name_for_node(node.module) or "" if node.module else ""
         if isinstance(node.names, cst.ImportStar) or node.relative:
             self.starred |= package.partition(".")[0] in PACKAGES and not node.relative
@@ -148,7 +148,7 @@ class Script(cst.CSTVisitor):
             self.imported[local] = name
             row = imports().get(name)
             if row is not None and row.action == "refuse":
-                self.note(node, f"{name} is not here. Use {row.replacement}.")
+                self.note(node, f"{name} does not exist in posttrain. Use {row.replacement}.")
             elif row is not None and row.replacement.startswith("posttrain.") and row.replacement.count(".") == 1:
                 name = row.replacement.removeprefix("posttrain.")
                 if alias.asname is None:
@@ -157,7 +157,7 @@ class Script(cst.CSTVisitor):
                 self.classes[local] = known
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        """Remember a subclass, and note the methods that are never called here."""
+        """Record a subclass, and add notes about its methods that this package never calls."""
         base = next((kind for item in node.bases if (kind := self.kind_of(item.value))), None)
         if base is None:
             return
@@ -165,11 +165,11 @@ class Script(cst.CSTVisitor):
         for item in node.body.body:
             if isinstance(item, cst.FunctionDef) and (hook := hook_for(base, item.name.value)):
                 self.note(
-                    item, f"{node.name.value} overrides {item.name.value}, which is never called here. Use {hook}."
+                    item, f"{node.name.value} overrides {item.name.value}, which is never called. Use {hook} instead."
                 )
 
     def kind_of(self, node: cst.BaseExpression) -> Any:
-        """Return our class that an expression names; None for other expressions."""
+        """Return the class of this package to which an expression refers, or None."""
         name = get_full_name_for_node(node) or ""
         head, _, last = name.rpartition(".")
         if name == f"transformers.{SHARED}":
@@ -179,17 +179,17 @@ class Script(cst.CSTVisitor):
         return self.classes.get(name)
 
     def visit_Call(self, node: cst.Call) -> None:
-        """Remember calls of our classes, and note calls of methods that are not here."""
+        """Record calls of classes of this package, and add notes about calls of methods that do not exist."""
         kind = self.kind_of(node.func)
         if kind is not None:
             self.calls[node] = kind
         if isinstance(node.func, cst.Attribute) and isinstance(node.func.value, cst.Name):
             trainer = self.kinds.get(node.func.value.value)
             if trainer is not None and not is_dataclass(trainer) and (hook := hook_for(trainer, node.func.attr.value)):
-                self.note(node, f"{trainer.__name__}.{node.func.attr.value} is not here. Use {hook}.")
+                self.note(node, f"{trainer.__name__}.{node.func.attr.value} does not exist in posttrain. Use {hook}.")
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        """Remember what variables hold."""
+        """Record the values of variables."""
         target, value = node.targets[0].target, node.value
         for name in names_in(target):
             self.lines[name] = self.line(node)
@@ -216,7 +216,7 @@ class Script(cst.CSTVisitor):
                     self.kinds[item.value.value] = kind
 
     def collect_moves(self) -> None:
-        """Find the keywords of trainers that are options of configs, and the calls of the configs that get them."""
+        """Find arguments of trainers that are now options of configs, and the calls of these configs."""
         for call, kind in self.calls.items():
             if is_dataclass(kind):
                 continue
@@ -236,13 +236,13 @@ class Script(cst.CSTVisitor):
             elif target is None:
                 names = ", ".join(arg.keyword.value for arg in moved if arg.keyword)
                 self.note(
-                    call, f"{names}: options of {config.__name__}. Give them to the config that is passed as args."
+                    call, f"{names}: options of {config.__name__}. Pass them to the config that is passed as args."
                 )
                 continue
             elif late := [
                 name for arg in moved for name in names_in(arg.value) if self.lines.get(name, 0) > self.line(target)
             ]:
-                self.note(call, f"{', '.join(late)}: assigned after {config.__name__}(...), which has the option.")
+                self.note(call, f"{', '.join(late)}: assigned after {config.__name__}(...), which has this option.")
                 continue
             else:
                 self.added[target] = [*self.added.get(target, []), *moved]
@@ -257,7 +257,7 @@ class Script(cst.CSTVisitor):
         self.uses[node.value] += 1
 
     def config_call(self, given: cst.BaseExpression | None) -> cst.Call | None:
-        """Return the call that makes a config; None if it is not found, or not the only one."""
+        """Return the call that creates a config. Return None if there is no such call, or more than one."""
         if isinstance(given, cst.Call):
             return given if given in self.calls else None
         made = self.made.get(given.value, []) if isinstance(given, cst.Name) else []
@@ -265,7 +265,7 @@ class Script(cst.CSTVisitor):
 
 
 class Rewriter(cst.CSTTransformer):
-    """Changes imports, names, arguments and attributes."""
+    """Transformer that rewrites imports, names, arguments and attributes."""
 
     def __init__(self, script: Script) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Rewriter(cst.CSTTransformer):
         self.needed = script.needed - {name for local, name in script.imported.items() if local == name}
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:
-        """Rename TRL's package."""
+        """Rename the package `trl`."""
         return updated_node.with_changes(
             names=[alias.with_changes(name=renamed_package(alias.name)) for alias in updated_node.names]
         )
@@ -281,7 +281,7 @@ class Rewriter(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
-        """Rewrite an import from TRL; names that stand in other packages get statements of their own."""
+        """Rewrite an import from `trl`. Names that are now in other packages get their own import statements."""
         node = updated_node.body[0]
         if not isinstance(node, cst.ImportFrom) or node.module is None or node.relative:
             return updated_node
@@ -327,7 +327,7 @@ class Rewriter(cst.CSTTransformer):
         return cst.FlattenSentinel(lines)
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        """Import names that no statement could take."""
+        """Import the names that could not be added to an existing import statement."""
         if not self.needed:
             return updated_node
         names = [cst.ImportAlias(cst.Name(name)) for name in sorted(self.needed)]
@@ -346,11 +346,11 @@ class Rewriter(cst.CSTTransformer):
         return updated_node.with_changes(value=new) if new else updated_node
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        """Leave the names in imports to `leave_SimpleStatementLine`."""
+        """Skip names in imports, because `leave_SimpleStatementLine` handles them."""
         return False
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
-        """Rename TRL's package, its moved classes, and options that are read from a config."""
+        """Rename the package `trl`, moved classes, and options that are read from a config."""
         base = original_node.value
         if not isinstance(base, cst.Name):
             return updated_node
@@ -358,7 +358,7 @@ class Rewriter(cst.CSTTransformer):
         if base.value == "trl" and "trl" in self.script.modules:
             module, new = place_of(name, "posttrain")
             if (row := imports().get(name)) and row.action == "refuse":
-                self.script.note(original_node, f"{name} is not here. Use {row.replacement}.")
+                self.script.note(original_node, f"{name} does not exist in posttrain. Use {row.replacement}.")
             return updated_node.with_changes(value=dotted(module), attr=cst.Name(new))
         kind = self.script.kinds.get(base.value)
         row = None if kind is None else old_names.row_of(kind, name)
@@ -394,7 +394,7 @@ class Rewriter(cst.CSTTransformer):
         return self.converted(original_node, kind, call)
 
     def with_old_flags(self, call: cst.Call) -> cst.Call:
-        """Let the method of a parser that converts flags of older releases take the place of transformers' method."""
+        """Replace a parsing method of transformers with the method that converts options of older releases."""
         name = get_full_name_for_node(call.func) or ""
         variable, _, method = name.partition(".")
         kinds = self.script.parsers.get(variable, ())
@@ -403,17 +403,17 @@ class Rewriter(cst.CSTTransformer):
         return call.with_changes(func=dotted(f"{variable}.parse_args_and_config"))
 
     def look_into(self, arg: cst.Arg, kind: type) -> None:
-        """Note the old names in a mapping that a call unpacks."""
+        """Add notes about old names in a mapping that a call unpacks."""
         keys = keys_of(arg.value) or self.script.mappings.get(code(arg.value))
         if keys is None:
-            self.script.note(arg, f"{kind.__name__}({code(arg).strip(', ')}): its names were not looked at.")
+            self.script.note(arg, f"{kind.__name__}({code(arg).strip(', ')}): names in the mapping were not checked.")
         for name in keys or ():
             row = row_of(kind, name)
             if row is not None or old_names.is_unknown(kind, name):
                 self.script.note(arg, f"{name}: {row.replacement if row else f'{kind.__name__} has no such argument'}")
 
     def converted(self, node: cst.Call, kind: type, call: cst.Call) -> cst.Call:
-        """Convert the old names among a call's arguments."""
+        """Convert old names of a call's arguments."""
         for name, arg in by_name(call).items():
             value = value_of(arg.value)
             row = row_of(kind, name, value)
@@ -459,12 +459,12 @@ class Rewriter(cst.CSTTransformer):
             shown = [code(part) for part in (new, given[option].value)]
             if shown[0] == shown[1]:
                 return without(call, name)
-            self.script.note(node, f"{name}={shown[0]} and {option}={shown[1]} are both given. Keep one of them.", name)
+            self.script.note(node, f"{name}={shown[0]} and {option}={shown[1]} are both set. Keep one of them.", name)
             return call
         return exchanged(call, name, cst.Name(option), new)
 
     def without_old_keys(self, node: cst.Call, call: cst.Call, value: dict[str, Any]) -> cst.Call:
-        """Remove the keys of ``dataset_kwargs`` that TRL has ignored since 0.13."""
+        """Remove keys of ``dataset_kwargs`` that TRL has ignored since 0.13."""
         kept = {key: item for key, item in value.items() if key not in OLD_DATASET_KWARGS}
         if kept == value:
             return call
@@ -475,14 +475,14 @@ class Rewriter(cst.CSTTransformer):
         return exchanged(call, "dataset_kwargs", cst.Name("dataset_kwargs"), cst.parse_expression(repr(kept)))
 
     def with_key(self, node: cst.Call, call: cst.Call, name: str, option: str, key: str) -> cst.Call:
-        """Move an argument into a mapping, which is another argument."""
+        """Move an argument into the mapping that another argument contains."""
         given = by_name(call)
         element = cst.DictElement(cst.SimpleString(f'"{key}"'), given[name].value)
         if option not in given:
             return exchanged(call, name, cst.Name(option), cst.Dict([element]))
         mapping = given[option].value
         if not isinstance(mapping, cst.Dict):
-            self.script.note(node, f"{name}: put it into {option} as {key!r}.", name)
+            self.script.note(node, f"{name}: move it to {option}, with the key {key!r}.", name)
             return call
         elements = [*mapping.elements]
         if elements and isinstance(elements[-1].comma, cst.MaybeSentinel):
@@ -491,13 +491,13 @@ class Rewriter(cst.CSTTransformer):
         return without(exchanged(call, option, cst.Name(option), mapping), name)
 
     def with_loss(self, node: cst.Call, kind: type, call: cst.Call, name: str, loss: str) -> cst.Call:
-        """Turn the weight of a loss into entries of ``loss_type`` and ``loss_weights``."""
+        """Convert the weight of a loss to an entry of ``loss_type`` and an entry of ``loss_weights``."""
         given = by_name(call)
         losses = value_of(given["loss_type"].value) if "loss_type" in given else old_names.default_losses(kind)
         losses = [losses] if isinstance(losses, str) else losses
         weights = value_of(given["loss_weights"].value) if "loss_weights" in given else None
         if ANY in (losses, weights):
-            self.script.note(node, f"{name}: add {loss!r} to loss_type and the value to loss_weights.", name)
+            self.script.note(node, f"{name}: add {loss!r} to loss_type, and the value to loss_weights.", name)
             return call
         weights = weights or [1.0] * len(losses)
         new = {
@@ -526,7 +526,7 @@ def with_dtype(call: cst.Call) -> cst.Call:
 
 
 def code(node: cst.CSTNode) -> str:
-    """Return the source of a node."""
+    """Return the source code of a node."""
     return cst.Module([]).code_for_node(node)
 
 
@@ -536,13 +536,13 @@ def by_name(call: cst.Call) -> dict[str, cst.Arg]:
 
 
 def exchanged(call: cst.Call, name: str, keyword: cst.Name, value: cst.BaseExpression) -> cst.Call:
-    """Give an argument another keyword and value."""
+    """Replace the keyword and the value of an argument."""
     new = by_name(call)[name].with_changes(keyword=keyword, value=value)
     return call.with_changes(args=[new if arg.keyword and arg.keyword.value == name else arg for arg in call.args])
 
 
 def class_of(name: str) -> Any:
-    """Return our config or trainer by TRL's name; None for other names."""
+    """Return the config or trainer of this package with TRL's name, or None."""
     row = imports().get(name)
     if row is not None and row.action == "rename" and row.replacement.startswith("posttrain."):
         name = row.replacement.rpartition(".")[2]
@@ -553,7 +553,7 @@ def class_of(name: str) -> Any:
 
 
 def place_of(name: str, module: str, *, moves: bool = True) -> tuple[str, str]:
-    """Return the module and the name by which a name of TRL is imported. ``moves``: public names come from ``posttrain``."""
+    """Return the module and the new name of a name of TRL. ``moves``: public names are imported from ``posttrain``."""
     row = imports().get(name)
     if row is not None and row.action == "rename":
         path, _, new = row.replacement.rpartition(".")
@@ -564,7 +564,7 @@ def place_of(name: str, module: str, *, moves: bool = True) -> tuple[str, str]:
 
 
 def given_config(kind: type, call: cst.Call) -> cst.BaseExpression | None:
-    """Return the config that a trainer is given, by a keyword or by its position; None without one."""
+    """Return the config that is passed to a trainer, by keyword or by position, or None."""
     place = list(inspect.signature(kind.__init__).parameters).index("args") - 1
     plain = [arg.value for arg in call.args if not arg.keyword and not arg.star]
     by_name = [arg.value for arg in call.args if arg.keyword and arg.keyword.value in ("args", "config")]
@@ -572,7 +572,7 @@ def given_config(kind: type, call: cst.Call) -> cst.BaseExpression | None:
 
 
 def row_of(kind: Any, name: str, value: object = ANY) -> TRLName | None:
-    """Return the row of an argument; for trainers also that of an option of its config that is refused."""
+    """Return the table's row for an argument. For trainers, also return rows of refused options of their config."""
     row = old_names.row_of(kind, name, value)
     if row is None and not is_dataclass(kind) and old_names.unknown_arguments(kind, [name]):
         row = old_names.row_of(kind.config_class, name, value)
@@ -581,7 +581,7 @@ def row_of(kind: Any, name: str, value: object = ANY) -> TRLName | None:
 
 
 def keys_of(node: cst.BaseExpression) -> list[str] | None:
-    """Return the keys of a dict display or of a call of ``dict``; None for other expressions."""
+    """Return the keys of a dict literal or of a call of ``dict``, or None for other expressions."""
     if isinstance(node, cst.Call) and code(node.func) == "dict" and all(arg.keyword for arg in node.args):
         return list(by_name(node))
     if isinstance(node, cst.Dict) and all(isinstance(item, cst.DictElement) for item in node.elements):
@@ -591,7 +591,7 @@ def keys_of(node: cst.BaseExpression) -> list[str] | None:
 
 
 def is_option(kind: type, name: str, value: object) -> bool:
-    """Return whether a trainer's keyword is an option of its config."""
+    """Return whether an argument of a trainer is an option of its config."""
     if not old_names.unknown_arguments(kind, [name]) or old_names.row_of(kind, name):
         return False
     config = kind.config_class
@@ -599,7 +599,7 @@ def is_option(kind: type, name: str, value: object) -> bool:
 
 
 def value_of(node: cst.BaseExpression) -> Any:
-    """Return the value of a literal; `ANY` for other expressions."""
+    """Return the value of a literal, or `ANY` for other expressions."""
     try:
         return ast.literal_eval(code(node))
     except (ValueError, SyntaxError):
@@ -613,12 +613,12 @@ def names_in(node: cst.CSTNode) -> list[str]:
 
 
 def dotted(path: str) -> Any:
-    """Return the expression of a dotted name."""
+    """Return the syntax tree of a dotted name."""
     return cst.parse_expression(path)
 
 
 def renamed_package(node: cst.BaseExpression) -> Any:
-    """Replace ``trl`` at the beginning of a dotted name."""
+    """Replace ``trl`` at the start of a dotted name."""
     name = get_full_name_for_node(node) or ""
     first, dot, rest = name.partition(".")
     return dotted(f"posttrain{dot}{rest}") if first == "trl" else node
@@ -627,7 +627,7 @@ def renamed_package(node: cst.BaseExpression) -> Any:
 def joined(
     names: Sequence[cst.ImportAlias], last: cst.Comma | cst.MaybeSentinel, *, one_line: bool
 ) -> list[cst.ImportAlias]:
-    """Return imported names with commas between them, and ``last`` behind them."""
+    """Separate imported names with commas. ``last`` follows the last name."""
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     result = [
         alias.with_changes(comma=comma) if one_line or isinstance(alias.comma, cst.MaybeSentinel) else alias
@@ -643,7 +643,7 @@ def equal_sign(call: cst.Call) -> cst.AssignEqual:
 
 
 def with_argument(call: cst.Call, arg: cst.Arg) -> cst.Call:
-    """Append an argument, on a line of its own if the others stand on lines of their own."""
+    """Append an argument. It gets its own line if all other arguments have their own lines."""
     if not call.args:
         return call.with_changes(args=[cst.Arg(arg.value, arg.keyword, equal=equal_sign(call))])
     *before, last = call.args
@@ -655,7 +655,7 @@ def with_argument(call: cst.Call, arg: cst.Arg) -> cst.Call:
     elif not isinstance(between, cst.SimpleWhitespace) or not between.value:
         between = cst.SimpleWhitespace(" ")
     end: Any = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else None
-    if isinstance(end, cst.ParenthesizedWhitespace):  # A comment behind the last argument stays there.
+    if isinstance(end, cst.ParenthesizedWhitespace):  # A comment after the last argument stays on its line.
         inner = end.last_line if not isinstance(between, cst.ParenthesizedWhitespace) else between.last_line
         first = cst.Comma(
             whitespace_after=end.with_changes(last_line=inner, indent=getattr(between, "indent", end.indent))
@@ -671,7 +671,7 @@ def with_argument(call: cst.Call, arg: cst.Arg) -> cst.Call:
 
 
 def without(call: cst.Call, name: str) -> cst.Call:
-    """Remove an argument. Comments on lines of their own behind it stay."""
+    """Remove an argument. Comments on separate lines after the argument are kept."""
     args = list(call.args)
     at, arg = next((at, arg) for at, arg in enumerate(args) if arg.keyword and arg.keyword.value == name)
     after: Any = arg.comma.whitespace_after if isinstance(arg.comma, cst.Comma) else None
@@ -688,7 +688,7 @@ def without(call: cst.Call, name: str) -> cst.Call:
 
 
 def with_defaults(call: cst.Call, config: type) -> cst.Call:
-    """Give a config the defaults of ``TrainingArguments`` where it has others."""
+    """Add the defaults of ``TrainingArguments`` to a config whose defaults differ."""
     own = {item.name: item.default for item in fields(config)}
     given = by_name(call)
     for item in fields(TrainingArguments):
@@ -698,7 +698,7 @@ def with_defaults(call: cst.Call, config: type) -> cst.Call:
 
 
 def last_argument(arg: cst.Arg, removed: cst.Arg) -> cst.Arg:
-    """Return an argument as the last one: with its own comment, and the end of the line of the removed last argument."""
+    """Return an argument as the last argument: with its own comment, and the line end of the removed last argument."""
     comma: Any = arg.comma
     space = comma.whitespace_after
     trailing = isinstance(removed.comma, cst.Comma)
@@ -712,5 +712,5 @@ def last_argument(arg: cst.Arg, removed: cst.Arg) -> cst.Arg:
 
 
 def commented(lines: Iterable[cst.EmptyLine]) -> list[cst.EmptyLine]:
-    """Return the lines that hold a comment."""
+    """Return the lines that contain a comment."""
     return [line for line in lines if line.comment is not None]

@@ -1,4 +1,4 @@
-"""`migrate_shell`: ``trl COMMAND`` in shell scripts and in lines of notebooks, changed word by word."""
+"""`migrate_shell`: rewrite ``trl COMMAND`` in shell scripts and in lines of notebooks, word by word."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from posttrain.compat import old_names
 from posttrain.compat.trl_names import value_row
 from posttrain.extensions.migrate.note import Note
 
-# A command begins a line, or follows another command or settings of variables.
+# A command is at the start of a line, or follows another command or variable assignments.
 SETTINGS = r"(?:\w+=\S*[ \t]+)*"
 NAME = r"(?P<program>trl)[ \t]+(?P<name>[\w-]+)"
 COMMAND = re.compile(rf"(?:^|[;&|(]|\bthen\b|\bdo\b)[ \t]*{SETTINGS}{NAME}", re.MULTILINE)
 IN_NOTEBOOK = re.compile(rf"^[ \t]*!(?:.*[;&|])?[ \t]*{SETTINGS}{NAME}", re.MULTILINE)
 SCRIPT = re.compile(r"(?:trl[/.]|examples/)scripts[/.](\w+?)(?:\.py)?(?=\s|$)")
-# An option with its values, and the end of a command.
+# An option with its values, or the end of a command.
 SPACE = r"(?:\\\n|[ \t])+"
 WORD = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|[^\s;&|<>'"\\#])+"""
 FLAG = re.compile(
     rf"(?P<space>{SPACE})--(?P<name>[\w-]+)(?P<values>(?:={WORD})?(?:{SPACE}(?!-{{1,2}}[A-Za-z]){WORD})*)"
 )
 WORDS = re.compile(rf"(?:{SPACE}(?:-{{1,2}}[A-Za-z])?{WORD}|=)*")
-SAME = ("env", "vllm-serve")  # Commands that are called alike and have no options of configs.
+SAME = ("env", "vllm-serve")  # Commands with the same name and without options of configs.
 
 
 def migrate_shell(text: str, *, notebook: bool = False) -> tuple[str, list[Note]]:
-    """Rewrite the commands of TRL in a shell script, or in the lines of a notebook's cell that begin with ``!``.
+    """Rewrite TRL's commands in a shell script, or in lines of a notebook's cell that begin with ``!``.
 
     Returns:
-        The rewritten text, and what needs a person.
+        The new text, and the places that must be changed manually.
     """
     notes, parts, end = [], [], 0
     for found in (IN_NOTEBOOK if notebook else COMMAND).finditer(text):
@@ -51,7 +51,7 @@ def migrate_shell(text: str, *, notebook: bool = False) -> tuple[str, list[Note]
         first = text.rfind("\n", 0, found.start()) + 1
         if found[1] in TRAINING and (not notebook or text[first : found.start()].lstrip().startswith("!")):
             notes.append(
-                Note(line, f"{found[0]}: use posttrain {found[1]}, which also takes the options of accelerate launch")
+                Note(line, f"{found[0]}: use posttrain {found[1]}, which also accepts the options of accelerate launch")
             )
     return "".join([*parts, text[end:]]), notes
 
@@ -89,7 +89,7 @@ def _options(text: str, command: str, line: int, notes: list[Note]) -> str:
 
 
 def _value(values: str) -> Any:
-    """Return the value of an option; True for an option without one."""
+    """Return the value of an option, or True for an option without a value."""
     word = re.sub(r"\\\n", " ", values).strip().lstrip("=").strip("'\"")
     try:
         return ast.literal_eval({"true": "True", "false": "False", "": "True"}.get(word, word))

@@ -1,1 +1,1 @@
-"""The report page of recorded runs and the inspection of rows, and their commands `report` and `inspect`."""
+"""The commands `report` (page of recorded runs) and `inspect` (rows of a dataset)."""

@@ -1,7 +1,7 @@
-"""Build the report page: one HTML file that needs no network and cannot execute recorded text.
+"""Build the report page: one HTML file that does not need a network and cannot execute recorded text.
 
-Texts are escaped, data is JSON that cannot close its element, and a content security policy allows only the script with the
-given hash. A completion that contains HTML is shown as text.
+Texts are escaped. Data is JSON that cannot close its HTML element. A content security policy allows only the page's own script,
+identified by its hash. A completion that contains HTML is therefore shown as text.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from posttrain.report.progress import MAIN, logged_labels
 from posttrain.report.record import flat
 from posttrain.report.templates import environment
 
-LONGEST = 4000  # Maximum number of characters of a completion; of longer ones, the middle is omitted.
-TAIL = 0.1  # The final value is the mean over this share of the latest points.
+LONGEST = 4000  # Maximum number of characters of a completion. The middle of longer completions is omitted.
+TAIL = 0.1  # Fraction of the latest points over which the final value of a metric is averaged.
 ABSENT = "—"
 BESIDE_THE_POINT = ("config.output_dir", "config.logging_dir", "config.run_name", "started", "first_started")
 TITLES = {
@@ -46,7 +46,7 @@ TITLES = {
 
 MOST_POINTS = 1500  # Maximum number of points per curve in the page.
 
-# Heading -> {title with its unit: pattern of metric names}, in the order of the page.
+# Panels of the page in order: heading -> {title with the unit: pattern of metric names}.
 LAYOUT: dict[str, dict[str, str]] = yaml.safe_load((TEMPLATES / "layout.yaml").read_text(encoding="utf-8"))
 OTHER = "More"
 
@@ -98,11 +98,11 @@ class Panel:
     """Chart of a few metrics with a common axis.
 
     Attributes:
-        key: Id of its element.
+        key: Id of the HTML element.
         group: Heading above the panel.
-        title: Title with the unit.
+        title: Title including the unit.
         metrics: Names of the metrics.
-        signs: Titles of possible problems in these metrics.
+        signs: Titles of possible problems with these metrics.
         spoken: Description of the curves for screen readers.
     """
 
@@ -115,7 +115,7 @@ class Panel:
 
 
 def panel_of(name: str) -> tuple[str, str]:
-    """Return the heading and title of the panel that a metric belongs to.
+    """Return the heading and the title of the panel to which a metric belongs.
 
     >>> panel_of("eval_loss"), panel_of("rewards/accuracy/mean")
     (('Learning', 'loss'), ('Rewards', 'mean of each reward function'))
@@ -133,7 +133,7 @@ def panel_of(name: str) -> tuple[str, str]:
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """Return panels with all metrics of all runs, in the order of the page."""
+    """Return the panels that contain all metrics of all runs, in the order of the page."""
     by_panel: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.series):
         by_panel.setdefault(panel_of(name), []).append(name)
@@ -148,14 +148,14 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
 
 
 def _rank(name: str) -> int:
-    """Rank means before the ends of a range, so that means get the first colors."""
+    """Return a sort key that puts means before minima and maxima, so that means get the first colors."""
     return 1 if re.search(r"(^|[/_])(min|max|low|high)", name) else 0
 
 
 def groups_of(
     panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]
 ) -> dict[str, list[Panel]]:
-    """Group panels by heading, and set their possible problems and descriptions."""
+    """Group panels by heading, and set their possible problems and their descriptions."""
     seen = [verdict for of_run in verdicts for verdict in of_run if verdict.status == "seen"]
     groups: dict[str, list[Panel]] = {}
     for panel in sorted(panels, key=lambda panel: panel.group == OTHER):
@@ -174,12 +174,12 @@ def _spoken(run: Run, name: str) -> str:
 
 
 def figures(panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]) -> dict[str, Any]:
-    """Return the data that the page's script draws, JSON-compatible: panels with curves, findings and shaded spans.
+    """Return the JSON-compatible data that the page's script draws: panels with curves, findings and shaded ranges.
 
     Args:
-        panels: See `panels_of`.
+        panels: Panels from `panels_of`.
         runs: Runs in the order of the colors.
-        verdicts: Verdicts of each run.
+        verdicts: Results of the rules for each run.
     """
     of_metric = {name: panel for panel in panels for name in panel.metrics}
     marks: dict[str, list[dict[str, Any]]] = {panel.key: [] for panel in panels}
@@ -226,7 +226,7 @@ def _short(value: float) -> float | None:
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:
-    """Thin out a long curve, keeping the minimum and maximum of every interval so that outliers remain.
+    """Reduce the points of a long curve. The minimum and the maximum of every interval are kept, so outliers stay visible.
 
     >>> short = thinned(Series(list(range(9999)), [0.0] * 5000 + [7.0] + [0.0] * 4998, [0.0] * 9999), 100)
     >>> len(short.steps) <= 104, max(short.values)
@@ -239,7 +239,7 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
     kept = {0, size - 1}
     for start in range(0, size, stretch):
         places = [at for at in range(start, min(start + stretch, size)) if math.isfinite(series.values[at])]
-        places = places or [start]  # Preserve a gap.
+        places = places or [start]  # Keep a gap visible.
         kept |= {min(places, key=series.values.__getitem__), max(places, key=series.values.__getitem__)}
     order = sorted(kept)
     return Series([series.steps[i] for i in order], [series.values[i] for i in order], [series.times[i] for i in order])
@@ -249,7 +249,7 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 
 
 class Card(NamedTuple):
-    """Rule with the worst status and the title of its verdicts. Each verdict is paired with the index of its run."""
+    """Rule with its results. ``status`` is the worst of all runs. Each result has the index of its run."""
 
     rule: Rule
     status: str
@@ -271,7 +271,7 @@ def _cards(verdicts: Sequence[Sequence[Verdict]]) -> list[Card]:
 
 
 def content(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the content of the page: ``sections``, HTML by name, and ``data``, the data of the charts."""
+    """Return the content of the page: ``sections`` (HTML by name) and ``data`` (of the charts)."""
     verdicts = [review(run.rows) for run in runs]
     panels = panels_of(runs)
     make: Any = environment(TEMPLATES).get_template("sections.html.jinja").module
@@ -291,7 +291,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Return the settings that differ, with the value of each run, and the number of equal settings."""
+    """Return the settings that differ between runs, with a value per run, and the number of equal settings."""
     manifests = [flat(run.manifest) for run in runs]
     differ, same = {}, 0
     for name in dict.fromkeys(name for manifest in manifests for name in manifest):
@@ -304,7 +304,7 @@ def _settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
 
 
 def final(run: Run, name: str) -> float | None:
-    """Return the mean of the last tenth of a curve, which a single noisy step hardly changes."""
+    """Return the mean of the last tenth of a curve, so that a single noisy step has little effect."""
     points = run.series[name].finite if name in run.series else []
     if not points:
         return None
@@ -312,7 +312,7 @@ def final(run: Run, name: str) -> float | None:
 
 
 def _finals(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, list[tuple[str, str]]]:
-    """Return cells ``(value, change)`` of every metric: final values; for a single run also first, minimum and maximum."""
+    """Return cells ``(value, change)`` of every metric: the final value, and for a single run also first, minimum, maximum."""
     rows = {}
     for name in (name for panel in panels for name in panel.metrics):
         values = [final(run, name) for run in runs]
@@ -339,7 +339,7 @@ def _change(first: float | None, value: float | None) -> str:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Render the page of runs from `posttrain.extensions.page.run.read_runs`."""
+    """Render the page for runs returned by `posttrain.extensions.page.run.read_runs`."""
     page = content(runs)
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -381,6 +381,6 @@ def write_page(runs: Sequence[Run], path: str | Path) -> Path:
             part.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"the page cannot be written to {str(path)!r}: {error.strerror or error}. Fix: name another file with --out."
+            f"the page cannot be written to {str(path)!r}: {error.strerror or error}. Fix: choose another file with --out."
         ) from error
     return target

@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def inspect(argv: list[str]) -> int:
-    """Show the rows that a training command would train on: text, masks, lengths, findings."""
+    """Show the rows that a training command would train on: text, masks, lengths and findings."""
     from posttrain.extensions.page.inspect_command import run
 
     return run(argv)
 
 
 def report(argv: list[str]) -> int:
-    """Write one HTML file about recorded runs: curves, findings, completions, comparison.
+    """Write one HTML file about recorded runs: curves, findings, completions and a comparison.
 
     Returns:
         0.
@@ -29,11 +29,11 @@ def report(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="posttrain report",
         description="Write one HTML file about recorded runs: curves, findings, completions, data, manifest, comparison. "
-        "Needs no network and works while a run is training.",
+        "The file does not need a network. The command also works while a run is training.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="output_dir of a run; several runs share the same charts"
+        "runs", nargs="+", metavar="RUN", help="output_dir of a run. Several runs are shown in the same charts"
     )
     parser.add_argument("--out", metavar="FILE", help="file to write (default: report.html in the first folder)")
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Summaries of rows as the model receives them: numbers and colored text, on a terminal or in one HTML file."""
+"""Summaries of rows as the model receives them, with statistics and colored text, for a terminal or an HTML file."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).with_name("templates")
 
 BINS = 12
-TAIL = 3  # If the maximum length exceeds the 99th percentile by this factor, the longest sequences share one bin.
+TAIL = 3  # If the maximum length is this multiple of the 99th percentile, the longest sequences share the last bin.
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
-SCREEN_TOKENS = 400  # Maximum number of tokens per row on a terminal (about one screen); the middle is omitted.
-FILE_TOKENS = 2000  # The same in a file (about ten screens).
+SCREEN_TOKENS = 400  # Maximum number of tokens per row on a terminal (about one screen). The middle is omitted.
+FILE_TOKENS = 2000  # Maximum number of tokens per row in a file (about ten screens).
 BAR = 40
 STYLES = {  # (trained, special)
     (True, False): "bold green",
@@ -44,13 +44,13 @@ SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of one token, or of the few tokens that encode one character.
+    """Text of one token, or of several tokens that together encode one character.
 
     Attributes:
         text: Decoded text.
         ids: Token ids.
-        trained: Whether the tokens have loss.
-        role: Role of a special token (``"eos, pad"``, or ``"special"``); "" for ordinary text.
+        trained: Whether the tokens are trained.
+        role: Role of a special token (``"eos, pad"`` or ``"special"``). Empty for ordinary text.
     """
 
     text: str
@@ -61,16 +61,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shown:
-    """One sequence to show: a prompt and one completion.
+    """A sequence that is shown: a prompt and one completion.
 
     Attributes:
-        row, completion: Numbers of the row and the completion. ``completion`` is None for a prompt alone.
+        row, completion: Number of the row and of the completion. ``completion`` is None if only a prompt is shown.
         completions: Number of completions of the row.
         pieces: Text of the sequence.
-        tokens, trained: Number of tokens, and of trained tokens.
-        bos, eos: Number of bos and eos tokens.
-        codes: Codes of the findings that this sequence illustrates.
-        pictures: Images of the sequence, in reading order.
+        tokens, trained: Number of tokens, and number of trained tokens.
+        bos, eos: Number of bos and of eos tokens.
+        codes: Codes of the findings for which this sequence is an example.
+        pictures: Images of the sequence, in order.
     """
 
     row: int
@@ -87,11 +87,11 @@ class Shown:
 
 @dataclass(frozen=True)
 class SpecialToken:
-    """Number of occurrences of a special token in the rows.
+    """Occurrences of a special token in the rows.
 
     Attributes:
         text, id, role: Text, id and role of the token.
-        total, trained: Occurrences over all sequences, and those with loss.
+        total, trained: Number of occurrences over all sequences, and how many of these are trained.
         least, most: Minimum and maximum number of occurrences in a sequence.
     """
 
@@ -106,7 +106,7 @@ class SpecialToken:
 
 @dataclass(frozen=True)
 class Bin:
-    """Histogram bin: ``count`` sequences of ``low`` to ``high`` tokens, both inclusive."""
+    """Bin of a histogram: ``count`` sequences have ``low`` to ``high`` tokens (both inclusive)."""
 
     low: int
     high: int
@@ -123,22 +123,22 @@ class Summary:
     """Summary of a list of rows as a model receives them.
 
     Attributes:
-        title: Command and data.
+        title: The command and its data.
         rows: Number of rows.
-        sequences: Number of sequences (prompts with one completion each) over all rows.
-        prompts_only: True if no row has a completion yet, because they are sampled during training.
-        tokens, trained_tokens: Counts over all sequences. A first token is never trained, because no token predicts it.
-        lengths: Statistics of tokens per sequence: ``min``, ``median``, ``mean``, ``p95``, ``max``.
-        histogram: Histogram of lengths with bins of equal width, and a last bin for a few outliers.
+        sequences: Number of sequences (a prompt with one completion) over all rows.
+        prompts_only: Whether rows have no completions, because completions are sampled during training.
+        tokens, trained_tokens: Counts over all sequences. The first token is never trained, because no token predicts it.
+        lengths: Statistics of the number of tokens per sequence: ``min``, ``median``, ``mean``, ``p95`` and ``max``.
+        histogram: Histogram of lengths. All bins have equal width, except the last bin if there are outliers.
         limit: Number of tokens to which sequences are truncated, or None.
-        truncated: Number of truncated sequences. If unknown, number of sequences at least as long as the limit.
-        duplicates: Number of rows that repeat an earlier one.
-        batch_size: Number of rows per batch for ``padding_share``.
-        padding_share: Share of padding in shuffled batches padded to their longest sequence, in [0, 1].
-        special: Special tokens that occur, most frequent first.
+        truncated: Number of truncated sequences. If it is unknown, number of sequences at least as long as the limit.
+        duplicates: Number of rows that are equal to an earlier row.
+        batch_size: Number of rows per batch, from which ``padding_share`` is computed.
+        padding_share: Fraction of padding if shuffled batches were padded to their longest sequence, in [0, 1].
+        special: Special tokens that occur, most frequent token first.
         shown: A few sequences.
         findings: Findings of the checks.
-        images: Number and tokens of images as text; "" if rows are text.
+        images: Number of images and of their tokens, as text. Empty if rows contain only text.
     """
 
     title: str
@@ -161,12 +161,12 @@ class Summary:
 
     @property
     def trained_share(self) -> float:
-        """Share of trained tokens."""
+        """Fraction of trained tokens."""
         return self.trained_tokens / max(self.tokens, 1)
 
     @property
     def truncated_share(self) -> float:
-        """Share of truncated sequences."""
+        """Fraction of truncated sequences."""
         return self.truncated / self.sequences
 
 
@@ -186,22 +186,22 @@ def summarise(
     """Summarize tokenized rows of any method.
 
     Args:
-        rows: At least one row. Rows are not changed.
+        rows: Rows, at least one. They are not changed.
         tokenizer: Tokenizer of the rows.
         limit: Number of tokens to which sequences were truncated, or None.
-        truncated: Number of truncated sequences, if known. None counts sequences at least as long as the limit.
+        truncated: Number of truncated sequences. None counts the sequences that are at least as long as the limit.
         findings: Findings of the checks.
-        show: Number of rows to show as text, spread evenly over the list.
-        numbers: Number to show for each row; None: its index.
-        examples: Index of an example row for each finding, by code. These rows are shown as well.
-        batch_size: Number of rows per batch, for the share of padding.
+        show: Number of rows to show as text. They are evenly spaced.
+        numbers: Row numbers to show. None uses indices.
+        examples: Index of an example row for each finding, by code. These rows are shown too.
+        batch_size: Number of rows per batch, for the fraction of padding.
         title: Title of the summary.
 
     Raises:
         DataError: There are no rows.
     """
     if not rows:
-        raise DataError("the list of rows is empty, so there is nothing to summarize.")
+        raise DataError("the list of rows is empty. Fix: pass at least one row.")
     flat = sequences_of(rows)
     sizes = [len(item.ids) for item in flat]
     roles = _roles(tokenizer)
@@ -250,7 +250,7 @@ def _images(rows: Sequence[Row]) -> str:
 
 
 def histogram(sizes: Sequence[int]) -> list[Bin]:
-    """Count lengths in bins of equal width. If a few sequences are far longer than the rest, they share the last bin.
+    """Count lengths in bins of equal width. If a few sequences are much longer than all others, they share the last bin.
 
     >>> [(bin.span, bin.count) for bin in histogram([3, 3, 4])]
     [('3', 2), ('4', 1)]
@@ -267,7 +267,7 @@ def histogram(sizes: Sequence[int]) -> list[Bin]:
 
 
 def _padding_share(flat: list[TokenSequence], rows: int, batch_size: int) -> float:
-    """Compute the share of padding over one epoch in a shuffled order, as in training."""
+    """Compute the fraction of padding over one epoch in shuffled order, as in training."""
     sizes: dict[int, list[int]] = {}
     for item in flat:
         sizes.setdefault(item.row, []).append(len(item.ids))
@@ -285,7 +285,7 @@ def _padding_share(flat: list[TokenSequence], rows: int, batch_size: int) -> flo
 
 
 def _roles(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the roles of special tokens by id. One token may have several roles."""
+    """Return the roles of special tokens by id. A token can have several roles."""
     added = tokenizer.added_tokens_decoder
     special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
     uses: dict[int, list[str]] = {i: [] for i in special}
@@ -351,11 +351,12 @@ def _shown(
 def pieces_of(ids: list[int], trained: list[bool], tokenizer: Tokenizer, roles: dict[int, str]) -> Iterator[Piece]:
     """Yield the text of each token.
 
-    The text of a token depends on the previous token (a leading space) and may be part of a character. Each piece is therefore
-    the difference of two decodings, and tokens are buffered until their characters are complete.
+    The text of a token depends on the previous token (for example, whether it has a leading space), and it can be only a part of
+    a character. Each piece is therefore the difference between two decoded texts, and tokens are collected until their
+    characters are complete.
     """
     size = len(tokenizer)
-    whole = [token in roles or not 0 <= token < size for token in ids]  # Tokens that are pieces by themselves.
+    whole = [token in roles or not 0 <= token < size for token in ids]  # Tokens that are a separate piece.
     before: list[int] = []
     pending: list[int] = []
     for position, (token, flag) in enumerate(zip(ids, trained, strict=True)):
@@ -380,9 +381,9 @@ def _named(token: int, trained: bool, tokenizer: Tokenizer, roles: dict[int, str
 
 
 def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]]:
-    """Return head, number of omitted tokens, and tail; nothing is omitted for up to ``most`` pieces.
+    """Return the first pieces, the number of omitted tokens, and the last pieces. Up to ``most`` pieces are not shortened.
 
-    The tail is twice as long as the head, because problems are most often at the end of a row.
+    The second part is twice as long as the first, because most problems are at the end of a row.
 
     >>> elide([Piece(c, (0,), False) for c in "abcdef"], 3)[1]
     3
@@ -399,14 +400,14 @@ def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]
 
 
 def facts(summary: Summary) -> dict[str, str]:
-    """Return the numbers as labels and texts, for both renderings."""
+    """Return the statistics as labels and texts, which both renderings use."""
     lengths = summary.lengths
     each = " (completions are sampled during training)" if summary.prompts_only else ""
     lines = {
         "rows": f"{summary.rows:,}" + (f" with {summary.sequences:,} sequences" * (summary.sequences > summary.rows)),
         "tokens": f"{summary.tokens:,}{each}",
         "length": ", ".join(f"{name} {value:,.4g}" for name, value in lengths.items()),
-        "padding": f"{summary.padding_share:.1%} of a shuffled batch of {summary.batch_size} rows, if it were padded",
+        "padding": f"{summary.padding_share:.1%} if shuffled batches of {summary.batch_size} rows were padded",
         "duplicates": f"{summary.duplicates:,} of the rows",
     }
     if summary.images:
@@ -421,7 +422,7 @@ def facts(summary: Summary) -> dict[str, str]:
 
 
 def row_title(shown: Shown) -> str:
-    """Format which sequence is shown, and its counts."""
+    """Format the numbers of the row and the completion, and the counts."""
     which = f"row {shown.row}"
     if shown.completions > 1 and shown.completion is not None:
         which += f", completion {shown.completion + 1} of {shown.completions}"
@@ -434,7 +435,7 @@ def row_title(shown: Shown) -> str:
 
 
 def to_console(summary: Summary, console: Console | None = None) -> None:
-    """Print a summary. Without colors, trained text is marked with ``[[ ]]``."""
+    """Print a summary. Without colors, trained text is enclosed in ``[[ ]]``."""
     console = console if console is not None else Console()
     marked = console.color_system is None
     console.print(Text(visible(summary.title), style="bold"))

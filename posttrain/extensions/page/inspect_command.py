@@ -2,8 +2,8 @@
 
 `posttrain inspect sessions FILE` shows the recorded episodes of a harness.
 
-Data and tokenizer come from the same file and flags as in the training command. No weights are read, and only the files named
-by ``--html`` and ``--pictures`` are written.
+Data and tokenizer come from the same file and options as for the training command. No weights are read. Only the files in
+``--html`` and ``--pictures`` are written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = 1000
-CAPTION, CAPTION_WIDTH = 16, 240  # Height and minimum width in pixels of a caption above an image.
+CAPTION, CAPTION_WIDTH = 16, 240  # Height and minimum width of a caption above an image, in pixels.
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,8 +31,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="posttrain inspect",
         usage="posttrain inspect COMMAND --config FILE.yaml [--rows N] [--examples N] [--html FILE] [--pictures FILE] "
         "[options of COMMAND]",
-        description="Show what the model will read: rows as text with the trained tokens colored, lengths, padding, "
-        "special tokens, and all findings of the checks. Loads the tokenizer, but no weights.",
+        description="Show what the model receives: rows as text with colored trained tokens, lengths, padding, "
+        "special tokens, and all findings of the checks. The tokenizer is loaded, but no weights.",
         allow_abbrev=False,
     )
     parser.add_argument("command", metavar="COMMAND", help="a training command: " + ", ".join(sorted(ROWS)))
@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
     check_choice("command", options.command, sorted(ROWS))
     for name, count in (("rows", options.rows), ("examples", options.examples)):
         if count < 1:
-            raise ConfigError(f"--{name} {count}: give at least 1.")
+            raise ConfigError(f"--{name} {count} must be at least 1.")
     for name, path in (("--html", options.html), ("--pictures", options.pictures)):
         if path and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"{name} {path}: the folder {str(Path(path).parent)!r} does not exist.")
@@ -87,7 +87,7 @@ def _sessions(argv: list[str]) -> int:
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="episodes to show (8)")
     options = parser.parse_args(argv)
     if options.rows < 1:
-        raise ConfigError(f"--rows {options.rows}: give at least 1.")
+        raise ConfigError(f"--rows {options.rows} must be at least 1.")
 
     from posttrain.extensions.agents.tree import to_console
 
@@ -96,17 +96,17 @@ def _sessions(argv: list[str]) -> int:
 
 
 def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, pictures: str | None = None) -> Summary:
-    """Summarize the rows that a command would train on.
+    """Summarize the rows on which a command would train.
 
     Args:
         subject: The command and its arguments.
         show: Number of rows to show as text.
-        examples: Maximum number of examples to analyze, sampled with the run's seed.
-        pictures: File for the images of the shown rows as the model receives them; None: no file.
+        examples: Maximum number of examples to analyze. They are sampled with the run's seed.
+        pictures: File for the images of the shown rows as the model receives them. None writes no file.
 
     Raises:
-        ConfigError: No model or no data is named.
-        DataError: There is no data, or it cannot be tokenized.
+        ConfigError: The arguments contain no model or no data.
+        DataError: There are no rows, or they cannot be tokenized.
     """
     from posttrain.checks.rows import check_rows, dropped_rows
     from posttrain.extensions.page.inspect import summarise
@@ -142,10 +142,10 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
 
 
 def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
-    """Draw the images of the shown rows as the model receives them, each below its row and label, on one PIL image.
+    """Draw the images of the shown rows as the model receives them on one PIL image, each with its row and label above it.
 
     Args:
-        summary: Summary with images.
+        summary: Summary of rows with images.
         processor: A `posttrain.pictures.processors.PictureProcessor`.
 
     Raises:
@@ -159,7 +159,7 @@ def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
         for number, one in enumerate(shown.pictures, 1)
     }
     if not drawn:
-        raise DataError("none of the shown rows has an image. Fix: remove --pictures, or show more rows (--rows).")
+        raise DataError("none of the shown rows has an image. Fix: remove --pictures, or show more rows with --rows.")
     width = max(CAPTION_WIDTH, *(image.width for image in drawn.values()))
     sheet = Image.new("RGB", (width, sum(image.height + CAPTION for image in drawn.values())), "white")
     at, pen = 0, ImageDraw.Draw(sheet)
@@ -171,7 +171,7 @@ def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
 
 
 def seen_by_model(processor: ProcessorMixin, picture: Any) -> Any:
-    """Return an image as the model receives it: prepared, with normalization reverted, tiles side by side."""
+    """Return an image as the model receives it: after preprocessing, with normalization reverted, and with tiles in a row."""
     import torch
     from PIL import Image
 
@@ -188,7 +188,7 @@ def seen_by_model(processor: ProcessorMixin, picture: Any) -> Any:
 
 
 def _unpatched(patches: Any, grid: Sequence[int], images: Any) -> Any:
-    """Reassemble pixels ``(3, H, W)`` from patches ``(h w, 3 * frames * size^2)``, which come in squares of ``merge_size``."""
+    """Reassemble pixels ``(3, H, W)`` from patches ``(h w, 3 * frames * size^2)``, grouped in squares of ``merge_size``."""
     (_, h, w), merge, size = grid, images.merge_size, images.patch_size
     parts = patches.view(h // merge, w // merge, merge, merge, 3, images.temporal_patch_size, size, size)[
         :, :, :, :, :, 0

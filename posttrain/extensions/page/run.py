@@ -1,4 +1,4 @@
-"""Reader of run records. It never fails on files that a crash or a running trainer left incomplete."""
+"""Reader of run records. Incomplete files, after a crash or during training, do not raise errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEVERITIES = ("error", "warning", "info")
 SHADED = 4000  # Maximum number of tokens of a completion.
 STEPS = 16  # Maximum number of steps shown, evenly spaced, including the first and the last.
 GROUPS = 2  # Maximum number of prompts per step.
-MEMBERS = 4  # Maximum number of completions per prompt, evenly spread from best to worst.
+MEMBERS = 4  # Maximum number of completions per prompt, evenly spaced from the best to the worst.
 KNOWN = (
     "step", "prompt", "completion", "advantage", "tokens", "logps", "image_digests", "image_sizes", "thumbnails",
     "episode",
@@ -32,14 +32,14 @@ KNOWN = (
 
 @dataclass
 class Series:
-    """Metric over a run: optimizer steps, values (including NaN and infinities) and Unix times, all of equal length."""
+    """Metric of a run: optimizer steps, values (which can be NaN or infinite) and Unix times. All have the same length."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
     def add(self, step: int, value: float, time: float) -> None:
-        """Append a point. A step that was logged again replaces the previous point."""
+        """Append a point. If the step already has a point, replace it."""
         if self.steps and self.steps[-1] == step:
             self.values[-1], self.times[-1] = value, time
             return
@@ -63,15 +63,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion.
+    """Completion in a run record.
 
     Attributes:
         prompt, completion: Texts.
-        advantage: Advantage; None if the table has none.
+        advantage: Advantage, or None if it was not recorded.
         scores: Other columns of the table: rewards by function, and values that functions logged.
-        tokens, logps: Text and log-probability (nats) of each token; empty if they were not recorded.
-        pictures: Recorded images of the prompt: a ``data:`` URL of the thumbnail; size and digest.
-        episode: Tree of a harness episode, see `posttrain.extensions.agents.tree.episode_tree`; empty if there is none.
+        tokens, logps: Text and log-prob (in nats) of each token. Empty if they were not recorded.
+        pictures: Recorded images of the prompt: the thumbnail as a ``data:`` URL, and size and digest.
+        episode: Tree of a harness episode (see `posttrain.extensions.agents.tree.episode_tree`), or empty.
     """
 
     prompt: str
@@ -85,13 +85,13 @@ class Sample:
 
     @property
     def reward(self) -> float:
-        """Sum of the numeric columns. Orders completions of a prompt that have no advantage."""
+        """Sum of the numeric columns. It is used to sort completions without an advantage."""
         values = [v for v in self.scores.values() if isinstance(v, int | float) and not isinstance(v, bool)]
         return sum(v for v in values if math.isfinite(v))
 
     @property
     def chips(self) -> list[tuple[str, str]]:
-        """Labels and their kinds: a number or a short text for each score."""
+        """Texts of the scores, and their styles."""
         chips = []
         for name, value in self.scores.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -103,13 +103,13 @@ class Sample:
 
     @property
     def shades(self) -> list[tuple[str, float, float | None]]:
-        """Tokens with their log-prob and shade (0 to 1); the shade is None without a finite log-prob."""
+        """Tokens with their log-prob and shade (0 to 1). The shade is None if the log-prob is not finite."""
         pairs = list(zip(self.tokens, self.logps, strict=True))[:SHADED]
         depths = [min(max(-logp / 4, 0.0), 1.0) if math.isfinite(logp) else None for _, logp in pairs]
         return [(token.replace("\n", "↵\n"), logp, d) for (token, logp), d in zip(pairs, depths, strict=True)]
 
 
-Moment = tuple[int, list[list[Sample]]]  # A step, and completions grouped by prompt.
+Moment = tuple[int, list[list[Sample]]]  # A step, and its completions grouped by prompt.
 
 
 @dataclass
@@ -117,17 +117,17 @@ class Run:
     """Record of one run, for a page or a terminal.
 
     Attributes:
-        name: Unique name among the runs shown together.
-        folder: Output_dir of the run.
-        manifest: Content of ``manifest.json``; empty if there is none.
-        series: Metrics by name, in order of first appearance.
-        summary: Last line of the trainer (``train_runtime`` etc.); empty while it runs.
+        name: Name of the run, unique among the runs that are shown together.
+        folder: ``output_dir`` of the run.
+        manifest: Content of ``manifest.json``. Empty if the file does not exist.
+        series: Metrics by name, in the order in which they first occur.
+        summary: Last line of the trainer (``train_runtime`` etc.). Empty while the run is training.
         marks: Findings in the order of their steps.
-        samples: Completions of a few steps, in order. Each step has its most informative prompts and completions.
-        rows: Lines of ``metrics.jsonl``, numbers only.
-        seen: Content of ``data.json``, the first batch as the model received it; empty if it was not recorded.
+        samples: Completions of a few steps, in order. For each step, the most informative prompts and completions.
+        rows: Lines of ``metrics.jsonl``, with numbers only.
+        seen: Content of ``data.json``, which is the first batch as the model received it. Empty if it was not recorded.
         state: ``running``, ``finished``, ``interrupted`` (by Ctrl-C or SIGTERM) or ``stopped``.
-        notes: Problems while reading, as sentences.
+        notes: Problems that occurred while reading, as sentences.
     """
 
     name: str
@@ -149,13 +149,13 @@ class Run:
 
     @property
     def max_steps(self) -> int | None:
-        """Planned number of steps; None if the manifest does not contain it."""
+        """Planned number of steps, or None if the manifest does not contain it."""
         steps = self.manifest.get("max_steps")
         return steps if isinstance(steps, int) and steps > 0 else None
 
     @property
     def end(self) -> str:
-        """State of the run. A run without a summary line that took all steps counts as finished."""
+        """State of the run. A run without a summary line counts as finished if all of its steps were logged."""
         whole = self.max_steps is not None and self.step >= self.max_steps
         if self.state == "finished" and "interrupted" in self.manifest:
             return "interrupted"
@@ -163,14 +163,14 @@ class Run:
 
     @property
     def duration(self) -> str:
-        """Time between the first and the last log as text; "" if unknown."""
+        """Time between the first and the last log as text, or "" if it is unknown."""
         times = [time for series in self.series.values() for time in series.times if math.isfinite(time)]
         minutes = (max(times) - min(times)) / 60 if len(times) > 1 else 0.0
         return "" if len(times) < 2 else f" · {minutes / 60:.1f} h" if minutes >= 90 else f" · {minutes:.1f} min"
 
     @property
     def kinds(self) -> list[list[Mark]]:
-        """Findings grouped by code and place, errors first."""
+        """Findings grouped by code and place. Errors come first."""
         kinds: dict[tuple[str, str], list[Mark]] = {}
         for mark in self.marks:
             kinds.setdefault((mark.finding.code, mark.finding.where), []).append(mark)
@@ -178,25 +178,25 @@ class Run:
 
     @property
     def shaded(self) -> bool:
-        """True if any completion has log-probs."""
+        """Whether any completion has log-probs."""
         return any(sample.logps for _, groups in self.samples for group in groups for sample in group)
 
     def last(self, name: str) -> float | None:
-        """Return the latest value of a metric, which may be NaN."""
+        """Return the latest value of a metric, which can be NaN."""
         return self.series[name].values[-1] if name in self.series else None
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Read runs and give them unique names, made of as few trailing path components as necessary.
+    """Read several runs. Each gets a unique name, which consists of as few trailing parts of its path as possible.
 
     Raises:
-        DataError: A path is not a folder, or contains no record.
-        ConfigError: A folder is named twice.
+        DataError: A path is not a folder, or contains no run record.
+        ConfigError: A folder is passed twice.
     """
     paths = [Path(folder).expanduser().resolve() for folder in folders]
     twice = next((path for at, path in enumerate(paths) if path in paths[:at]), None)
     if twice is not None:
-        raise ConfigError(f"{str(twice)!r} is named twice. Fix: name each folder once.")
+        raise ConfigError(f"the folder {str(twice)!r} is passed twice. Fix: pass each folder once.")
     runs = [read_run(path) for path in paths]
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
@@ -207,19 +207,19 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read one run. A broken or missing part becomes a note, not an error.
+    """Read one run. A damaged or missing file causes a note instead of an error.
 
     Raises:
-        DataError: The folder does not exist, or contains no part of a record.
+        DataError: The folder does not exist, or contains no file of a run record.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise DataError(f"{str(folder)!r} is not a folder. Fix: give the output_dir of a run.")
+        raise DataError(f"{str(folder)!r} is not a folder. Fix: pass the output_dir of a run.")
     run = Run(path.resolve().name, path)
     if not any((path / name).is_file() for name in FILES) and not (path / "completions").is_dir():
         inner = sorted(p.parent.name for p in path.glob("*/metrics.jsonl") if not p.parent.name.startswith("record-"))
-        hint = f" Runs inside it: {', '.join(inner[:5])}." if inner else ""
-        raise DataError(f"{str(folder)!r} contains no record of a run (metrics.jsonl, manifest.json).{hint}")
+        hint = f" It contains these runs: {', '.join(inner[:5])}." if inner else ""
+        raise DataError(f"{str(folder)!r} contains no run record (metrics.jsonl, manifest.json).{hint}")
     run.manifest = _json(path / "manifest.json", run.notes)
     run.seen = _json(path / "data.json", run.notes, optional=True)
     _read_metrics(run)
@@ -240,18 +240,18 @@ def _json(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, 
         notes.append(f"{path.name} cannot be read: {error}.")
         return {}
     if not isinstance(content, dict):
-        notes.append(f"{path.name} is not a mapping.")
+        notes.append(f"{path.name} is not a JSON object.")
         return {}
     odd = [
         name for name, shape in SHAPES.get(path.name, {}).items() if name in content and not _has(content[name], shape)
     ]
     if odd:
-        notes.append(f"{path.name}: {', '.join(odd)} ignored, because the format is not that of a record.")
+        notes.append(f"{path.name}: {', '.join(odd)} was ignored, because the format is not that of a run record.")
     return {name: value for name, value in content.items() if name not in odd}
 
 
-# Schema of the files that the page reads. A dict lists the expected keys. A list contains the schema of all its items. A tuple
-# contains one schema per item.
+# Schema of the files that the page reads. A dict contains the expected keys. A list contains the schema of each of its items. A
+# tuple contains one schema per item.
 SHAPES: dict[str, dict[str, Any]] = {
     "manifest.json": {"command": [str], "config": {}},
     "data.json": {
@@ -274,7 +274,7 @@ def _has(value: object, shape: Any) -> bool:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of an append-only file. Unreadable lines, including a truncated last one, are counted in a note."""
+    """Yield the lines of an append-only file. Invalid lines, such as a truncated last line, are counted in a note."""
     try:
         content = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -291,12 +291,12 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         elif line.strip():
             broken, cut = broken + 1, place == len(lines)
     if broken:
-        which = ", including a truncated last line: the run was killed, or is still writing" if cut else ""
-        notes.append(f"{path.name}: {broken} broken line{'s' if broken > 1 else ''} ignored{which}.")
+        which = ", including a truncated last line, because the run was killed or is still writing" if cut else ""
+        notes.append(f"{path.name}: {broken} invalid line{'s' if broken > 1 else ''} ignored{which}.")
 
 
 def number(value: object) -> float | None:
-    """Convert a logged value to a number; NaN and infinities are stored as text. Return None for other values."""
+    """Convert a logged value to a number. NaN and infinity are stored as text. Return None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if isinstance(value, str) and value not in ("NaN", "Infinity", "-Infinity"):
@@ -355,7 +355,7 @@ def _state(run: Run) -> str:
 
 
 def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
-    """Read some of a run's completions. A file that cannot be read becomes a note.
+    """Read some of a run's completions. A file that cannot be read causes a note.
 
     Args:
         folder: Folder of the run.
@@ -368,7 +368,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
     for part in _spread(parts, STEPS):
         try:
             rows = read_rows(part)
-        except Exception as error:  # A broken file of any kind must not hide the others.
+        except Exception as error:  # A damaged file of any kind must not hide the other files.
             notes.append(f"{part.name} cannot be read: {type(error).__name__}.")
             continue
         for row in rows:
@@ -427,7 +427,7 @@ def _text(value: object) -> str:
 
 
 def _groups(samples: list[Sample]) -> list[list[Sample]]:
-    """Group samples by prompt, widest spread of rewards first, because these train most. Keep best and worst completions."""
+    """Group samples by prompt. Prompts whose rewards differ most come first. The best and the worst completion are kept."""
     by_prompt: dict[str, list[Sample]] = {}
     for sample in samples:
         by_prompt.setdefault(sample.prompt, []).append(sample)
@@ -437,7 +437,7 @@ def _groups(samples: list[Sample]) -> list[list[Sample]]:
 
 
 def _members(group: list[Sample]) -> list[Sample]:
-    """Return completions spread from best to worst, at least one with log-probs if any has them."""
+    """Return completions evenly spaced from best to worst. At least one has log-probs if any completion has them."""
     chosen = _spread(group, MEMBERS)
     if not any(sample.logps for sample in chosen):
         shaded = next((sample for sample in group if sample.logps), None)

@@ -1,4 +1,4 @@
-"""Reward for code that passes its tests. Each test runs in a sandbox."""
+"""Reward for code that passes tests. Each test runs in a sandbox."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = (
     "sandbox='bubblewrap', sandbox='container:docker run --rm -i --network none --memory 2g --pids-limit 64 "
     "python:3.12-slim', or the URL of a SandboxFusion service"
 )
-# Runs in the sandbox. It reads the program from stdin without buffering, so that the rest of stdin is the program's own input.
+# Runs in the sandbox. It reads the program from stdin without buffering, so that the program can read the rest of stdin.
 LOADER = """
 import os, resource, sys
 size, cpu, memory, file, processes = map(int, sys.argv[1:])
@@ -45,14 +45,14 @@ sys.argv = ["completion.py"]
 exec(compile(program, "completion.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 """
 PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
-# Seconds for a container or a service to start.
+# Additional seconds for a container or a service to start.
 START_SECONDS = 60.0
-# Start of the fix in the error about a sandbox that cannot run Python, by kind of sandbox.
+# Beginning of the fix in the error about a sandbox that cannot run Python, by type of sandbox.
 REPAIRS = {
     "bubblewrap": "install bubblewrap 0.8 or later and allow user namespaces, or ",
-    "container": "let the command start a container with `python3` and `timeout` and pass stdin on (-i), or ",
+    "container": "use a command that starts a container with `python3` and `timeout` and forwards stdin (-i), or ",
 }
-# Checks that code in the sandbox cannot change the kernel settings, neither by writing nor by mounting with a capability.
+# Trial program. It fails if code in the sandbox can write to kernel settings or has capabilities, which would allow mounts.
 TRIAL = """
 import os, sys
 for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/overcommit_memory"):
@@ -67,28 +67,30 @@ if int(held[0], 16):
     sys.exit(f"code in it holds the capabilities {held[0]}")
 print(input())
 """
-# Audit architecture, numbers of shmget, semget, msgget, memfd_create, memfd_secret and io_uring_setup, and number of socket.
-# The refused calls allocate memory that counts for no process; io_uring opens sockets that bypass the filter.
+# System calls refused in bubblewrap, per machine: audit architecture, call numbers (shmget, semget, msgget, memfd_create,
+# memfd_secret, io_uring_setup), and the number of `socket`. The memory calls allocate memory outside the process limits, and
+# io_uring can open sockets that bypass the filter.
 CALLS = {
     "x86_64": (0xC000003E, (29, 64, 68, 319, 447, 425), 41),
     "aarch64": (0xC00000B7, (194, 190, 186, 279, 447, 425), 198),
 }
-# Address families that a network namespace confines: unix, inet, inet6 and netlink. vsock (40) would reach the host.
+# Allowed socket families (unix, inet, inet6, netlink). A network namespace isolates them. vsock (40) would reach the host.
 FAMILIES = (1, 2, 10, 16)
-# Files that Python needs to start. No other file of the machine is visible.
+# Folders and files that Python needs to start. All other files of the machine are hidden.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Resource limits of one test of a completion.
+    """Resource limits for running one test.
 
     Args:
-        timeout: Processor seconds of each process. All processes together may take twice as many wall-clock seconds.
-        memory_mb: MiB of address space of each process. In bubblewrap on x86_64 and aarch64, calls that hold memory outside a
-            process (SysV shared memory, memfds) are refused as well. On other machines they are not.
-        file_mb: MiB of each file and of the printed output. In bubblewrap the folder may hold four times as much.
-        processes: Maximum number of concurrent processes and threads. The kernel does not apply it to root.
+        timeout: CPU seconds per process. The wall-clock limit for all processes together is twice this value.
+        memory_mb: Address space per process, in MiB. Bubblewrap on x86_64 and aarch64 also refuses calls that allocate memory
+            outside a process (SysV shared memory, memfds). On other machines these calls are allowed.
+        file_mb: Maximum size of each file and of the printed output, in MiB. In bubblewrap, the folder can hold four times as
+            much.
+        processes: Maximum number of concurrent processes and threads. The kernel does not apply this limit to root.
     """
 
     timeout: float = 5.0
@@ -99,15 +101,15 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value <= 0:
-                raise ConfigError(f"{name}={value} must be above 0, otherwise the code cannot run.")
+                raise ConfigError(f"{name}={value} must be above 0. Otherwise no code can run.")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a program's execution.
+    """Result of running a program.
 
     Attributes:
-        status: Exit status, or 128 plus the signal's number if a signal ended the program; None if it timed out.
+        status: Exit status, or 128 plus the signal number if a signal ended the program. None after a timeout.
         output: Text written to stdout.
         errors: Text written to stderr.
     """
@@ -118,13 +120,13 @@ class Outcome:
 
 
 def run_program(sandbox: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run one Python program in an empty folder of a sandbox.
+    """Run one Python program in a sandbox, in an empty working folder.
 
     Args:
-        sandbox: See `run_tests`.
+        sandbox: Name of the sandbox; see `run_tests`.
         program: Python code.
         stdin: Standard input of the program.
-        limits: See `Limits`.
+        limits: Resource limits.
 
     Raises:
         MissingDependencyError: The sandbox's program is not installed.
@@ -138,7 +140,7 @@ def run_program(sandbox: str, program: str, stdin: str, limits: Limits) -> Outco
 
 
 def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run with new namespaces, no network, an in-memory folder, and a read-only system and Python. Needs ``bwrap`` 0.8+."""
+    """Run in bubblewrap (``bwrap`` 0.8+): new namespaces, no network, an in-memory folder, read-only system files and Python."""
     bwrap = _program("bwrap", "apt-get install bubblewrap, or dnf install bubblewrap")
     room = str(limits.file_mb << 22)
     # Without a size limit, the in-memory folders could use all of the machine's memory.
@@ -147,10 +149,10 @@ def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
     visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
     names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
     variables = [part for name, value in names.items() for part in ("--setenv", name, value)]
-    # With namespaces of its own, the code could mount in-memory folders without a size limit.
+        # Code that can create namespaces could mount in-memory folders without a size limit.
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *variables]
-    # A capability could make /proc/sys writable again. Root can write its own files even without a capability.
+    # A capability could make /proc/sys writable again. The root user can write to its own files even without capabilities.
     command += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev", *folder, *visible]
     command += ["--remount-ro", "/"]
     with tempfile.TemporaryFile() as calls:
@@ -159,20 +161,23 @@ def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
             calls.seek(0)
             command += ["--seccomp", str(calls.fileno())]
         command += ["--", sys.executable, *PYTHON_FLAGS]
-        # Code in the sandbox can read the environment of bwrap itself, as that of process 1.
+        # Process 1 of the sandbox is bwrap. Code can read its environment, so it must not contain secrets.
         environment = {"PATH": os.defpath}
         return _execute(command, program, stdin, limits, 2 * limits.timeout, environment, (calls.fileno(),))
 
 
 def _call_filter(machine: str) -> bytes:
-    """Build a seccomp program that refuses `CALLS` and sockets outside `FAMILIES` with EPERM; empty for an unknown machine."""
+    """Build a seccomp program that refuses `CALLS` and socket families outside `FAMILIES` with EPERM.
+
+    Return empty bytes for an unknown machine.
+    """
     if machine not in CALLS:
         return b""
     architecture, refused, socket = CALLS[machine]
     load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06  # Operation codes of classic BPF.
-    # Operation, jump targets if it holds and if not (None: the next line), and operand.
+    # Each line: operation, jump target if the condition holds, jump target otherwise (None is the next line), operand.
     lines = [(load, None, None, 4), (equal, None, "refuse", architecture), (load, None, None, 0)]
-    lines += [(at_least, "refuse", None, 0x40000000)]  # The x32 interface of x86_64 has its own call numbers.
+    lines += [(at_least, "refuse", None, 0x40000000)]  # The x32 ABI of x86_64 has separate call numbers.
     lines += [(equal, "refuse", None, number) for number in refused]
     lines += [(equal, None, "allow", socket), (load, None, None, 16)]
     lines += [(equal, "allow", None, family) for family in FAMILIES]
@@ -185,7 +190,7 @@ def _call_filter(machine: str) -> bytes:
 
 
 def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run in a container. ``timeout`` inside the container ends it, because killing its client would not."""
+    """Run in a container. The timeout runs inside the container, because killing the client does not stop the container."""
     words = shlex.split(command)
     words[0] = _program(words[0], f"install {words[0]}")
     bound = ["timeout", "-s", "KILL", f"{2 * limits.timeout:g}", "python3", *PYTHON_FLAGS]
@@ -193,7 +198,10 @@ def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Out
 
 
 def _in_service(url: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """Call the endpoint ``/run_code`` of SandboxFusion, https://github.com/bytedance/SandboxFusion; its settings limit files."""
+    """Run in SandboxFusion through ``/run_code``. The service's settings limit files.
+
+    See https://github.com/bytedance/SandboxFusion.
+    """
     url = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"
     request = {"code": program, "language": "python", "stdin": stdin, "memory_limit_MB": limits.memory_mb}
     request["run_timeout"] = 2 * limits.timeout
@@ -214,28 +222,28 @@ def _in_service(url: str, program: str, stdin: str, limits: Limits) -> Outcome:
 
 
 def check_sandbox(name: str) -> None:
-    """Raise if a sandbox is neither ``bubblewrap`` nor ``container:<command>`` nor a URL.
+    """Check that the name of a sandbox is ``bubblewrap``, ``container:<command>``, or a URL.
 
     Raises:
-        ConfigError: The name is none of these.
+        ConfigError: The name has another form.
     """
     kind, _, rest = name.partition(":")
     if name == "bubblewrap" or (kind == "container" and rest.strip()):
         return
     if kind not in ("http", "https") or not rest.startswith("//"):
         raise ConfigError(
-            f"sandbox={name!r} is not a sandbox{did_you_mean(kind, ('bubblewrap', 'container'))}. Fix: use {EXAMPLES}."
+            f"sandbox={name!r} is not a known sandbox{did_you_mean(kind, ('bubblewrap', 'container'))}. Fix: use {EXAMPLES}."
         )
 
 
 @functools.lru_cache(maxsize=16)
 def open_sandbox(name: str) -> None:
-    """Run a trial program in a sandbox. In bubblewrap it tries to change the machine's kernel settings.
+    """Run a trial program in a sandbox. It checks that bubblewrap does not allow code to change kernel settings.
 
     Raises:
-        ConfigError: See `check_sandbox`.
+        ConfigError: The name of the sandbox is invalid.
         MissingDependencyError: The sandbox's program is not installed.
-        RewardError: The sandbox cannot run Python here, or does not confine the program.
+        RewardError: The sandbox cannot run Python on this machine, or does not isolate the program.
     """
     check_sandbox(name)
     trial = TRIAL if name == "bubblewrap" else "print(input())"
@@ -252,8 +260,8 @@ def _program(name: str, install: str) -> str:
     program = shutil.which(name)
     if program is None:
         raise MissingDependencyError(
-            f"running code that a model wrote needs a sandbox, but the program {name!r} is not installed. Fix: {install}; or "
-            f"choose another sandbox ({EXAMPLES}).",
+                f"code written by a model must run in a sandbox, but the program {name!r} is not installed. Fix: {install}. You "
+                f"can also choose another sandbox ({EXAMPLES}).",
             name=name,
         )
     return program
@@ -268,12 +276,12 @@ def _execute(
     environment: dict[str, str] | None,
     files: tuple[int, ...] = (),
 ) -> Outcome:
-    """Run a command that ends in `LOADER` and inherits the descriptors ``files``. Kill it after ``seconds``."""
+    """Run a command that executes `LOADER` and inherits the file descriptors ``files``. Kill it after ``seconds``."""
     code = program.encode("utf-8", "replace")
     timeout, memory_mb, file_mb, processes = astuple(limits)
     most = file_mb << 20
     bounds = map(str, (len(code), max(1, round(timeout + 0.5)), memory_mb << 20, most, processes))
-    # `ulimit -f` counts blocks of 512 bytes. It bounds the output of a container's client.
+    # Limit the output of a container's client. `ulimit -f` counts blocks of 512 bytes.
     command = ["/bin/sh", "-c", f'ulimit -f {most // 512} && exec "$@"', "sh", *command, *bounds]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -291,20 +299,22 @@ def _execute(
     return Outcome(status if status is None or status >= 0 else 128 - status, *texts)
 
 
-# Indent, backticks and language of a line that opens a block. A closing line has nothing after its backticks.
+# A line that opens a code block: indent, backticks and language. A line that closes a block has no text after its backticks.
 FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)")
 LANGUAGES = {"python": "python", "python3": "python", "py": "python", "": "none"}
 
 
 def code_block(text: str) -> str | None:
-    r"""Return the last closed block marked as Python, or else the last one without a language. Ignore text before ``</think>``.
+    r"""Return the last complete code block marked as Python, or else the last one without a language.
+
+    Text before ``</think>`` is ignored.
 
     >>> code_block("```python\nx = 1\n```\nIt prints:\n```\n1\n```")
     'x = 1'
     """
     lines = text.rpartition("</think>")[2].split("\n")
     fences = {at: match for at, line in enumerate(lines) if (match := FENCE.fullmatch(line))}
-    # For each fence, the next line below with the same number of backticks and no other text.
+    # For each fence, find the next line that consists of the same number of backticks.
     below: dict[int, int] = {}
     ends: dict[int, int | None] = {}
     for at in reversed(fences):
@@ -327,14 +337,14 @@ def code_block(text: str) -> str | None:
 
 
 def read_tests(value: object) -> list[dict[str, str]]:
-    """Convert a row's tests to one form: ``{"code": ...}``, or ``{"input": ..., "output": ...}`` for a program.
+    """Convert the tests of a row to a list of ``{"code": ...}`` or ``{"input": ..., "output": ...}``.
 
     Args:
-        value: Python code; a dict with ``input`` and ``output`` (or lists ``inputs`` and ``outputs``); a list of these;
-            or one of these as JSON. None and empty values mean no tests.
+        value: Python code; a dict with ``input`` and ``output`` (or lists ``inputs`` and ``outputs``) of a program; a list of
+            these; or any of these forms as JSON. None and empty values mean that the row has no tests.
 
     Raises:
-        RewardError: The value has another form.
+        RewardError: The value has none of these forms.
 
     >>> read_tests(["assert f(1) == 2"]), read_tests('{"inputs": ["1"], "outputs": ["2"]}')
     ([{'code': 'assert f(1) == 2'}], [{'input': '1', 'output': '2'}])
@@ -347,23 +357,23 @@ def read_tests(value: object) -> list[dict[str, str]]:
     if isinstance(value, str):
         return [{"code": value}] if value.strip() else []
     if isinstance(value, Mapping):
-        # Arrow adds the keys of all rows to each row, with None as the value.
+        # Arrow adds the keys of all rows to each row. Keys that a row does not have are None.
         known = {name: part for name, part in value.items() if part is not None}
         return _programs(known) if known else []
     if isinstance(value, Sequence):
         return [test for item in value for test in read_tests(item)]
-    raise RewardError(f"tests must be code, or inputs with outputs, or a list of these; got {value!r:.200}.")
+    raise RewardError(f"tests must be code, a dict with inputs and outputs, or a list of these; got {value!r:.200}.")
 
 
 def _programs(value: Mapping[str, Any]) -> list[dict[str, str]]:
     inputs, wanted = ([value[n]] if n in value else value.get(f"{n}s") for n in ("input", "output"))
     if not (isinstance(inputs, list | tuple) and isinstance(wanted, list | tuple)) or value.get("fn_name"):
         raise RewardError(
-            "a test given as a dict needs 'input' and 'output', or 'inputs' and 'outputs', of a program; it has the keys "
-            f"{sorted(value)}. Fix: write the test of a function as code, e.g. 'assert f(1) == 2'."
+            "a test given as a dict needs the keys 'input' and 'output', or 'inputs' and 'outputs', but has the keys "
+            f"{sorted(value)}. Fix: add these keys. Write the test of a function as code, e.g. 'assert f(1) == 2'."
         )
     if len(inputs) != len(wanted):
-        raise RewardError(f"a test has {len(inputs)} inputs and {len(wanted)} outputs. Fix: give one output per input.")
+        raise RewardError(f"a test has {len(inputs)} inputs but {len(wanted)} outputs. Fix: pass one output per input.")
     return [{"input": _lines(i), "output": _lines(o)} for i, o in zip(inputs, wanted, strict=True)]
 
 
@@ -373,7 +383,7 @@ def _lines(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """Result of one test: whether it passed, and the reason if not."""
+    """Result of one test: whether it passed, and otherwise the reason."""
 
     passed: bool
     reason: str = ""
@@ -387,34 +397,34 @@ def run_tests(
     sandbox: str = "bubblewrap",
     stop: bool = False,
 ) -> list[CaseResult]:
-    """Run code against tests. Each test starts the code again in a sandbox.
+    """Run code against tests. The code runs once per test, each time in a new sandbox.
 
-    `Limits` bound time, memory, files and processes in bubblewrap and in containers. In bubblewrap the code sees the system's
-    programs and this Python (read-only) and an empty in-memory folder. It sees no environment variables, no other process and no
-    network. In a container or a service it sees what you configure.
+    In bubblewrap and in containers, `Limits` limits time, memory, files and processes. In bubblewrap, code can access only the
+    system's programs and this Python installation (both read-only), and an empty in-memory folder. Environment variables, other
+    processes and the network are not accessible. In a container or a service, your configuration decides what is accessible.
 
-    **Limits of the protection**: bubblewrap and containers do not protect from bugs of the kernel and the processor. The kernel
-    does not limit the number of root's processes, and thus not their total memory. Do not run the trainer as root, or use a
-    container with ``--pids-limit`` and ``--memory``. In bubblewrap only time bounds the number of empty files (about 1 kB each).
-    Code shares a process with a test written as code and can tamper with it; tests with inputs and outputs are compared outside
-    of the sandbox.
+    **What is not protected**: neither bubblewrap nor containers protect from bugs in the kernel or the CPU. The kernel does not
+    limit the number of processes of root, and therefore not their total memory: do not run the trainer as root, or use a
+    container with ``--pids-limit`` and ``--memory``. Bubblewrap does not limit the number of empty files (about 1 kB each); only
+    the timeout does. A test written as code runs in the same process as the completion, which can tamper with it. Tests with
+    inputs and outputs are compared outside the sandbox.
 
     Args:
-        source: Python code, run again for each test.
-        tests: Tests in the form that `read_tests` returns.
-        limits: See `Limits`.
-        sandbox: ``bubblewrap`` (the program ``bwrap``); ``container:<command>`` with the command line that starts a container
-            (``container:docker run --rm -i --network none --memory 2g --pids-limit 64 python:3.12-slim``); or the URL of a
-            SandboxFusion service.
-        stop: Skip the tests after the first failure.
+        source: Python code.
+        tests: Tests in the form returned by `read_tests`.
+        limits: Resource limits of each test. None uses the defaults.
+        sandbox: ``bubblewrap`` (default) uses the program ``bwrap``. ``container:<command>`` uses a command line that starts a
+            container, e.g. ``container:docker run --rm -i --network none --memory 2g --pids-limit 64 python:3.12-slim``. A URL
+            uses a SandboxFusion service.
+        stop: Whether to skip the remaining tests after the first failure.
 
     Returns:
-        One result for each test that was run. Code that ends its process early has not passed.
+        One result for each test that was run. A test fails if the code exits before the test ends.
 
     Raises:
-        ConfigError: The sandbox is unknown.
-        MissingDependencyError: The sandbox is not installed.
-        RewardError: The sandbox cannot run Python here.
+        ConfigError: The name of the sandbox is invalid.
+        MissingDependencyError: The sandbox's program is not installed.
+        RewardError: The sandbox cannot run Python on this machine.
 
     >>> tests = read_tests(["assert f(2) == 4", "assert f(0) == 1"])
     >>> [result.passed for result in run_tests("def f(x): return 2 * x", tests)]  # doctest: +SKIP
@@ -433,14 +443,14 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     word = secrets.token_hex(16)
     program = source if "code" not in test else TESTED.format(source=source, test=test["code"], word=word)
     outcome = run_program(sandbox, program, test.get("input", ""), limits)
-    # Either the container engine or `timeout` could not start the program, or the program exited with this status itself.
+    # These statuses mean that the container or `timeout` did not start, or that the program itself exited with this status.
     if sandbox.startswith("container:") and outcome.status in (125, 126, 127):
         open_sandbox.__wrapped__(sandbox)
     reason = _reason(outcome, limits)
     if reason:
         return CaseResult(False, reason)
     if "code" in test:
-        early = "it ended its process before the test was over"
+        early = "the process ended before the test was over"
         return CaseResult(True) if word in outcome.output.splitlines() else CaseResult(False, early)
     written, wanted = (
         [line.rstrip() for line in text.strip().splitlines()] for text in (outcome.output, test["output"])
@@ -448,7 +458,7 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     return CaseResult(True) if written == wanted else CaseResult(False, f"wrote {outcome.output[:100]!r}")
 
 
-# The secret word is printed last, so code that exits early with status 0 does not print it.
+# The random word is printed last. Code that exits early with status 0 does not print it.
 TESTED = """
 scope = {{"__name__": "__main__"}}
 exec(compile({source!r}, "<completion>", "exec"), scope)
@@ -459,7 +469,7 @@ print({word!r})
 
 
 def _reason(outcome: Outcome, limits: Limits) -> str:
-    """Return why a program did not run to its end; empty if it did."""
+    """Return why a program did not run to completion, or an empty string if it did."""
     if outcome.status is None:
         return f"timed out after {2 * limits.timeout:g} s"
     if outcome.status == 0:
@@ -473,26 +483,30 @@ def _reason(outcome: Outcome, limits: Limits) -> str:
 
 
 class CodeTestsReward:
-    r"""Code tests reward: 1 if a completion's Python block passes all tests of its row, else 0.
+    r"""Reward 1 if the Python block of a completion passes all tests of its row, else 0.
 
-    With ``partial`` the reward is the share of tests passed. For example, with the tests
-    ``["assert f(2) == 4", "assert f(3) == 6"]``, ``def f(x): return 2 * x`` gets 1 (partial 1), ``def f(x): return 4`` gets 0
-    (partial 0.5), an endless loop 0 (0), and no code block 0 (0). A row without tests gets None.
-    See `run_tests` for the sandboxes and the limits of their protection.
+    With ``partial``, the reward is the fraction of tests passed. For example, with the tests
+    ``["assert f(2) == 4", "assert f(3) == 6"]``:
+
+    - ``def f(x): return 2 * x`` gets 1 (with ``partial``: 1);
+    - ``def f(x): return 4`` gets 0 (with ``partial``: 0.5);
+    - an endless loop, or a completion without code block, gets 0 (with ``partial``: 0).
+
+    A row without tests gets None. See `run_tests` for the sandboxes and the limits of their protection.
 
     Args:
-        column: Dataset column with the tests; see `read_tests`.
-        partial: Return the share of tests passed instead of 0 or 1.
-        limits: Resource limits of each test; see `Limits`.
-        workers: Number of concurrent sandboxes. None is one per processor of this process's share of the machine.
+        column: Dataset column with the tests. `read_tests` describes the accepted forms.
+        partial: Whether to return the fraction of tests passed instead of 0 or 1.
+        limits: Resource limits of each test.
+        workers: Number of sandboxes that run concurrently. None uses this process's share of the CPU cores.
         sandbox: ``bubblewrap``, ``container:<command>`` or a URL; see `run_tests`.
 
     Raises:
-        ConfigError: The sandbox is unknown, or ``workers`` is below 1.
+        ConfigError: The name of the sandbox is invalid, or ``workers`` is below 1.
     """
 
     __name__ = "code_tests_reward"
-    runs_in_thread = True  # It waits for its processes, so other rewards can run meanwhile.
+    runs_in_thread = True  # Same as `parallel`: this function waits for processes, so other rewards can run meanwhile.
 
     def __init__(
         self,
@@ -505,7 +519,7 @@ class CodeTestsReward:
     ) -> None:
         check_sandbox(sandbox)
         if workers is not None and workers < 1:
-            raise ConfigError(f"workers={workers} must be at least 1, or None for one per processor.")
+            raise ConfigError(f"workers={workers} must be at least 1, or None for one worker per CPU core.")
         self.column, self.partial, self.limits, self.sandbox = column, partial, limits or Limits(), sandbox
         # CPU cores that this process may use.
         usable = usable_processors()
@@ -514,24 +528,24 @@ class CodeTestsReward:
     def __call__(
         self, completions: Sequence[Any], log_extra: Callable[[str, list], None] | None = None, **columns: Any
     ) -> list[float | None]:
-        """Return one number (or None) per completion. Log how many tests each passed, and the first failure.
+        """Return one reward (or None) per completion. Log the number of passed tests and the first failure of each.
 
         Raises:
-            MissingDependencyError: The sandbox is not installed.
-            RewardError: Tests have an unknown form, a column is missing, or the sandbox cannot run here.
+            MissingDependencyError: The sandbox's program is not installed.
+            RewardError: Tests have an unknown form, the column is missing, or the sandbox does not work on this machine.
         """
         if self.column not in columns:
             raise RewardError(
                 f"code_tests_reward needs the column {self.column!r}, but the columns are {sorted(columns)}."
             )
         tests = [self._read(row, value) for row, value in enumerate(columns[self.column])]
-        open_sandbox(self.sandbox)  # Even if no completion has code, so that the trial call finds a missing sandbox.
+        open_sandbox(self.sandbox)  # Needed even without code, so that the dry run detects a missing sandbox.
         sources = [code_block(completion_text(completion)) for completion in completions]
         keys = [json.dumps((s, t)) for s, t in zip(sources, tests, strict=True)]
         jobs = {k: (s, t) for k, s, t in zip(keys, sources, tests, strict=True) if s is not None and t}
         with ThreadPoolExecutor(self.workers) as pool:
             run = functools.partial(run_tests, limits=self.limits, sandbox=self.sandbox, stop=not self.partial)
-            # The first exception cancels the runs that have not begun.
+            # After the first exception, jobs that have not started are canceled.
             done = dict(zip(jobs, pool.map(lambda job: run(*job), jobs.values()), strict=True))
         results = [done.get(key, [CaseResult(False, "no code block")]) for key in keys]
         if log_extra is not None:

@@ -31,21 +31,25 @@ Reply with one character, 0 or 1: the number of the better answer."""
 
 
 class OpenAIPairwiseJudge(BasePairwiseJudge):
-    """Pairwise judge behind a chat server with OpenAI's protocol (vLLM, llama.cpp, SGLang, hosted). It answers "0" or "1".
+    """Pairwise judge that asks a model on an OpenAI-compatible chat server (vLLM, llama.cpp, SGLang, hosted APIs).
+
+    The model must answer "0" or "1".
 
     Args:
         model: Name of the model on the server.
-        system_prompt: Template with ``{prompt}``, ``{response0}`` and ``{response1}``; None uses the built-in template.
-        max_requests: Number of pairs after which the judge stops: later pairs get no verdict. None never stops.
-        base_url: URL with the API version; None uses ``OPENAI_BASE_URL``, or OpenAI's own.
-        api_key: API key; None uses ``OPENAI_API_KEY``.
-        options: Extra fields of each request; None removes a field (``{"max_tokens": None, "max_completion_tokens": 1}``).
-        seed: Seed of the order in which pairs are shown.
-        concurrency: Number of concurrent requests.
-        timeout: Seconds to wait for one answer.
-        retries: Attempts after the first.
-        backoff: Seconds before the first retry. The time doubles with each retry, and is sampled from its upper half.
-        vision: Whether the model reads images. They are sent before the text, where ``[image]`` stands for each.
+        system_prompt: Template with ``{prompt}``, ``{response0}`` and ``{response1}``. None uses the built-in template.
+        max_requests: Number of pairs after which the judge stops. Later batches get no verdict. None means no limit.
+        base_url: URL including the API version. None uses ``OPENAI_BASE_URL``, or OpenAI's API if the variable is not set.
+        api_key: API key. None uses ``OPENAI_API_KEY``.
+        options: Additional fields of each request. The value None removes a field, e.g.
+            ``{"max_tokens": None, "max_completion_tokens": 1}``.
+        seed: Random seed for the order of the two completions.
+        concurrency: Maximum number of concurrent requests.
+        timeout: Seconds to wait for an answer.
+        retries: Number of attempts after the first one.
+        backoff: Maximum seconds before the first retry. The maximum doubles with each retry, and the pause is sampled from the
+            upper half of the range.
+        vision: Whether the model accepts images. Images are sent before the text, which contains ``[image]`` for each image.
 
     >>> judge = OpenAIPairwiseJudge("my-judge", base_url="http://localhost:8000/v1")
     >>> judge.judge(["2 + 2?"], [["4", "5"]])  # doctest: +SKIP
@@ -71,11 +75,11 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         self.vision = vision
         base = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
         if not base.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url={base!r} must begin with http:// or https://.")
+            raise ConfigError(f"base_url={base!r} must start with http:// or https://.")
         self.request = {"timeout": timeout, "retries": retries, "backoff": backoff}
         for name, value in {"concurrency": concurrency, **self.request}.items():
             if value < 0 or (value == 0 and name != "retries"):
-                raise ConfigError(f"{name}={value} of the judge must be above 0 (retries: 0 or more).")
+                raise ConfigError(f"{name}={value} of the judge must be above 0 (retries may also be 0).")
         self.url, self.model, self.concurrency = f"{base.rstrip('/')}/chat/completions", model, concurrency
         self._api_key = api_key or os.environ.get("OPENAI_API_KEY")
         self.system_prompt = PAIRWISE_PROMPT if system_prompt is None else system_prompt
@@ -91,20 +95,20 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         shuffle_order: bool = True,
         images: list[list[str]] | None = None,
     ) -> list[int]:
-        """See `BasePairwiseJudge.judge`.
+        """Return one verdict per pair; see `BasePairwiseJudge.judge`.
 
         Args:
             prompts: n texts.
-            completions: n pairs.
-            shuffle_order: Swap about half of the pairs at random; the verdicts are swapped back.
+            completions: n pairs of texts.
+            shuffle_order: Whether to swap about half of the pairs at random. The verdicts refer to the original order.
             images: ``data:`` URLs of each prompt's images, for a judge with ``vision``.
 
         Raises:
-            RewardError: The server is down or refuses the request.
+            RewardError: The server is not reachable or refuses the request.
         """
         if self.max_requests is not None and self.num_requests >= self.max_requests:
             self._warn(
-                "budget", "the judge has reached max_requests=%d: no further pair gets a verdict.",
+                "budget", "the judge has sent max_requests=%d requests. Further pairs get no verdict.",
                 self.max_requests,
             )  # fmt: skip
             return [NO_VERDICT] * len(prompts)
@@ -119,7 +123,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         if images is not None:
             shown_as = [[{"type": "image_url", "image_url": {"url": url}} for url in urls] for urls in images]
             asked = [[*blocks, {"type": "text", "text": text}] for blocks, text in zip(shown_as, texts, strict=True)]
-        # The first exception cancels the requests that have not begun.
+        # After the first exception, requests that have not started are canceled.
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(asked))), "judge") as pool:
             verdicts = [self._verdict(answer) for answer in pool.map(self._ask, asked)]
         return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]
@@ -133,15 +137,15 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             return str(response.json()["choices"][0]["message"].get("content") or "")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise RewardError(
-                f"the judge at {self.url} answered {response.content[:200]!r}, which is not a chat completion. Fix: set base_url "
-                "to an OpenAI-compatible server, with its version (.../v1)."
+                f"the judge at {self.url} returned {response.content[:200]!r}, which is not a chat completion. Fix: set base_url "
+                "to the URL of an OpenAI-compatible server, including its version (.../v1)."
             ) from error
 
     def _verdict(self, answer: str) -> int:
         answer = answer.rpartition("</think>")[2].strip(" \t\r\n.\"'`*")
         if answer in ("0", "1"):
             return int(answer)
-        self._warn("verdict", "the judge answered %r instead of 0 or 1; such pairs count as ties.", answer[:80])
+        self._warn("verdict", "the judge answered %r instead of 0 or 1. Such pairs count as ties.", answer[:80])
         return NO_VERDICT
 
     def _warn(self, key: str, message: str, *values: Any) -> None:

@@ -1,4 +1,4 @@
-"""Dataset and reward function of any reasoning-gym task, or of a mixture of tasks."""
+"""Dataset and reward function for any reasoning-gym task, or for a mixture of tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from posttrain.integrations import require
 from posttrain.rewards.math import boxed
 from posttrain.rewards.texts import completion_text
 
-SPACING = 10_000_019  # reasoning-gym samples row i with seed + i, so seeds 0 and 1 would share all rows but one.
+# reasoning-gym samples row i with seed + i. Without spacing, seeds 0 and 1 would share all rows except one.
+SPACING = 10_000_019
 EXTRACT = ("auto", "tag", "last_number", "text")
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 CLOSE = re.compile("</answer>", re.IGNORECASE)
@@ -22,12 +23,13 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def extract_answer(text: str, how: str = "auto") -> str | None:
-    r"""Extract the answer from a completion; None if there is none.
+    r"""Extract the answer from a completion, or return None.
 
     Args:
         text: The completion.
-        how: ``tag`` uses the last ``<answer>...</answer>``; ``last_number`` the last number; ``text`` the whole text; ``auto``
-            the tag, else the last ``\boxed{...}``, else the text after "answer is" on the last line, else the last line.
+        how: ``tag`` returns the content of the last ``<answer>...</answer>``. ``last_number`` returns the last number. ``text``
+            returns the whole text. ``auto`` (default) returns the first of these that exists: the content of the tag, the last
+            ``\boxed{...}``, the text after "answer is" on the last line, the last line.
 
     >>> extract_answer("So <answer> 12 </answer>."), extract_answer("The answer is 12."), extract_answer("a\n\n7")
     ('12', '12', '7')
@@ -38,7 +40,7 @@ def extract_answer(text: str, how: str = "auto") -> str | None:
     if how == "last_number":
         numbers = NUMBER.findall(text)
         return numbers[-1].replace(",", "") if numbers else None
-    # Without this limit, the search from each opening tag after the last closing tag would run to the end of the text.
+    # Ignore text after the last closing tag. Otherwise each opening tag after it would cause a search to the end of the text.
     end = max((match.end() for match in CLOSE.finditer(text)), default=0)
     tags = TAG.findall(text, 0, end)
     if tags or how == "tag":
@@ -54,12 +56,13 @@ def extract_answer(text: str, how: str = "auto") -> str | None:
 
 
 class ReasoningGymReward:
-    """Reward function of a reasoning-gym task. It scores a completion with the task's scorer, from 0.0 to 1.0.
+    """Reward function of a reasoning-gym task. The task's scorer returns a reward from 0.0 to 1.0.
 
     Args:
-        task: A dataset of reasoning-gym.
+        task: A reasoning-gym dataset.
         name: Name in metrics and tables.
-        extract: See `extract_answer`; or a function from the completion's text to the answer (or None).
+        extract: How to find the answer in a completion: a method of `extract_answer`, or a function that maps the text to the
+            answer or None.
     """
 
     def __init__(self, task: Any, name: str, extract: str | Callable[[str], str | None] = "auto") -> None:
@@ -72,7 +75,7 @@ class ReasoningGymReward:
     def __call__(
         self, completions: list[Any], task_index: list[int], answer: list[Any], log_extra: Any = None, **_: Any
     ) -> list[float]:
-        """Return one score per completion; 0.0 if no answer is found."""
+        """Return one score per completion. Completions without an answer get 0.0."""
         texts = [completion_text(completion) for completion in completions]
         how = self.extract
         answers = [how(t) if callable(how) else extract_answer(t, how) for t in texts]
@@ -81,7 +84,7 @@ class ReasoningGymReward:
         return [self._score(f, index, gold) for f, index, gold in zip(answers, task_index, answer, strict=True)]
 
     def entry(self, index: int) -> dict[str, Any]:
-        """Return the question, answer and metadata of a row, cached after the first call."""
+        """Return the question, answer and metadata of a row. The result is cached."""
         if index not in self._entries:
             self._entries[index] = self.task[index]
         return self._entries[index]
@@ -90,15 +93,15 @@ class ReasoningGymReward:
         entry = self.entry(index)
         if str(entry["answer"]) != str(gold):
             raise RewardError(
-                f"{self.__name__}: row task_index={index} has the answer {gold!r}, but this reward's task has "
-                f"{entry['answer']!r} there. The dataset comes from another call of reasoning_gym_task (other seed, size or "
-                "settings). Fix: use the reward that the same call returned."
+                f"{self.__name__}: row task_index={index} has the answer {gold!r}, but the answer in this reward's task is "
+                f"{entry['answer']!r}. The dataset comes from a call of reasoning_gym_task with another seed, size or "
+                "settings. Fix: use the dataset and the reward that the same call returned."
             )
         if reply is None:
             return 0.0
         try:
             return float(self.task.score_answer(answer=reply, entry=entry))
-        except Exception:  # Scorers parse model output and raise on text they cannot parse.
+        except Exception:  # Scorers parse model output, and some raise an error if they cannot.
             return 0.0
 
 
@@ -111,26 +114,26 @@ def reasoning_gym_task(
     extract: str | Callable[[str], str | None] = "auto",
     **config: Any,
 ) -> tuple[datasets.Dataset, ReasoningGymReward]:
-    """Create a dataset of a reasoning-gym task's prompts, and the reward function that scores the answers.
+    """Create a dataset with the prompts of a reasoning-gym task, and the reward function that scores the answers.
 
-    Different seeds share no rows, so ``seed=1`` is a held-out set for ``seed=0``. (In reasoning-gym itself row i depends on
-    ``seed + i``, so neighboring seeds give nearly the same rows.)
+    Different seeds have no common rows, so ``seed=1`` can be the held-out set for ``seed=0``. (In reasoning-gym itself, row i
+    depends on ``seed + i``, so neighboring seeds have almost the same rows.)
 
     Args:
         task: Name of a task, or a mixture ``{name: weight}`` or ``{name: {"weight": 2.0, **settings}}``. Each row of a mixture
-            is sampled from one of the tasks.
+            is sampled from one of its tasks.
         size: Number of rows.
-        seed: Seed of the rows.
-        system_prompt: System message, for example with the format of answers (``<answer>...</answer>``).
-        extract: How to find the answer in a completion, see `extract_answer`; or a function.
-        config: Settings of the task, with reasoning-gym's names.
+        seed: Random seed of the rows.
+        system_prompt: System message. It can describe the format of answers, e.g. ``<answer>...</answer>``.
+        extract: How to find the answer in a completion: a method of `extract_answer`, or a function.
+        config: Settings of the task. The names are reasoning-gym's.
 
     Returns:
-        A dataset with ``prompt`` (messages), ``answer``, ``task`` and ``task_index``, and its reward function.
+        A dataset with the columns ``prompt`` (messages), ``answer``, ``task`` and ``task_index``, and its reward function.
 
     Raises:
         MissingDependencyError: reasoning-gym is not installed.
-        ConfigError: The task is unknown, or does not accept the settings.
+        ConfigError: The task is unknown or does not accept the settings.
 
     Example:
         ``dataset, reward = reasoning_gym_task("chain_sum", size=1000, seed=0, min_terms=2, max_terms=3)``
@@ -162,13 +165,13 @@ def _make(gym: Any, task: Any, *, size: int, seed: int, config: dict[str, Any]) 
                 "in reasoning_gym.factory.DATASETS."
             )
     if not names:
-        raise ConfigError("the mixture of tasks is empty. Fix: give at least one name and weight.")
+        raise ConfigError("the mixture of tasks is empty. Fix: pass at least one task name with its weight.")
     try:
         if isinstance(task, str):
             return gym.create_dataset(task, size=size, seed=seed, **config)
         if config:
             raise ConfigError(
-                f"settings {sorted(config)} of a mixture belong to its tasks. Fix: pass {{name: {{setting: value}}}}."
+                f"the settings {sorted(config)} apply to one task, but task is a mixture. Fix: pass {{name: {{setting: value}}}}."
             )
         spec = require("reasoning_gym.composite", "a mixture of tasks").DatasetSpec
         parts = []

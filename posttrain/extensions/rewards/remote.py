@@ -1,4 +1,4 @@
-"""Post JSON to a judge or a sandbox service, with retries while the server is busy or starting."""
+"""Send JSON to a judge or a sandbox service, with retries while the server is busy or starting."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from posttrain.integrations.network import CONNECTIONS, network_advice
 
 logger = logging.getLogger(__name__)
 
-# Status codes of a busy, starting or overloaded server. Any other error status is final.
+# HTTP status codes after which a request is retried: the server is busy, starting or overloaded. Other errors are final.
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
-BUSY = "send fewer requests at a time (concurrency), raise retries, or raise the server's request limit."
-BROKEN = "check the server's log. If the server is still starting, raise retries."
-# Maximum pause in seconds, even if the server asks for a longer one.
+BUSY = "send fewer concurrent requests (concurrency), increase retries, or increase the server's request limit."
+BROKEN = "check the server's log. If the server is still starting, increase retries."
+# Maximum pause before a retry in seconds, even if the server requests a longer pause.
 LONGEST_WAIT = 60.0
 
 
 class _Busy(Exception):
-    """Retryable failure. ``after`` is the pause in seconds that the server asked for, ``fix`` the advice for the user."""
+    """Failure that allows a retry. ``after`` is the pause in seconds requested by the server, ``fix`` the advice for the user."""
 
     def __init__(self, what: str, fix: str, after: float | None = None) -> None:
         super().__init__(what)
@@ -34,7 +34,7 @@ class _Busy(Exception):
 
 @functools.lru_cache(maxsize=1)
 def _client(pid: int) -> httpx2.Client:
-    """Return this process's HTTP client with its open connections. A forked child must not use its parent's client."""
+    """Return this process's HTTP client, which keeps connections open. A forked child must not use its parent's client."""
     return httpx2.Client(limits=CONNECTIONS)
 
 
@@ -48,19 +48,20 @@ def post_json(
     backoff: float = 0.5,
     api_key: str | None = None,
 ) -> httpx2.Response:
-    """Send one POST request and return the response. Its status is below 300.
+    """Send a POST request and return the response. Its status is below 300.
 
     Args:
         url: URL of the request.
-        body: Body, sent as JSON.
+        body: Content of the request, sent as JSON.
         who: Name of the server in errors, e.g. ``"judge"``.
-        timeout: Seconds to wait for one answer.
-        retries: Attempts after the first.
-        backoff: Seconds before the first retry. The time doubles with each retry, and is sampled from its upper half.
-        api_key: Sent as a bearer token; None sends no token.
+        timeout: Seconds to wait for an answer.
+        retries: Number of attempts after the first one.
+        backoff: Maximum seconds before the first retry. The maximum doubles with each retry, and the pause is sampled from the
+            upper half of the range.
+        api_key: Key sent as a bearer token. None sends no token.
 
     Raises:
-        RewardError: The server is down or refuses the request. The error names the URL and the number of attempts.
+        RewardError: The server is not reachable or refuses the request. The error contains the URL and the number of attempts.
     """
     growing = tenacity.wait_exponential(backoff / 2, max=LONGEST_WAIT / 2)
 
@@ -101,7 +102,7 @@ def _post(url: str, body: dict[str, Any], headers: dict[str, str], who: str, tim
     what = f"HTTP {response.status_code} {response.reason_phrase}: {response.text.strip()[:200]}"
     if response.status_code in RETRIED:
         after = response.headers.get("Retry-After", "")
-        # A date in Retry-After is ignored; only seconds are used.
+        # Only a Retry-After header in seconds is used. A date is ignored.
         fix = BUSY if response.status_code == 429 else BROKEN
         raise _Busy(what, fix, float(after) if after.replace(".", "", 1).isdigit() else None)
     fix = "check the API key" if response.status_code in (401, 403) else "check the URL and the model's name"

@@ -1,1 +1,1 @@
-"""The rollout server: an engine behind HTTP whose weights a trainer replaces while it runs."""
+"""The rollout server: an HTTP server for generation. A trainer updates its weights while it runs."""

@@ -6,7 +6,7 @@ import logging
 
 
 def serve(argv: list[str]) -> int:
-    """Start a rollout server for machines without vLLM. A trainer updates its weights.
+    """Start a rollout server whose weights a trainer updates. It does not need vLLM.
 
     Returns:
         0 after a normal shutdown.

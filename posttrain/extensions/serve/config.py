@@ -27,17 +27,15 @@ class ServeConfig:
     port: Port = option(8000, "Port to listen on. 0 selects a free port.")
     engine: Literal["native", "hf"] = option(
         "native",
-        "Engine that samples. 'native': fast, for most text models. 'hf': transformers' generate, for models "
-        "that native does not support.",
+        "Generation engine. 'native': fast, supports most text models. 'hf': transformers' generate, for models that 'native' "
+        "does not support.",
     )
-    dtype: str = option("auto", "Precision of the weights, for example 'bfloat16'. 'auto' uses that of the checkpoint.")
+    dtype: str = option("auto", "Precision of the weights, such as 'bfloat16'. 'auto' uses the checkpoint's precision.")
     max_model_len: PositiveInt | None = option(
         None, "Maximum number of tokens of prompt and completion. None: the model's context length."
     )
     max_num_seqs: PositiveInt | None = option(
-        None,
-        "Maximum number of completions that the native engine samples at the same time. None: 64 on a CPU, 256 "
-        "on a GPU.",
+        None, "Maximum number of concurrent completions of the native engine. None: 64 on a CPU, 256 on a GPU."
     )
     trust_remote_code: bool = option(
         False, "Allow Python code from the model's repository to run. Enable it only for repositories that you trust."
@@ -53,7 +51,7 @@ class ServeConfig:
         check_fields(self, beside=object)
         if self.engine == "hf" and self.max_num_seqs is not None:
             raise ConfigError(
-                f"max_num_seqs={self.max_num_seqs} with engine='hf': this engine samples all waiting requests in "
-                "one call. Fix: remove it."
+                f"max_num_seqs={self.max_num_seqs} does not work with engine='hf', which samples all waiting requests in "
+                "one call. Fix: remove max_num_seqs."
             )
         check_token(self.host, self.api_key)

@@ -1,4 +1,4 @@
-"""`ServedEngine`: the engine of `posttrain serve`. One thread samples, loads weights and scores sequences."""
+"""`ServedEngine`: the engine of `posttrain serve`. A single thread samples, loads weights, and scores sequences."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from posttrain.rollouts.base import RolloutEngine
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout
 
-# Seconds without a new request after which waiting requests start, because clients send the prompts of a step one by
-# one.
+# Waiting requests start if no new request arrives for this number of seconds. Clients send the prompts of a step one
+# by one.
 GATHER_S = 0.01
 NOT_WHOLE = "the weights are incomplete, because an update failed. Push all weights again."
-UPDATING = "the weights are incomplete, because an update has not ended. End it, or push all weights again."
-# Number of positions whose logits exist at the same time during scoring.
+UPDATING = "the weights are incomplete, because an update is still running. End the update, or push all weights again."
+# Number of positions per chunk of logits during scoring.
 CHUNK = 256
 
 
 @dataclass(eq=False)
 class Job:
-    """One prompt that is being served.
+    """A prompt for which completions are requested.
 
     Attributes:
         request: Request with its own sampling settings.
-        version: Version of the weights that sampled its completions.
-        rollouts: Future of its completions or of its error.
-        left: Whether its client has disconnected.
+        version: Version of the weights that sampled the completions.
+        rollouts: Future of the completions or of the error.
+        left: Whether the client has disconnected.
     """
 
     request: Prompt
@@ -48,21 +48,21 @@ class Job:
 
 
 class ServedEngine:
-    """An engine whose calls, weight updates and scores run one after the other in one thread.
+    """Engine whose calls, weight updates and scores run one after the other in one thread.
 
-    Generation is paused during a pause and from the beginning to the end of a weight update. Requests that arrive then
-    wait.
+    Generation stops during a pause, and from the beginning to the end of a weight update. Requests that arrive in this
+    time have to wait.
 
     Args:
-        engine: Engine that samples from its ``model``, into whose parameters new weights are copied.
+        engine: Engine for sampling. New weights are copied into the parameters of its ``model``.
 
     Attributes:
-        version: Trainer's version name of the weights. ``default``: those of the checkpoint.
-        base_version: Version name of the weights without the adapter.
-        state: ``whole``: complete weights. ``updating``: an update is running. ``complete``: all buckets of an update
-            arrived. ``failed``: the weights are of several versions.
+        version: The trainer's name of the weights' version. ``default`` means the weights of the checkpoint.
+        base_version: Name of the version of the weights without the adapter.
+        state: ``whole``: the weights are complete. ``updating``: an update is running. ``complete``: all buckets of an
+            update have arrived. ``failed``: the weights are a mixture of several versions.
         paused: Whether generation is paused.
-        waiting: Jobs that are not in an engine call yet.
+        waiting: Jobs that are not part of an engine call yet.
         running: Number of completions in the current engine call.
         called: Jobs of the current engine call.
     """
@@ -76,28 +76,28 @@ class ServedEngine:
         self.waiting: deque[Job] = deque()
         self.running = 0
         self.called: Sequence[Job] = ()
-        # Held while the current call is interrupted, so that the next one is not.
+        # Held while the current call is being interrupted, so that the next call is not interrupted.
         self._calling = threading.Lock()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._known: dict[str, Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
         self._known |= dict(self.model.named_parameters(remove_duplicate=False))
         self._loaded: set[int] = set()
-        # Original weights, by name, to which an adapter was added.
+        # Original values, by name, of the weights to which an adapter was added.
         self._bases: dict[str, Tensor] = {}
 
     # Generation. All methods except `submit` and `let_go` are called in the engine's thread.
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Queue jobs. They start with other waiting jobs after the current call."""
+        """Queue jobs. They start after the current call, together with other waiting jobs."""
         self.waiting += jobs
         self.thread.submit(self.write_waiting)
 
     def let_go(self, jobs: Iterable[Job]) -> bool:
-        """Record that the client of some jobs has disconnected, and end the current call if no client waits for it.
+        """Mark jobs as disconnected. End the current call if no client is waiting for it.
 
         Returns:
-            Whether the call was interrupted. An engine that has not started the call may miss it, so call again until
-            it has ended.
+            Whether the call was interrupted. An engine that has not started the call yet can miss the interruption, so
+            this must be called again until the call has ended.
         """
         for job in jobs:
             job.left = True
@@ -121,7 +121,7 @@ class ServedEngine:
         for job in everyone:
             self.waiting.remove(job)
         self._write([job for job in everyone if job.rollouts.set_running_or_notify_cancel()])
-        # Run after pauses, updates and scores that were queued during the call.
+        # Run after any pauses, updates and scores that were queued during the call.
         self.thread.submit(self.write_waiting)
 
     def _write(self, jobs: Sequence[Job]) -> None:
@@ -142,7 +142,7 @@ class ServedEngine:
             if len(jobs) == 1:
                 jobs[0].rollouts.set_exception(error)
                 return
-            # An invalid request (for example, a guide that does not compile) must not fail the others.
+            # An invalid request (for example, with a guide that does not compile) must not affect other requests.
             for job in jobs:
                 self._write([job])
             return
@@ -179,22 +179,22 @@ class ServedEngine:
             self._loaded.add(id(target))
 
     def complete_update(self) -> None:
-        """Record that all buckets arrived.
+        """Mark the update as complete after all buckets have arrived.
 
         Raises:
-            ModelError: A parameter was not received.
+            ModelError: A parameter is missing.
         """
-        # Tied weights are one parameter with two names.
+        # Tied weights are a single parameter with two names.
         missing = [name for name, parameter in self.model.named_parameters() if id(parameter) not in self._loaded]
         if missing:
             raise ModelError(
-                f"the server still has old values of {len(missing)} weights: {', '.join(missing[:5])}. Fix: serve the model "
-                "that is trained (same architecture, same names), and push all of its weights."
+                f"{len(missing)} weights were not received: {', '.join(missing[:5])}. Fix: serve the model that is trained "
+                "(same architecture and names), and push all of its weights."
             )
         self.state = "complete"
 
     def end_update(self, version: str | None) -> None:
-        """End an update. ``version`` is the new name of the weights. None: the update failed, and waiting jobs fail."""
+        """End an update. ``version`` is the new name of the weights. None means that it failed; waiting jobs then fail."""
         if version is None:
             self.state, self.version, self.base_version = "failed", INCOMPLETE, INCOMPLETE
             while self.waiting:
@@ -207,7 +207,7 @@ class ServedEngine:
 
     @torch.no_grad()
     def load_adapter(self, name: str, scale: float, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Replace each adapted weight W of the base model by ``W + scale B A``. ``name`` is the new name of the
+        """Replace each adapted weight W of the base model with ``W + scale B A``. ``name`` becomes the version of the
         weights.
 
         The sum is computed in float32 and rounded once, as for merged weights. All names and shapes are checked first.
@@ -218,7 +218,7 @@ class ServedEngine:
             pairs: Matrices A ``(r, in)`` and B ``(out, r)`` by the name of the weight.
 
         Raises:
-            ModelError: A name is unknown, or shapes differ, because the adapter has another base model.
+            ModelError: A name is unknown, or shapes differ because the adapter belongs to another base model.
         """
         for weight, (a, b) in pairs.items():
             target = self._known.get(weight)
@@ -248,7 +248,7 @@ class ServedEngine:
     def score(
         self, prompts: Sequence[Sequence[int]], top: int, left: threading.Event | None = None
     ) -> list[dict[str, Any]]:
-        """Return `score_choice` of each prompt with the same weights. Stop when ``left`` is set.
+        """Return `score_choice` of each prompt, all with the same weights. Stop if ``left`` is set.
 
         Raises:
             WeightSyncError: The weights are incomplete: an update is running or has failed.
@@ -258,7 +258,7 @@ class ServedEngine:
         return [score_choice(self.model, ids, top) for ids in prompts if left is None or not left.is_set()]
 
     def facts(self) -> dict[str, Any]:
-        """Return properties that a trainer compares with its model, and how it can send weights."""
+        """Return properties of the server, which a trainer compares with its own, including how to send weights."""
         text = causal_lm(self.model).config.get_text_config()
         weight = next(self.model.parameters())
         return {
@@ -277,7 +277,7 @@ class ServedEngine:
 
 
 def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, Any]:
-    """Score a sequence, and return a choice of ``/v1/completions`` with ``prompt_logprobs`` and no completion.
+    """Score a sequence. Return it as a choice of ``/v1/completions`` with ``prompt_logprobs`` and without completion.
 
     Args:
         model: Model that scores.
@@ -286,7 +286,7 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
     """
     inner: Any = causal_lm(model)
     rule, tokens = LogitRule.of(inner.config), torch.tensor(list(ids), device=next(model.parameters()).device)
-    # The first token has no prediction.
+    # No token precedes the first token, so it has no log-prob.
     entries: list[dict[str, Any] | None] = [None]
     with evaluating(model):
         if vars(inner).get("own_logits"):  # See `posttrain.models.probe.probe_head`.
@@ -297,7 +297,7 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
         for logits, own in zip(parts, tokens[1:].split(CHUNK), strict=True):
             logps = logits.log_softmax(-1)  # (c, V)
             told = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
-            # JSON has no minus infinity, so use vLLM's value.
+            # JSON has no minus infinity. vLLM uses -9999 instead.
             found = logps.gather(1, told).clamp(min=-9999.0)
             lines = zip(told.tolist(), found.tolist(), strict=True)
             entries += [{str(i): {"logprob": logp} for i, logp in zip(*line, strict=True)} for line in lines]

@@ -1,4 +1,4 @@
-"""HTTP endpoints of `posttrain serve`: vLLM's endpoints for the native and hf engines."""
+"""HTTP endpoints of `posttrain serve`. They have the same interface as vLLM's endpoints."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from posttrain.types import Rollout, Sampling
 if TYPE_CHECKING:
     from torch import nn
 
-# Validation of lists stops at the first error, because the errors of a long list would be 100 times as long as the
-# list.
+# Validation of a list stops at the first error. Otherwise the errors about a long list would be 100 times as long as
+# the list.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1, fail_fast=True)]
-# Range of numbers that divide logits. Smaller numbers would make logits infinite.
+# Range of numbers by which logits are divided. Smaller numbers would make logits infinite.
 LEAST_DIVISOR, MOST_DIVISOR = 1e-5, 1e5
 MOST_BIAS = 1e9
-# Maximum size of an image in encoded bytes and in pixels. A small file may contain an image that fills the memory.
+# Maximum size of an image in encoded bytes and in pixels. A small file can contain an image that would fill the memory.
 MOST_BYTES, MOST_PIXELS = 32 * 2**20, 64 * 10**6
 # Seconds between two attempts to interrupt a call whose clients have disconnected.
 LET_GO_S = 0.05
@@ -58,8 +58,8 @@ MASS_ROUNDING = 1e-5
 
 
 MOST_PICTURES = 1024
-# Maximum number of characters of a guide. Compiling blocks the engine's thread: one second for 20,000 characters,
-# eleven for 100,000.
+# Maximum number of characters of a guide. Compiling a guide blocks the engine's thread, for one second with 20,000
+# characters and for eleven seconds with 100,000.
 MOST_GUIDE_CHARACTERS = 2**15
 
 
@@ -71,7 +71,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, value: Any) -> Any:
-        """Reject unknown fields with one error. pydantic would create one error per field."""
+        """Reject unknown fields with a single error. pydantic would create one error per field."""
         if isinstance(value, dict) and (unknown := value.keys() - cls.model_fields.keys()):
             named = ", ".join(repr(name)[:100] for name in sorted(unknown)[:3])
             raise ValueError(f"{len(unknown)} unknown fields: {named}")
@@ -89,14 +89,14 @@ def _biases(value: Any) -> Any:
 
 
 def _few(value: Any) -> Any:
-    """Reject more images than a prompt may have."""
+    """Reject a prompt with too many images."""
     if isinstance(value, dict) and len(value) > MOST_PICTURES:
         raise ValueError(f"{len(value)} images, but the maximum is {MOST_PICTURES}")
     return value
 
 
 class PlacedPicture(Strict):
-    """Position of an image of ``pictures`` in the prompt, and how the trainer preprocesses it."""
+    """Position of an image from ``pictures`` in the prompt, and how the trainer preprocesses the image."""
 
     digest: str
     start: Annotated[int, Field(ge=0)]
@@ -106,7 +106,7 @@ class PlacedPicture(Strict):
 
 
 class Completions(Strict):
-    """Body of ``/v1/completions``. With ``prompt_logprobs`` the prompts are scored and nothing is generated."""
+    """Body of ``/v1/completions``. With ``prompt_logprobs``, prompts are scored and no completion is generated."""
 
     model: str | None = None
     prompt: TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
@@ -138,17 +138,17 @@ class Completions(Strict):
     placed: Annotated[list[PlacedPicture], Field(fail_fast=True)] = []
 
     def requests(self, stops: Sequence[int], context: int | None, vocabulary: int, encoder: Any = None) -> list[Prompt]:
-        """Create one request per prompt, and validate that it fits the context and the vocabulary.
+        """Create one request per prompt. Check that it fits into the context and the vocabulary.
 
         Args:
-            stops: Token ids that end a completion unless ``ignore_eos``.
-            context: Maximum number of tokens of prompt and completion. None: no limit.
+            stops: Token ids that end a completion, unless ``ignore_eos`` is set.
+            context: Maximum number of tokens of prompt and completion. None means no limit.
             vocabulary: Vocabulary size of the model.
-            encoder: Image encoder. None: the model supports text only.
+            encoder: Image encoder. None means that the model supports only text.
 
         Raises:
             ConfigError: ``structured_outputs`` is invalid.
-            BadRequest: A prompt is too long, or images are invalid or have other placeholders here.
+            BadRequest: A prompt is too long, an image is invalid, or the image placeholders differ from the trainer's.
         """
         sampling = Sampling(
             max_new_tokens=self.max_tokens,
@@ -174,16 +174,16 @@ class Completions(Strict):
         others = tuple(pair for pair in sampling.logit_bias if pair[0] not in never)
         if self.logprobs and reshapes(replace(sampling, logit_bias=others)):
             raise BadRequest(
-                "logprobs above 0 with a repetition penalty, a guide, min_tokens, or a finite bias is not supported. "
+                "logprobs above 0 cannot be combined with a repetition penalty, a guide, min_tokens, or a finite bias. "
                 "Fix: set logprobs=0, or use vLLM's server."
             )
         prompts: Any = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
         if self.placed and (encoder is None or len(prompts) > 1):
             raise BadRequest(
-                "images are supported only in requests with one prompt, and for a model with image inputs."
+                "images are supported only in requests with a single prompt, and only if the model accepts images."
             )
         if self.placed and self.prompt_logprobs is not None:
-            raise BadRequest("a prompt with images cannot be scored here. Fix: remove prompt_logprobs or the images.")
+            raise BadRequest("prompts with images cannot be scored. Fix: remove prompt_logprobs, or remove the images.")
         try:
             pictures = self._held(prompts[0], encoder) if self.placed else ()
             requests = [Prompt(ids, self.n, sampling, pictures=pictures) for ids in prompts]
@@ -194,10 +194,10 @@ class Completions(Strict):
         return requests
 
     def _held(self, ids: Sequence[int], encoder: Any) -> list[Placed]:
-        """Return the images, decoded and placed by this process.
+        """Decode the images, and determine their placeholders in this process.
 
         Raises:
-            DataError: Images are invalid, too large, or have other placeholders here (PT-G016).
+            DataError: An image is invalid or too large, or the placeholders differ from the trainer's (PT-G016).
         """
         pictures = []
         for number, sent in enumerate(self.placed):
@@ -214,7 +214,7 @@ class Completions(Strict):
 
 
 class Update(Strict):
-    """Body of ``/update_weights``: one bucket in shared memory, or ``complete`` after all buckets."""
+    """Body of ``/update_weights``: a bucket in shared memory, or ``complete`` after the last bucket."""
 
     path: str = ""
     checksum: str = ""
@@ -226,7 +226,7 @@ def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
 
     Args:
         job: A finished job.
-        top: Number of most likely tokens to return at every position, in addition to the sampled one.
+        top: Number of most likely tokens to return at every position, in addition to the sampled token.
     """
     return [
         {
@@ -241,7 +241,7 @@ def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
 
 
 def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
-    """Return log-probs of the sampled distribution (vLLM's ``processed_logprobs``), with tokens as ``token_id:ID``."""
+    """Return log-probs under the sampled distribution (vLLM's ``processed_logprobs``). Tokens are named ``token_id:ID``."""
     # For greedy sampling, vLLM returns log-probs at temperature 1 without truncation.
     greedy = sampling.temperature == 0 and not reshapes(sampling)
     drawn = (not greedy and rollout.processed_logp) or rollout.logp
@@ -255,12 +255,12 @@ def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
 
 
 def _left(at: Sequence[tuple[int, float]], gain: float, whole: bool) -> Iterator[tuple[int, float]]:
-    """Yield the most likely tokens that may be sampled, with their log-probs in the truncated distribution.
+    """Yield the most likely tokens that can be sampled, with their log-probs under the truncated distribution.
 
     Args:
-        at: Allowed ids and their log-probs before truncation, most likely first.
-        gain: Increase of each log-prob by truncation: minus the logarithm of the remaining probability.
-        whole: Whether all ids may be sampled. False: the most likely ids up to that probability.
+        at: Allowed ids and their log-probs before truncation, most likely id first.
+        gain: Increase of each log-prob by truncation, which is minus the log of the remaining probability.
+        whole: Whether all ids can be sampled. If False, only the most likely ids up to this probability.
     """
     mass = 0.0
     for token, logp in at:
@@ -290,8 +290,8 @@ class Host:
     Args:
         served: Engine that serves requests.
         config: Config of the server.
-        stops: Token ids that end a completion unless ``ignore_eos``.
-        context: Maximum number of tokens of prompt and completion. None: no limit.
+        stops: Token ids that end a completion, unless ``ignore_eos`` is set.
+        context: Maximum number of tokens of prompt and completion. None means no limit.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class Host:
         self.completed = prometheus_client.Counter("posttrain_completions", "Completions", registry=self.registry)
         running = prometheus_client.Gauge("posttrain_running", "Completions being written", registry=self.registry)
         running.set_function(lambda: served.running)
-        # Bodies are parsed in this thread one after the other, so that the event loop can serve other requests.
+        # Bodies are parsed in this thread, one after the other, so that the event loop can handle other requests.
         self.reading = ThreadPoolExecutor(1, thread_name_prefix="reading")
 
     async def do(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -330,14 +330,14 @@ class Host:
         return Response(prometheus_client.generate_latest(self.registry), media_type="text/plain; version=0.0.4")
 
     async def collective_rpc(self, method: Annotated[Literal["posttrain_facts"], Body(embed=True)]) -> dict[str, Any]:
-        """Return properties that a trainer compares with its model, for the method ``posttrain_facts``."""
+        """Return the server's properties. ``posttrain_facts`` is the only supported method."""
         known = {"model": self.config.model, "revision": self.config.revision, "max_model_len": self.context}
         return {"results": [self.facts | known | {"logprobs_mode": "processed_logprobs"}]}
 
     # Generation
 
     async def completions(self, request: Request) -> Response:
-        """Complete prompts, or only score them with ``prompt_logprobs``. If the client disconnects, its jobs end.
+        """Complete prompts, or only score them with ``prompt_logprobs``. If the client disconnects, its jobs are canceled.
 
         The body is a `Completions`.
         """
@@ -362,7 +362,7 @@ class Host:
             choices = [choice for job in jobs for choice in choices_of(job, body.logprobs or 0)]
             self.completed.inc(len(choices))
         listed = [choice | {"index": index} for index, choice in enumerate(choices)]
-        # Validation by FastAPI would take longer than sampling a short completion.
+        # Return the JSON directly, because validation by FastAPI would take longer than sampling a short completion.
         return JSONResponse({"object": "text_completion", "model": self.config.model, "choices": listed})
 
     async def read(self, function: Callable[[bytes], Any], raw: bytes) -> Any:
@@ -383,13 +383,13 @@ class Host:
         return body, body.requests(self.stops, self.context, self.facts["vocab_size"], encoder)
 
     async def pause(self, mode: Literal["wait"] = "wait") -> dict[str, Any]:
-        """Pause generation after the current call. Other requests wait for `resume`."""
+        """Pause generation after the current call. New requests wait for `resume`."""
         self.served.paused = True
         await self.do(lambda: None)
         return {"status": "paused"}
 
     async def resume(self) -> dict[str, Any]:
-        """Resume generation. Without a pause it has no effect."""
+        """Resume generation. It has no effect if generation is not paused."""
         self.served.paused = False
         self.served.submit([])
         return {"status": "resumed"}
@@ -397,12 +397,12 @@ class Host:
     # Weights
 
     async def reset_prefix_cache(self) -> dict[str, Any]:
-        """Return success, because nothing is cached between calls."""
+        """Return success. There is nothing to do, because nothing is cached between calls."""
         return {"success": True}
 
     async def start_weight_update(self, request: Request) -> dict[str, Any]:
-        """Begin a weight update. Nothing is sampled until `finish_weight_update`."""
-        # Read the body: a connection with ``Connection: close`` and an unread body is reset, and the response is lost.
+        """Begin a weight update. No completions are sampled until `finish_weight_update`."""
+        # Read the body. With ``Connection: close``, a connection with an unread body is reset and the response is lost.
         await request.body()
         await self.do(self.served.begin_update)
         return {"message": "Weight update started"}
@@ -410,14 +410,14 @@ class Host:
     async def update_weights(
         self, update_info: Annotated[Update, Body(embed=True)], request: Request
     ) -> dict[str, Any]:
-        """Load one bucket, or finish the buckets. An error makes the whole update fail.
+        """Load one bucket, or end the sequence of buckets. After an error, the whole update counts as failed.
 
         Raises:
-            HTTPException: Status 409: no update was started, or the bucket is invalid. Status 403: the request is from
-                another machine, whose memory is not shared.
+            HTTPException: Status 409: no update was started, or the bucket is invalid. Status 403: the request comes from
+                another machine, with which no memory is shared.
         """
         if self.served.state != "updating":
-            raise HTTPException(409, "start_weight_update must be called before update_weights.")
+            raise HTTPException(409, "call start_weight_update before update_weights.")
         _same_machine(request)
         try:
             if update_info.complete:
@@ -433,10 +433,10 @@ class Host:
     async def finish_weight_update(
         self, weight_version: Annotated[str | None, Body(embed=True)] = None
     ) -> dict[str, Any]:
-        """End an update. Without a version, the update has failed and the weights are incomplete."""
+        """End an update. If there is no version, the update has failed and the weights are incomplete."""
         if self.served.state == "whole" or (weight_version is not None and self.served.state != "complete"):
             raise HTTPException(
-                409, "finish_weight_update was called before start_weight_update, or before all weights were received."
+                409, "finish_weight_update was called without start_weight_update, or before all weights were received."
             )
         await self.do(self.served.end_update, weight_version)
         return {"message": "Weight update finished"}
@@ -444,10 +444,10 @@ class Host:
     async def load_lora_adapter(
         self, lora_name: Annotated[str, Body()], lora_path: Annotated[str, Body()], request: Request
     ) -> dict[str, Any]:
-        """Add an adapter to the base model and sample with it. Its name is the new version of the weights.
+        """Add an adapter to the base model and use it for sampling. Its name is the new version of the weights.
 
         Raises:
-            HTTPException: Status 403: the request is from another machine.
+            HTTPException: Status 403: the request comes from another machine.
             WeightSyncError: The weights are incomplete.
         """
         _same_machine(request)
@@ -458,17 +458,17 @@ class Host:
         return {"message": f"LoRA adapter '{lora_name}' added"}
 
     async def unload_lora_adapter(self, lora_name: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
-        """Do nothing, because the next adapter replaces the current one."""
+        """Do nothing, because the next adapter replaces the current adapter."""
         return {"message": f"LoRA adapter '{lora_name}' removed"}
 
     async def update_weight_version(self, new_version: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
-        """Rename the version of the weights."""
+        """Change the name of the weights' version."""
         self.served.version = self.served.base_version = new_version
         return {"success": True, "new_version": new_version}
 
 
 async def _unless_gone(request: Request, awaitable: Awaitable[Any]) -> Any:
-    """Wait for a result. If the client disconnects, cancel it and return ``None``."""
+    """Wait for a result. If the client disconnects, cancel the result and return None."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -481,29 +481,29 @@ async def _unless_gone(request: Request, awaitable: Awaitable[Any]) -> Any:
         left.cancel()
     if not wanted.done():
         wanted.cancel()
-        # Otherwise asyncio logs an exception that was never retrieved.
+        # Without this, asyncio would log that the exception was never retrieved.
         await asyncio.gather(wanted, return_exceptions=True)
         return None
     return await wanted
 
 
 def _same_machine(request: Request) -> None:
-    """Reject a request with files in shared memory from another machine."""
+    """Reject requests from other machines, because weights are passed through shared memory."""
     if request.client is None or request.client.host not in LOOPBACK or "x-forwarded-for" in request.headers:
-        raise HTTPException(403, "buckets in shared memory are only accepted from this machine.")
+        raise HTTPException(403, "weights in shared memory are accepted only from this machine.")
 
 
 def create_app(host: Host) -> FastAPI:
-    """Create the FastAPI application with the endpoints of a host, under the paths of vLLM's server."""
+    """Create the FastAPI application with the endpoints of a host. The paths are those of vLLM's server."""
 
     class Read(Request):
-        """A request whose JSON is parsed in the host's thread for bodies."""
+        """Request whose JSON is parsed in the host's thread for bodies."""
 
         async def json(self) -> Any:
             """Parse the body.
 
             Raises:
-                HTTPException: Status 400; see `read_json`. FastAPI hides the message of other errors.
+                HTTPException: Status 400, see `read_json`. FastAPI would hide the message of any other error.
             """
             try:
                 return await host.read(read_json, await self.body())
@@ -511,7 +511,7 @@ def create_app(host: Host) -> FastAPI:
                 raise HTTPException(400, str(error)) from error
 
     class Route(APIRoute):
-        """Route that uses such requests."""
+        """Route whose requests are `Read` objects."""
 
         def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
             """Return the handler; see `APIRoute.get_route_handler`."""
@@ -551,7 +551,7 @@ def create_app(host: Host) -> FastAPI:
 
 
 def _answer(_: Request, error: Exception) -> JSONResponse:
-    """Convert an error to a response."""
+    """Convert an error to an HTTP response."""
     if isinstance(error, AnyHTTPException):
         return _error(error.status_code, error.detail)
     if isinstance(error, RequestValidationError):
@@ -566,7 +566,7 @@ def make_host(config: ServeConfig) -> Host:
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or "main"}
     tokenizer = load_tokenizer(config.model, **options)
     model: Any = create_model_from_path(config.model, dtype=config.dtype, **options).requires_grad_(False).eval()
-    # Weights are memory-mapped from the checkpoint. Copy them now, because the first write to a page is slow.
+    # The weights are memory-mapped from the checkpoint. Copy them now, because the first write to each page is slow.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -578,7 +578,7 @@ def make_host(config: ServeConfig) -> Host:
         engine.max_slots = config.max_num_seqs
     limits = (config.max_model_len, context_length(model.config.get_text_config()))
     context = min((limit for limit in limits if limit is not None), default=None)
-    # The checkpoint's generation config is used only for stop tokens, not for sampling settings.
+    # Only the stop tokens of the checkpoint's generation config are used, not its sampling settings.
     stops = terminal_token_ids(tokenizer, model.generation_config)
     return Host(ServedEngine(engine), config, stops=stops, context=context)
 

@@ -1,4 +1,4 @@
-"""`run_server`: runs `posttrain serve`."""
+"""`run_server`: the implementation of `posttrain serve`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from posttrain.integrations.network import host_and_port
 logger = logging.getLogger(__name__)
 
 
-# Maximum number of seconds that a shutdown waits for running requests.
+# Maximum number of seconds that a shutdown waits for running requests to finish.
 DRAIN_S = 120
 
 
 def run_server(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT, and return 0. Running requests finish, unless a second SIGINT arrives.
+    """Serve until SIGTERM or SIGINT, then return 0. Running requests are finished first, unless a second SIGINT arrives.
 
     Raises:
         MissingDependencyError: fastapi, uvicorn, pydantic or prometheus_client is not installed.
@@ -38,7 +38,7 @@ def run_server(config: ServeConfig) -> int:
 
     raise_file_limit()
     host = make_host(config)
-    # uvicorn raises the signal again after the requests have ended. An earlier signal ends the loading.
+    # uvicorn raises the signal again after all requests have ended. A signal before that stops the loading of the model.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     listener, token = _listen(config), None
@@ -46,7 +46,7 @@ def run_server(config: ServeConfig) -> int:
     if config.api_key is None:
         token = write_token(port)
         config.api_key = token.read_text()
-    where = "" if token is None else f"; trainers of this user find its token in {token}"
+    where = "" if token is None else f"; trainers of this user read the token from {token}"
     logger.info("running on http://%s %s", host_and_port(config.host, port), where)
     try:
         options = {"timeout_graceful_shutdown": DRAIN_S, "backlog": 4096}
@@ -54,7 +54,7 @@ def run_server(config: ServeConfig) -> int:
     finally:
         if token is not None:
             token.unlink(missing_ok=True)
-    # The process ends with the engine's thread. Unfinished work after the shutdown is dropped.
+    # The process ends together with the engine's thread. Requests that are still unfinished are dropped.
     host.served.paused = True
     host.served.engine.interrupt()
     return 0

@@ -1,1 +1,1 @@
-"""Rollouts from servers: the client, a pool of servers, pushes of weights, and code that clients and servers share."""
+"""Rollouts from servers: the client, a pool of servers, weight updates, and code shared by clients and servers."""

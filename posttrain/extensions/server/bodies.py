@@ -1,4 +1,4 @@
-"""Bodies of requests: `read_json` parses one, and `first_errors` says in few words what is wrong with it."""
+"""Bodies of requests: `read_json` parses a body, and `first_errors` formats validation errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN, MOST_CHARACTERS = 3, 1000
 
 
 def read_json(raw: bytes) -> Any:
-    """Parse a body.
+    """Parse the body of a request.
 
     Raises:
         BadRequest: The body is not valid JSON, is nested too deeply, or contains a lone surrogate, which cannot be
@@ -27,7 +27,7 @@ def read_json(raw: bytes) -> Any:
 
 
 def first_errors(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Return the first errors of a validation by pydantic, in up to 1,000 characters.
+    """Format the first validation errors of pydantic, in up to 1,000 characters.
 
     >>> first_errors([{"loc": ("n",), "msg": "Input should be greater than 0", "input": -1}])
     'n: Input should be greater than 0 (-1)'
@@ -40,6 +40,6 @@ def first_errors(errors: Sequence[Mapping[str, Any]]) -> str:
 def _line(error: Mapping[str, Any]) -> str:
     place = ".".join(str(part)[:100] for part in error["loc"])
     value = error.get("input")
-    # For a missing field the input is the whole body.
+    # If a field is missing, the input is the whole body, which is not shown.
     came = f" ({value!r:.60})" if isinstance(value, str | int | float) else ""
     return f"{place + ': ' if place else ''}{error['msg'][:500]}{came}"

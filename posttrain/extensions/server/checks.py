@@ -1,4 +1,4 @@
-"""Checks of a rollout server before a run: its model, its flags, and how it returns log-probs."""
+"""Checks of a rollout server before a run: its model, its options, and the log-probs that it returns."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
 
-SAME_MODE = 1e-3  # If log-probs at two temperatures differ by less, they do not include the temperature.
+SAME_MODE = 1e-3  # If log-probs at two temperatures differ by less than this, they do not depend on the temperature.
 PROBE_TOP = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Requirements of a run on its server; None or 0 if a property does not matter.
+    """Requirements of a run on its server. A property that does not matter is None or 0.
 
     Attributes:
-        shape: Architecture, hidden size, layers and key-value heads of the policy, with the servers' names for them.
+        shape: Architecture, hidden size, layers and key-value heads of the policy, under the names that servers use.
         completion: Maximum number of tokens per completion.
-        at_once: Number of completions per generation.
+        at_once: Number of completions of a generation.
         truncated: Whether sampling truncates the distribution or applies a repetition penalty.
         devices: UUIDs of the trainer's accelerators.
     """
@@ -89,21 +89,21 @@ def _model(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
         ours = ", ".join(f"{name}={pair[1]}" for name, pair in differing.items())
         yield finding(
             "PT-S001", "error", f"the server serves {info.get('model')} with {theirs}, but the trainer has {ours}.", url,
-            "weights of one model cannot be loaded into the other, and completions would come from another policy.",
+            "the trainer's weights cannot be loaded into the server's model, and rollouts would come from another policy.",
             f"start the server with the trained model: posttrain serve --model {needs.model or 'MODEL'}.",
         )  # fmt: skip
     vocabulary = info.get("vocab_size")
     if vocabulary is not None and vocabulary < needs.vocabulary:
         yield finding(
-            "PT-S002", "error", f"the server's vocabulary has {vocabulary} tokens, the trainer's {needs.vocabulary}.", url,
-            "prompts with tokens that were added for training cannot be sent, and the embeddings do not fit.",
-            "save the trained model with its new tokens and serve that model.",
+            "PT-S002", "error", f"the server's vocabulary has {vocabulary} tokens, but the trainer's {needs.vocabulary}.", url,
+            "prompts with tokens that were added for training cannot be sent, and the embeddings have different shapes.",
+            "save the trained model with its new tokens, and serve this model.",
         )  # fmt: skip
     revision = info.get("revision")
     if revision and needs.revision and revision != needs.revision:
         yield finding(
-            "PT-S003", "warning", f"the server loaded revision {revision}, the trainer {needs.revision}.", url,
-            "their tokenizers and configs may differ. The weights are pushed in any case.",
+            "PT-S003", "warning", f"the server loaded revision {revision}, but the trainer loaded {needs.revision}.", url,
+            "tokenizers and configs of the two revisions may differ. The weights are pushed in any case.",
             f"start the server with --revision {needs.revision}.",
         )  # fmt: skip
 
@@ -115,31 +115,31 @@ def _flags(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
             "PT-S010", "error",
             f"max_model_len={length} leaves no space for a prompt with max_completion_length={needs.completion}.", url,
             "every request would be rejected, or every completion truncated.",
-            f"restart it: {_restart(info, needs)} --max{dash}model{dash}len {needs.completion + 512}.",
+            f"restart the server: {_restart(info, needs)} --max{dash}model{dash}len {needs.completion + 512}.",
         )  # fmt: skip
     if info.get("takes_no_weights"):
         yield finding(
             "PT-S012", "error", f"the server cannot receive weights: {info['takes_no_weights']}.", url,
-            "it would sample from its initial weights for the whole run.", f"restart it: {_restart(info, needs)}.",
+            "it would sample from its initial weights during the whole run.", f"restart it: {_restart(info, needs)}.",
         )  # fmt: skip
     shared = sorted(set(info.get("device_uuids") or ()) & set(needs.devices))
     if shared:
         yield finding(
-            "PT-S013", "error", f"server and trainer both use accelerator {', '.join(shared)}.", url,
-            "they share its memory, and cannot form a group to send weights.",
-            "give each its own accelerator with CUDA_VISIBLE_DEVICES, or set vllm_mode='colocate'.",
+            "PT-S013", "error", f"server and trainer both use the accelerator {', '.join(shared)}.", url,
+            "they would share its memory, and cannot form a process group to send weights.",
+            "give each of them its own accelerator with CUDA_VISIBLE_DEVICES, or set vllm_mode='colocate'.",
         )  # fmt: skip
     slots = info.get("max_num_seqs")
     if slots and needs.at_once > 4 * slots:
         yield finding(
-            "PT-S014", "info", f"the server runs {slots} completions at once, but a generation has {needs.at_once}.", url,
-            "most completions wait in the queue for most of the time.", "raise --max_num_seqs, or add servers.",
+            "PT-S014", "info", f"the server runs {slots} completions at a time, but a generation has {needs.at_once}.", url,
+            "most completions wait in the queue for most of the time.", "increase --max_num_seqs, or add servers.",
         )  # fmt: skip
     quantised = info.get("quantization") or info.get("quantisation")
     if quantised:
         yield finding(
             "PT-S015", "warning", f"the server runs {quantised} weights.", url,
-            "rollouts come from a rounded policy, and correcting for that reduces the effective sample size.",
+            "rollouts come from a quantized policy. Correcting for the difference reduces the effective sample size.",
             "serve full-precision weights, or watch sampling/sampling_logp_difference.",
         )  # fmt: skip
 
@@ -148,20 +148,20 @@ def _seeds(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
     if info.get("device") == "cpu" and info.get("chunked_prefill"):
         yield finding(
             "PT-S017", "error", "the server is vLLM on a CPU with chunked prefill (long prompts are read in chunks).", url,
-            "every request of a run has a seed, and this build cannot rewind a seeded generator after a chunk: its engine would "
+            "every request of a run has a seed, but this build cannot rewind a seeded generator after a chunk. Its engine would "
             "stop with 'CPU Generator does not use offset'.",
-            f"restart it: {_restart(info, needs)} (or vllm serve with --no-enable-chunked-prefill).",
+            f"restart the server: {_restart(info, needs)} (or vllm serve with --no-enable-chunked-prefill).",
         )  # fmt: skip
 
 
 def _restart(info: Mapping[str, Any], needs: Needs) -> str:
-    """Return the command that starts this kind of server."""
+    """Return the command that starts such a server."""
     command = "posttrain vllm-serve" if info.get("engine") == "vllm" else "posttrain serve"
     return f"{command} --model {needs.model or 'MODEL'}"
 
 
 def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
-    """Check, with two tiny requests at two temperatures, whether log-probs are those of the sampled distribution."""
+    """Check that log-probs are those of the sampled distribution, with two small requests at two temperatures."""
     from posttrain.extensions.server.replies import ranked, sampling_body
 
     prompt = [min(7, needs.vocabulary - 1)]
@@ -169,7 +169,7 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     try:
         choices = [client.complete([prompt], seeds=[0], **sampling_body(setting))[0] for setting in settings]
     except WeightSyncError:
-        return  # Its weights are incomplete: it samples nothing before the first push.
+        return  # The server's weights are incomplete, so it does not sample before the first push.
     pairs = [{i: v for i, v in ranked(choice)[0] if math.isfinite(v)} for choice in choices]
     common = pairs[0].keys() & pairs[1].keys()
     if not common or max(abs(pairs[0][i] - pairs[1][i]) for i in common) >= SAME_MODE:
@@ -178,6 +178,6 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     yield finding(
         "PT-S011", "error" if needs.temperature != 1.0 else "warning",
         f"the server's log-probs are the same at temperatures 0.5 and 1.0, but this run samples at {needs.temperature}.", url,
-        "importance ratios are wrong unless the run samples at temperature 1.0 from the whole distribution.",
+        "importance ratios would be wrong unless the run samples at temperature 1.0 without top_k, top_p and min_p.",
         f"restart it: posttrain vllm-serve --model {needs.model} (or vllm serve with --logprobs-mode processed_logprobs).",
     )  # fmt: skip

@@ -56,14 +56,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Timeout in seconds for connecting, and for responses that need no computation: health, versions.
+# Timeout in seconds for connecting, and for responses that need no computation (health, versions).
 QUICK_SECONDS = 5.0
 GENERATE_TIMEOUT, PAUSE_TIMEOUT, UPDATE_TIMEOUT = 600.0, 300.0, 720.0
-# Additional timeout per token in seconds, beyond 30 s.
+# Seconds per requested token that are added to a timeout of 30 s.
 SECONDS_PER_TOKEN = 0.02
 # Maximum number of concurrent requests of one call. Servers batch them.
 AT_ONCE = 256
-# Seconds before the second attempt, doubled for each further one up to the maximum.
+# Seconds before the second attempt. They are doubled for each further attempt, up to the maximum.
 BACK_OFF, LONGEST_WAIT = 0.5, 8.0
 # Status codes after which a request is retried.
 UNMADE = (429, 502, 503, 504)
@@ -77,7 +77,7 @@ PHASES = {
 }
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 ROLES = {"rollout": "vllm_server_base_url", "teacher": "teacher_model_server_url"}
-# Neutral sampling settings. All are sent, so that the model's generation config has no effect.
+# Neutral sampling settings. All of them are sent, so that the model's generation config has no effect.
 NEUTRAL = {"temperature": 1.0, "max_tokens": 16, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # Additional fields of a request.
 FURTHER = {"ignore_eos", "stop_token_ids", "min_tokens", "stop", "logit_bias", "structured_outputs", "seed"}
@@ -88,18 +88,17 @@ class VLLMClient:
     """Client of one rollout server: vLLM (`posttrain vllm-serve`, ``vllm serve``) or `posttrain serve`.
 
     Args:
-        base_url: ``http://host:port``. None: use ``host`` and ``server_port``.
-        host: Host of the server. ``0.0.0.0`` is this machine.
+        base_url: ``http://host:port``. None uses ``host`` and ``server_port``.
+        host: Host of the server. ``0.0.0.0`` means this machine.
         server_port: Port of the server.
-        group_port: Port of the weight-update group on GPUs. 0: a free port.
-        connection_timeout: Maximum number of seconds to wait until the server is healthy. 0: try once.
-        request_timeout: Maximum number of seconds of a generation. None: 30 plus 0.02 per requested token, and at least
-            600.
-        sync_timeout: Maximum number of seconds of one call of a weight update.
-        api_key: Bearer token. ``None`` (default): the value of ``$POSTTRAIN_API_KEY``, or the token that a server of
-            the same user on this machine has written to a file.
-        reader: Image processor for prompts, the same as in the trainer. None: prompts are text.
-        role: ``rollout`` or ``teacher``. It determines the name of the server and of the config option in errors.
+        group_port: Port of the weight-update group on GPUs. 0 selects a free port.
+        connection_timeout: Maximum number of seconds to wait until the server is healthy. 0 tries once.
+        request_timeout: Timeout of a generation in seconds. None: 30 plus 0.02 per requested token, but at least 600.
+        sync_timeout: Timeout of each call of a weight update, in seconds.
+        api_key: Bearer token. None (default) uses ``$POSTTRAIN_API_KEY``, or the token that a server of the same user on
+            this machine has written to a file.
+        reader: Image processor for prompts, the same as in the trainer. None means that prompts contain only text.
+        role: ``rollout`` or ``teacher``. Errors use it to name the server and the config option.
 
     Raises:
         ServerUnreachable: The server is not healthy within ``connection_timeout``.
@@ -133,35 +132,35 @@ class VLLMClient:
             raise ConfigError(
                 f"base_url={base_url!r} is not a server address. Use an address like 'http://10.0.0.5:8000'."
             )
-        # 0.0.0.0 is an address for listening, not for connecting.
+        # 0.0.0.0 is an address to listen on. It cannot be used to connect.
         self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1).replace("//[::]", "//[::1]", 1)
         self.host = str(urlsplit(self.base_url).hostname)
-        # Remove user and password from the address in errors and logs.
+        # Remove the user and the password from the address, so that errors and logs do not contain them.
         user, _, password = urlsplit(self.base_url).netloc.rpartition("@")[0].partition(":")
         self.base_url = re.sub(r"(?<=://)[^/]*@", "", self.base_url)
         self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
         self.communicator: Any = None  # `posttrain.extensions.server.weight_sync.NcclSender`
         self.facts: dict[str, Any] = {}
-        self.adapter = ""  # vLLM only: the name of the LoRA adapter to sample from, which contains its version.
+        self.adapter = ""  # For vLLM: name of the LoRA adapter to sample from, which contains its version.
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self.session = httpx2.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             auth=self._auth(unquote(user), unquote(password), api_key),
             limits=CONNECTIONS,
-            trust_env=not self.is_local,  # A proxy in the environment cannot reach this machine.
+            trust_env=not self.is_local,  # A proxy from the environment could not reach this machine.
         )
         self.check_server(connection_timeout)
         self.info()
 
     def _auth(self, user: str, password: str, api_key: str | None) -> httpx2.Auth | None:
-        """Return credentials: user and password of the address, or the token of this user's server on this machine."""
+        """Return the credentials: user and password of the address, or the token of this user's server on this machine."""
         if user:
             return httpx2.BasicAuth(user, password)
         return LocalToken(urlsplit(self.base_url).port or 80) if self.is_local and not api_key else None
 
     @property
     def is_local(self) -> bool:
-        """Whether the server runs on this machine, so that shared memory can be used."""
+        """Whether the server runs on this machine, so that weights can be sent through shared memory."""
         return self.host in LOOPBACK
 
     # HTTP
@@ -175,8 +174,7 @@ class VLLMClient:
         timeout: float = PAUSE_TIMEOUT,
         retries: int = 0,
     ) -> dict[str, Any]:
-        """Send a request and return the response. Retry up to ``retries`` times without response or after 429, 502, 503
-        or 504.
+        """Send a request and return the response. Retry if there is no response, or after status 429, 502, 503 or 504.
 
         Args:
             method: ``GET`` or ``POST``.
@@ -186,9 +184,9 @@ class VLLMClient:
             retries: Maximum number of retries.
 
         Raises:
-            ServerUnreachable: There is no connection, no response in time, or an incomplete response.
+            ServerUnreachable: There is no connection, no response in time, or only an incomplete response.
             BadRequest: The status is 400, 413 or 422.
-            ServerBusy: The status is 429, 502, 503 or 504 after all retries.
+            ServerBusy: The status is still 429, 502, 503 or 504 after all retries.
             WeightSyncError: The status is 409, or a weight update failed.
         """
         again = tenacity.Retrying(
@@ -202,20 +200,20 @@ class VLLMClient:
 
     def _once(self, method: str, path: str, body: Any, timeout: float) -> dict[str, Any]:
         url, limit = self.base_url + path, httpx2.Timeout(timeout, connect=QUICK_SECONDS)
-        # vLLM closes the connection after an error. Requests of an update are sent once, so each uses a new connection.
+        # vLLM closes the connection after an error. Requests of an update are not retried, so each uses a new connection.
         headers = {"Connection": "close"} if path in PHASES else None
         body = {} if body is None and method == "POST" else body
         try:
             response = self.session.request(method, url, timeout=limit, headers=headers, json=body)
-            # Some endpoints respond with status 200 and no body, or null. Adapter endpoints respond with text.
+            # Some endpoints respond with status 200 and an empty body or null. Adapter endpoints respond with text.
             said = response.status_code == 200 and response.content and path not in ADAPTER_PATHS
             answer = (response.json() if said else None) or {}
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
             text = f"{url} did not respond within {timeout:g} s. {network_advice(error, url)}"
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
         except (httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
-            # A ValueError means incomplete JSON. A RuntimeError means that the server was removed from the list and its
-            # connections were closed.
+            # A ValueError means that the JSON is incomplete. A RuntimeError means that the server was removed from the
+            # list, so that its connections were closed.
             raise ServerUnreachable(
                 f"{url} could not be reached, or its response was incomplete: {error}. {network_advice(error, url)}",
                 url=self.base_url,
@@ -227,7 +225,7 @@ class VLLMClient:
         return answer
 
     def _failure(self, path: str, response: httpx2.Response) -> RolloutServerError:
-        """Return the typed error for a status other than 200."""
+        """Return the error for a status other than 200."""
         status, url, reason = response.status_code, self.base_url, response.text[:500]
         with contextlib.suppress(ValueError, KeyError, TypeError):
             reason = response.json()["error"]["message"]
@@ -238,10 +236,10 @@ class VLLMClient:
         return kinds.get(status, RolloutServerError)(text, url=url)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait until the server reports that it is healthy.
+        """Wait until the server is healthy.
 
         Raises:
-            ServerUnreachable: It is not healthy within ``total_timeout`` seconds. The message contains the last
+            ServerUnreachable: The server is not healthy within ``total_timeout`` seconds. The error contains the last
                 response.
         """
         waiting = tenacity.Retrying(
@@ -261,15 +259,15 @@ class VLLMClient:
             ) from last
 
     def health(self) -> None:
-        """Raise if the server is not healthy."""
-        # Retry once, because a server closes its connection after an error.
+        """Raise an error if the server is not healthy."""
+        # Retry once, because vLLM closes the connection after an error.
         self.call("GET", "/health", timeout=QUICK_SECONDS, retries=1)
 
     # Properties of the server
 
     def info(self) -> dict[str, Any]:
-        """Return the reported model, limits and ``weight_version``. ``takes_no_weights`` is a reason why pushes are
-        impossible.
+        """Return the server's model, limits and ``weight_version``. If weights cannot be pushed, the value of
+        ``takes_no_weights`` is the reason.
         """
         if not self.facts:
             reply = self.call("GET", "/v1/models", timeout=QUICK_SECONDS, retries=2)
@@ -283,12 +281,12 @@ class VLLMClient:
         known = self.facts | {"weight_version": self.weight_version()}
         if not known["weight_version"]:
             known.setdefault(
-                "takes_no_weights", "it does not report the version of its weights, as vLLM does from 0.27 on"
+                "takes_no_weights", "it does not report the version of its weights, which vLLM does since 0.27"
             )
         return known
 
     def _facts(self) -> dict[str, Any]:
-        """Return properties from the worker extension, else from vLLM's config in developer mode."""
+        """Return properties from the worker extension, or from vLLM's config in developer mode."""
         try:
             body = {"method": "posttrain_facts", "kwargs": {}}
             reply = self.call("POST", "/collective_rpc", body, timeout=QUICK_SECONDS, retries=2)
@@ -312,11 +310,11 @@ class VLLMClient:
         return known
 
     def _generates_from_pictures(self) -> bool:
-        """Return whether a vLLM server has the endpoint `GENERATE` (0.32: with ``--enable-scale-out``)."""
+        """Return whether a vLLM server has the endpoint `GENERATE` (in 0.32, with ``--enable-scale-out``)."""
         try:
             self.call("POST", GENERATE, {}, timeout=QUICK_SECONDS)
         except BadRequest:
-            return True  # The error is about missing token ids, so the endpoint exists.
+            return True  # The error is about the missing token ids, so the endpoint exists.
         except ServerUnreachable:
             raise
         except RolloutServerError:
@@ -324,21 +322,21 @@ class VLLMClient:
         return False
 
     def pictures_fields(self, request: Request) -> dict[str, Any]:
-        """Return the request fields for images, for ``own`` of `complete`."""
+        """Return the request fields for images, to be passed as ``own`` to `complete`."""
         if self.reader is not None and self.facts["engine"] == "vllm":
             return content_parts(request, self.reader)
         return pictures_body(request)
 
     def weight_version(self) -> str:
-        """Return the server's name of its weights, the one that was pushed last. "": it does not report it."""
+        """Return the server's name of its current weights, which is the last pushed one, or "" if it is not reported."""
         if self.adapter:
             cards = self.call("GET", "/v1/models", timeout=QUICK_SECONDS, retries=2).get("data") or []
-            # After a restart the adapter is missing; then report the base model.
+            # After a restart, the adapter is missing. The server then uses the base model.
             self.adapter = self.adapter if self.adapter in [card.get("id") for card in cards] else ""
         return self.adapter or self._weight_info()[0]
 
     def base_version(self) -> str:
-        """Return the server's name of its base weights, without an adapter. "": it does not report it."""
+        """Return the server's name of its base weights (without an adapter), or "" if it is not reported."""
         return self._weight_info()[1]
 
     def _weight_info(self) -> tuple[str, str]:
@@ -363,27 +361,26 @@ class VLLMClient:
         own: Sequence[dict[str, Any]] | None = None,
         **body: Any,
     ) -> list[dict[str, Any]]:
-        """Request ``n`` completions of each prompt with ``/v1/completions``, in order. Each prompt is a separate
-        request.
+        """Request ``n`` completions of each prompt from ``/v1/completions``. Return them in order.
 
-        A retried request is computed again. With a seed the result is the same.
+        Each prompt is a separate request. A retried request is computed again; with a seed, the result is the same.
 
         Args:
             prompts: Token ids, or texts (which `posttrain serve` does not support).
             n: Number of completions per prompt.
-            seeds: One seed per prompt. None: the server selects seeds.
-            retries: Maximum number of retries without response or after 502, 503 or 504.
-            own: Additional fields per prompt.
-            body: Additional fields.
+            seeds: One seed per prompt. With None, the server selects the seeds.
+            retries: Maximum number of retries after no response, or after status 502, 503 or 504.
+            own: Additional fields for each prompt.
+            body: Additional fields for all prompts.
 
         Returns:
             Choices of the response, with ``weight_version`` added.
 
         Raises:
-            WeightSyncError: The weights are incomplete, or changed during sampling on a server that does not report the
-                version of each choice.
+            WeightSyncError: The weights are incomplete. Or they changed during sampling, and the server does not report
+                the version of each choice.
         """
-        # vLLM rejects n above 1 for greedy decoding.
+        # For greedy decoding, vLLM does not allow n above 1.
         drawn = 1 if body.get("temperature") == 0 else n
         adapter = self.adapter
         body = {"model": adapter or self.facts.get("served"), "n": drawn, "logprobs": 0, "max_tokens": 16} | body
@@ -412,7 +409,7 @@ class VLLMClient:
             choices = [choice for choices_of_reply in answers for choice in choices_of_reply]
         if tells:
             return choices
-        if adapter:  # The server samples from this adapter by name, and its base weights do not change.
+        if adapter:  # The server samples from this adapter, which is selected by name. Its base weights do not change.
             return [choice | {"weight_version": adapter} for choice in choices]
         after = self._whole_version()
         if after != before:
@@ -434,7 +431,7 @@ class VLLMClient:
         return version
 
     def time_for(self, tokens: int) -> float:
-        """Return the maximum number of seconds of a generation with this number of tokens."""
+        """Return the timeout in seconds of a generation with this number of tokens."""
         return self.request_timeout or max(GENERATE_TIMEOUT, 30 + SECONDS_PER_TOKEN * tokens)
 
     def generate(
@@ -447,26 +444,27 @@ class VLLMClient:
         generation_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> dict[str, Any]:
-        """Sample ``n`` completions per prompt, with the arguments and the result of TRL's client.
+        """Sample ``n`` completions per prompt. The arguments and the result are those of TRL's client.
 
         Args:
             prompts: Texts or token ids.
             n: Number of completions per prompt.
-            logprobs: 0: log-prob of the sampled token. k: also of the k most likely tokens. None: no log-probs.
+            logprobs: Number k of log-probs per position. 0 returns the log-prob of the sampled token only. k also returns
+                those of the k most likely tokens. None returns no log-probs.
             structured_outputs_regex: Regular expression that completions must match.
             generation_kwargs: Additional fields of a request, such as ``seed``, ``stop`` and ``min_tokens``.
-            sampling: ``temperature``, ``max_tokens``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``. Defaults
-                are neutral, and ``max_tokens`` is 16.
+            sampling: ``temperature``, ``max_tokens``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``. The
+                defaults do not change the distribution. The default of ``max_tokens`` is 16.
 
         Returns:
             ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``logprob_token_ids`` by rank, ``finish_reasons``,
             ``weight_versions``.
 
         Raises:
-            BadRequest: A field is unknown to servers.
+            BadRequest: A field is not known to servers.
         """
         body = NEUTRAL | sampling | dict(generation_kwargs or {})
-        # vLLM would ignore them silently.
+        # vLLM would silently ignore unknown fields.
         if unknown := sorted(body.keys() - NEUTRAL.keys() - FURTHER):
             raise BadRequest(f"{', '.join(unknown)}: unknown fields.", url=self.base_url)
         if structured_outputs_regex is not None:
@@ -485,14 +483,14 @@ class VLLMClient:
         }
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, top: int = 0) -> list[Scores]:
-        """Compute log-probs of given sequences under the served weights at temperature 1, for teachers and comparisons.
+        """Compute log-probs of sequences under the server's weights at temperature 1, for teachers and comparisons.
 
-        Each sequence is a separate request. Up to 16 are sent concurrently, and the server batches them.
+        Each sequence is a separate request. Up to 16 requests are sent concurrently, and the server batches them.
 
         Args:
             sequences: Token ids, including prompts.
-            prompt_lengths: Number of first tokens of each sequence that are not scored.
-            top: Number k of most likely tokens to return at every position. 0: only the given token.
+            prompt_lengths: Number of tokens at the start of each sequence that are not scored.
+            top: Number k of most likely tokens to return at every position. 0 returns only the sequence's own tokens.
 
         Returns:
             One `Scores` per sequence, with ``len(sequence) - prompt_length`` positions.
@@ -505,9 +503,9 @@ class VLLMClient:
         """
         if len(sequences) != len(prompt_lengths):
             raise ConfigError(
-                f"{len(sequences)} sequences, but {len(prompt_lengths)} prompt_lengths. Pass one per sequence."
+                f"score got {len(sequences)} sequences, but {len(prompt_lengths)} prompt_lengths. Fix: pass one per sequence."
             )
-        # vLLM also generates one token, which must fit into the context.
+        # vLLM also generates one token, which must fit into the context as well.
         most = int(self.facts.get("max_model_len") or 10**9) - 1
 
         def ask(ids: Sequence[int], begin: int) -> Scores:
@@ -536,17 +534,17 @@ class VLLMClient:
             raise WeightSyncError(f"{self.base_url} did not clear its prefix cache.", phase="end", url=self.base_url)
 
     def pause(self) -> None:
-        """Pause generation after running requests have ended. New requests wait."""
+        """Pause generation after running requests have finished. New requests have to wait."""
         self.call("POST", "/pause?mode=wait", timeout=self.sync_timeout, retries=3)
 
     def resume(self) -> None:
-        """Resume generation after `pause`. Without a pause it has no effect."""
+        """Resume generation after `pause`. It has no effect if generation is not paused."""
         self.call("POST", "/resume", retries=3)
 
     # Weights
 
     def begin_update(self) -> None:
-        """Pause generation and begin a weight update. Until `end_update` the weights count as incomplete.
+        """Pause generation and begin a weight update. Until `end_update`, the weights count as incomplete.
 
         Raises:
             WeightSyncError: The server cannot receive weights.
@@ -562,9 +560,9 @@ class VLLMClient:
                 phase="begin",
                 url=self.base_url,
             )
-        # Detect a hanging server now, not at the end of a longer call.
+        # Detect a server that hangs now, because later calls have a longer timeout.
         self.health()
-        self.adapter = ""  # The pushed weights are complete, or are the base of the next adapter.
+        self.adapter = ""  # The pushed weights are either complete, or the base for the next adapter.
         if self.facts.get("transfer") == "nccl" and self.communicator is None:
             self.init_communicator()
         self.pause()
@@ -575,15 +573,15 @@ class VLLMClient:
         except WeightSyncError as error:
             if "already active" not in str(error):
                 raise
-            # The trainer that began the previous update has ended.
+            # The trainer that began the previous update is no longer running.
             self.call("POST", "/finish_weight_update", {}, timeout=self.sync_timeout)
             start()
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Load a LoRA adapter from a folder on this machine, and sample from it.
+        """Load a LoRA adapter from a folder on this machine, and use it for sampling.
 
         Raises:
-            WeightSyncError: The server does not support its rank, its names, or adapters at all.
+            WeightSyncError: The server does not support adapters, or not with this rank or these names.
         """
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
@@ -598,20 +596,20 @@ class VLLMClient:
         self.adapter = "" if self.facts.get("tells_versions") else name
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter that is no longer used. Running requests finish with it."""
+        """Unload an adapter that is no longer used. Running requests with this adapter can finish."""
         with contextlib.suppress(RolloutServerError):
             self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=QUICK_SECONDS)
 
     def send_part(self, **update_info: Any) -> None:
-        """Send one ``/update_weights``: a bucket in shared memory, the announcement of a broadcast, or the end of the
+        """Send one request to ``/update_weights``: a bucket in shared memory, metadata of a broadcast, or the end of the
         buckets.
 
-        It is not retried, because the server may already have received it.
+        The request is not retried, because the server may already have received it.
         """
         self.call("POST", "/update_weights", {"update_info": update_info}, timeout=self.sync_timeout)
 
     def end_update(self, version: str) -> None:
-        """End an update. The server checks that no weight is missing, clears its cache and resumes generation.
+        """End an update. The server checks that all weights have arrived, clears its cache, and resumes generation.
 
         Args:
             version: New name of the weights.
@@ -626,7 +624,7 @@ class VLLMClient:
             self.reset_prefix_cache()
             if (
                 "placeholder" in self.facts and self.facts["engine"] == "vllm"
-            ):  # Clear image features that were computed with the old weights.
+            ):  # Clear the features of images, which were computed with the old weights.
                 self.call("POST", "/reset_encoder_cache")
         except WeightSyncError as error:
             error.phase = "end"
@@ -634,14 +632,14 @@ class VLLMClient:
         confirmed = self.weight_version()
         if confirmed != version:
             raise WeightSyncError(
-                f"{self.base_url} reported version {confirmed} after version {version} was sent.",
+                f"{self.base_url} reports version {confirmed}, although version {version} was pushed.",
                 phase="end",
                 url=self.base_url,
             )
         self.resume()
 
     def abort_update(self) -> None:
-        """Abort an update. The weights stay incomplete, and are not sampled from before a complete update."""
+        """Cancel an update. The weights remain incomplete, and are not used before the next complete update."""
         for path, body in (
             ("/update_weight_version", {"new_version": INCOMPLETE}),
             ("/finish_weight_update", {}),
@@ -653,13 +651,13 @@ class VLLMClient:
                 logger.info("%s did not accept the end of a failed update: %s", self.base_url, error)
 
     def init_communicator(self, device: torch.device | str = 0) -> None:
-        """Join the server's NCCL weight-update group, as TRL's client does. It needs vLLM and a separate GPU."""
+        """Join the server's NCCL group for weight updates, as TRL's client does. It needs vLLM and a separate GPU."""
         from posttrain.extensions.server.weight_sync import NcclSender
 
         self.communicator = NcclSender(self, device)
 
     def update_model_params(self, model: nn.Module, version: str | None = None) -> None:
-        """Replace all weights by those of a model. ``version`` is their new name, which later responses contain."""
+        """Replace all weights with the weights of a model. ``version`` is their new name, which responses will contain."""
         from posttrain.extensions.server.weight_sync import Pusher
         from posttrain.rollouts.shared_weights import Weights
 
@@ -673,17 +671,17 @@ class VLLMClient:
             raise result
 
     def close_communicator(self) -> None:
-        """Leave the weight-update group. A second call has no effect."""
+        """Leave the group for weight updates. Repeated calls have no effect."""
         if self.communicator is not None:
             self.communicator.close()
             self.communicator = None
 
     def close(self) -> None:
-        """Leave the weight-update group and close the connections."""
+        """Leave the group for weight updates, and close the connections."""
         self.close_communicator()
         self.session.close()
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Return whether a retry may succeed. A request that timed out would take as long again."""
+    """Return whether a retry can succeed. It cannot after a timeout, because the retry would take as long again."""
     return isinstance(error, ServerUnreachable | ServerBusy) and not error.timed_out

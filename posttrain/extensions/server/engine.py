@@ -1,4 +1,4 @@
-"""`ServerEngine`: rollouts from one or several servers over HTTP, with verified prompts and versions of the weights."""
+"""`ServerEngine`: rollouts from one or several servers over HTTP. Prompts and versions of the weights are verified."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ LOOK_SECONDS = 2.0
 UNKNOWN = ("no_repeat_ngram",)
 Found = TypeVar("Found")
 Answers = dict[VLLMClient, WeightSyncError | None]
-# Requests with their index in the call. All have the same number of completions and the same sampling settings except
-# seeds.
+# Requests with their indices in the call. All requests have the same number of completions and, except for seeds, the
+# same sampling settings.
 Chunk = list[tuple[int, Request]]
 
 
 def server_options(args: PostTrainingConfig) -> dict[str, Any]:
-    """Return the options of rollout servers in a config, as arguments of `ServerEngine`."""
+    """Convert the options of rollout servers in a config to arguments of `ServerEngine`."""
     return {
         "request_timeout": args.vllm_request_timeout,
         "sync_timeout": args.vllm_sync_timeout,
@@ -66,17 +66,17 @@ def server_options(args: PostTrainingConfig) -> dict[str, Any]:
 
 
 class NonMainRankEngine(RolloutEngine):
-    """Placeholder engine on ranks > 0. Rank 0 sends the requests of all ranks."""
+    """Placeholder engine for ranks other than 0. Rank 0 sends the requests of all ranks."""
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
         self.name, self.capabilities = name, capabilities
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Raise an error, because rank 0 generates."""
+        """Raise an error, because only rank 0 generates."""
         raise AssertionError("rank 0 sends the requests of all ranks")
 
     def load_weights(self, named_tensors: Any, version: int) -> None:
-        """Raise an error, because rank 0 pushes weights."""
+        """Raise an error, because only rank 0 pushes weights."""
         raise AssertionError("rank 0 pushes weights to the servers for all ranks")
 
     def close(self) -> None:
@@ -86,23 +86,25 @@ class NonMainRankEngine(RolloutEngine):
 class ServerEngine(RolloutEngine):
     """Rollout engine for servers that have a copy of the policy's weights.
 
-    Requests are distributed by the number of outstanding tokens. Requests of a failed server are sent to other servers
-    with the same seeds. Servers may join and leave; a new server is used after it has the current weights.
+    Requests are distributed by the number of tokens that each server still has to generate. If a server fails, its
+    requests are sent to other servers with the same seeds. Servers can join and leave during a run. A new server is used
+    after it has received the current weights.
 
-    Servers know a version of the weights as ``RUN-NUMBER``, where ``RUN`` is unique to an engine object. Every response
-    must contain the version that sampled it. Rollouts of another version or another trainer are rejected.
+    On servers, a version of the weights has the name ``RUN-NUMBER``, where ``RUN`` is unique to an engine object. Every
+    response must contain the version that sampled it. Rollouts from another version or another trainer are rejected.
 
     Args:
-        urls: See `ServerPool`.
-        connection_timeout: Maximum number of seconds until the first server is healthy. None: servers may join later.
-        request_timeout: Maximum number of seconds of one request; see `VLLMClient`.
-        sync_timeout: Maximum number of seconds of one call of a weight update.
+        urls: Addresses of the servers; see `ServerPool`.
+        connection_timeout: Maximum number of seconds until the first server is healthy. None does not wait, because
+            servers may join later.
+        request_timeout: Timeout of a request in seconds; see `VLLMClient`.
+        sync_timeout: Timeout of each call of a weight update, in seconds.
         bucket_mb: Size of a bucket of weights in MiB.
         group_port: Port of the weight-update group on GPUs; see `VLLMClient`.
         pushes: Whether this process pushes weights. It then has exclusive use of the servers on this machine.
         api_key: Bearer token of the servers.
-        patience: Maximum number of seconds to wait for a server if none is left.
-        reader: Image processor for prompts. None: prompts are text.
+        patience: Maximum number of seconds to wait for a server if no server is available.
+        reader: Image processor for prompts. None means that prompts contain only text.
 
     Raises:
         ServerUnreachable: No server is healthy in time.
@@ -134,18 +136,18 @@ class ServerEngine(RolloutEngine):
 
         self.patience, self.run = patience, secrets.token_hex(4)
         self.pushed = False
-        # Whether the weights that each server loaded are assumed to be the trainer's base model. A failed comparison
-        # unsets it.
+        # Whether the weights that each server loaded at its start are assumed to be the trainer's base model. It is set to
+        # False after a failed comparison.
         self.trusts_bases = True
         self._adapters: list[str] = []
         self.pusher = Pusher(bucket_mb * 2**20)
         self.fleet = ServerPool(urls, connect, timeout=connection_timeout, pushes=pushes)
-        # Clean up also when the process ends.
+        # Clean up also if the process ends without `close`.
         self._ending = weakref.finalize(self, _end, self.fleet, self.pusher)
 
     @classmethod
     def for_training(cls, model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> RolloutEngine:
-        """Create the engine of a config. Ranks other than 0 get a placeholder."""
+        """Create the engine for a config. Ranks other than 0 get a placeholder."""
         urls = args.vllm_server_base_url or f"http://{host_and_port(args.vllm_server_host, args.vllm_server_port)}"
         encoder = picture_encoder(model)
 
@@ -163,27 +165,27 @@ class ServerEngine(RolloutEngine):
     # Properties
 
     def findings(self, model: nn.Module, args: PostTrainingConfig) -> list[Finding]:
-        """Compare the reported properties of the servers with the requirements of the run."""
+        """Compare the properties of the servers with the requirements of the run."""
         needs, servers = needs_of(model, args), self.fleet.live
         found = [finding for server in servers for finding in check_info(server.url, server.info, needs)]
         return found + [finding for server in servers for finding in probe_logprobs(server.client, needs)]
 
     def version_name(self, version: int) -> str:
-        """Return the servers' name of a version of this run."""
+        """Return the name that servers use for a version of this run."""
         return f"{self.run}-{version}"
 
     def _least(self, name: str) -> int | None:
         return min((int(s.info[name]) for s in self.fleet.all if s.info.get(name)), default=None)
 
     def _placeholder(self) -> int | None:
-        """Return the token id that image features replace, if all servers agree."""
+        """Return the token id that image features replace. None if servers disagree."""
         known = {server.info.get("placeholder") for server in self.fleet.live or self.fleet.all}
         return known.pop() if len(known) == 1 else None
 
     @property
     def capabilities(self) -> Capabilities:
-        """Common capabilities of all available servers: the smallest context, one dtype or None."""
-        # If no server is available, use all known servers, which are expected to come back.
+        """Capabilities that all available servers have, e.g. the smallest context. The dtype is None if dtypes differ."""
+        # If no server is available, use all known servers, because they are expected to become available again.
         infos = [server.info for server in self.fleet.live or self.fleet.all]
         dtypes = {as_dtype(info.get("dtype")) for info in infos}
         return Capabilities(
@@ -200,16 +202,16 @@ class ServerEngine(RolloutEngine):
         )
 
     def _adapter_rank(self) -> int | None:
-        """Return the smallest supported adapter rank. None: a server does not support adapters or shared memory."""
+        """Return the maximum adapter rank that all servers support. None if a server lacks adapters or shared memory."""
         servers = self.fleet.live or self.fleet.all
         ranks = [server.info.get("adapter_rank") if server.client.is_local else None for server in servers]
         return min((int(rank) for rank in ranks if rank), default=None) if all(ranks) else None
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Compute log-probs of given tokens after their prompts, by every server with weights: one list per sequence.
+        """Compute log-probs of sequences after their prompts with every server that has weights. One list per sequence.
 
         Raises:
-            ServerUnreachable: No server is available (also `ServerBusy`).
+            ServerUnreachable: No server is available. It can also be a `ServerBusy`.
         """
         logps: dict[str, list[list[float]]] = {}
         for server in self.fleet.live:
@@ -228,7 +230,7 @@ class ServerEngine(RolloutEngine):
             server.holds = ""
 
     def needs_weights(self) -> bool:
-        """Return whether an available server lacks the last version."""
+        """Return whether an available server does not have the last version."""
         self.fleet.refresh()
         return not self.pushed or any(s.holds != self.version_name(self.version) for s in self.fleet.live)
 
@@ -239,8 +241,8 @@ class ServerEngine(RolloutEngine):
 
         Raises:
             BadRequest: A request is invalid for all servers.
-            WeightSyncError: The servers have other weights than the pushed ones.
-            RolloutServerError: No server is available. The cause is the last server's error.
+            WeightSyncError: The servers' weights are not the pushed weights.
+            RolloutServerError: No server is available. The cause is the error of the last server.
         """
         own = [name for name in Sampling.__dataclass_fields__ if name not in UNKNOWN]
         check_followed(requests, sampling, "a rollout server", UNKNOWN, own)
@@ -249,10 +251,10 @@ class ServerEngine(RolloutEngine):
         return self.patiently(lambda: self._generate(requests, sampling))
 
     def patiently(self, ask: Callable[[], Found]) -> Found:
-        """Call a function. If no server is available, wait for one for `patience` seconds.
+        """Call a function. If no server is available, wait up to `patience` seconds for a server, and call it again.
 
         Raises:
-            ServerUnreachable: No server has come back in time (also `ServerBusy`).
+            ServerUnreachable: No server became available in time. It can also be a `ServerBusy`.
         """
         deadline = time.monotonic() + self.patience
         while True:
@@ -276,7 +278,7 @@ class ServerEngine(RolloutEngine):
         return [rollout for index in range(len(requests)) for rollout in by_request[index]]
 
     def _chunks(self, requests: Sequence[Request], sampling: Sampling) -> list[Chunk]:
-        """Group requests by their settings, and split each group by the number of servers."""
+        """Group requests by their settings, and split each group into one part per server."""
         kinds: dict[tuple[int, Sampling, bool], Chunk] = {}
         for index, request in enumerate(requests):
             own = request.sampling or replace(sampling, seed=derived_seed(sampling.seed, index))
@@ -286,7 +288,7 @@ class ServerEngine(RolloutEngine):
         return [part for members in kinds.values() for k in range(pieces) if (part := members[k::pieces])]
 
     def _served(self, chunk: Chunk) -> list[Rollout]:
-        """Return a chunk's rollouts from the first server that succeeds."""
+        """Return the rollouts of a chunk from the first server that succeeds."""
         failed: dict[Server, RolloutServerError] = {}
         wanted = self.version_name(self.version) if self.pushed else None
         # Maximum number of tokens to compute.
@@ -299,7 +301,7 @@ class ServerEngine(RolloutEngine):
             except RolloutServerError as error:
                 failed[server] = error
                 if isinstance(error, WeightSyncError):
-                    # Its weights must be pushed again before it is used.
+                    # The server's weights must be pushed again before it is used.
                     server.holds = ""
                 else:
                     self.fleet.failed(server, error)
@@ -308,8 +310,8 @@ class ServerEngine(RolloutEngine):
         raise self._nobody(failed)
 
     def _nobody(self, failed: dict[Server, RolloutServerError]) -> RolloutServerError:
-        """Return an error with the reasons why no server is available."""
-        # Include servers that failed for another chunk of the same call.
+        """Return an error with the reasons why none of the servers is available."""
+        # Include servers that failed for other chunks of the same call.
         down = {s: s.down for s in self.fleet.all if s.down is not None}
         errors = [*(down | failed).values()]
         stale = next((e for e in errors if isinstance(e, WeightSyncError)), None)
@@ -345,10 +347,10 @@ class ServerEngine(RolloutEngine):
         ]
 
     def _version_of(self, server: Server, name: str) -> int:
-        """Return the trainer's version number from a server's version name.
+        """Convert a server's name of a version to the trainer's version number.
 
         Raises:
-            WeightSyncError: The weights are not the pushed ones.
+            WeightSyncError: The version is not the pushed version.
         """
         wanted = self.version_name(self.version)
         if self.pushed and name != wanted:
@@ -364,24 +366,24 @@ class ServerEngine(RolloutEngine):
     # Weights
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Push a version to every server that lacks it. Servers that fail are excluded while others succeed.
+        """Push a version to every server that does not have it. Servers that fail are excluded if others succeed.
 
-        If no server is available, the call waits for one before it reads the first tensor.
+        If no server is available, the call waits for a server before it reads the first tensor.
 
         Args:
-            named_tensors: All weights as `posttrain.rollouts.shared_weights.Weights` or pairs, which are always read to
-                the end, or a LoRA adapter as `posttrain.rollouts.adapters.AdapterWeights`.
-            version: Trainer's version number.
+            named_tensors: All weights as `posttrain.rollouts.shared_weights.Weights` or as pairs, which are always read to
+                the end; or a LoRA adapter as `posttrain.rollouts.adapters.AdapterWeights`.
+            version: Version number of the trainer.
 
         Raises:
-            ServerUnreachable: No server has come back in time.
+            ServerUnreachable: No server became available in time.
             WeightSyncError: All servers failed, or a server has other parameter names.
         """
         name = self.version_name(version)
         try:
             outdated = self.patiently(lambda: self._outdated(name))
         except RolloutServerError:
-            # Reading may be a collective, so read all tensors.
+            # Read all tensors even if nothing is sent, because reading can be a collective operation.
             for _ in named_tensors:
                 pass
             raise
@@ -406,7 +408,7 @@ class ServerEngine(RolloutEngine):
         return self.pusher.push(pairs, [server.client for server in servers], name)
 
     def _send_adapter(self, adapter: AdapterWeights, servers: Sequence[Server], name: str) -> Answers:
-        """Push the base model to servers whose weights may differ from it, then the adapter to all servers."""
+        """Push the base model to servers whose weights may differ from it. Then push the adapter to all servers."""
         answers: Answers = dict.fromkeys(server.client for server in servers)
         base = f"{self.run}-base"
         known = (base, "default") if self.trusts_bases else (base,)
@@ -426,7 +428,7 @@ class ServerEngine(RolloutEngine):
         return answers
 
     def _forget_adapter(self, newest: str) -> None:
-        """Unload the version before the last. Running requests with it finish."""
+        """Unload the version before the last version. Running requests with it can finish."""
         self._adapters = [*(one for one in self._adapters if one != newest), newest]
         for name in self._adapters[:-VERSIONS_KEPT]:
             for server in self.fleet.live:
@@ -435,7 +437,7 @@ class ServerEngine(RolloutEngine):
         del self._adapters[:-VERSIONS_KEPT]
 
     def _outdated(self, name: str) -> list[Server]:
-        """Return available servers that need a version, after asking each for its current one."""
+        """Return the available servers that need a version. Each server is first asked for its current version."""
         self.fleet.refresh(force=True)
         for server in self.fleet.live:
             self.fleet.look_at(server)
@@ -444,12 +446,12 @@ class ServerEngine(RolloutEngine):
         return [server for server in self.fleet.live if server.holds != name]
 
     def close(self) -> None:
-        """Release the servers and remove files in shared memory."""
+        """Release the servers, and remove the files in shared memory."""
         self._ending()
 
 
 def _check_base(client: VLLMClient, shape: Mapping[str, Any]) -> None:
-    """Compare the adapter's base model with a server's. vLLM 0.32 accepts an adapter with other shapes silently.
+    """Compare a server's model with the adapter's base model. vLLM 0.32 silently accepts an adapter with other shapes.
 
     Raises:
         WeightSyncError: The models differ.
@@ -474,10 +476,10 @@ class ServerVersions:
     """Servers that have a version of the weights.
 
     Attributes:
-        run: See `ServerEngine`.
-        version: Trainer's version number.
+        run: Unique name of the engine object; see `ServerEngine`.
+        version: Version number of the trainer.
         urls: Addresses of the servers.
-        adapter: Whether the version is an adapter that is selected by name.
+        adapter: Whether the version is an adapter, which requests select by name.
     """
 
     run: str = ""
@@ -487,13 +489,13 @@ class ServerVersions:
 
 
 class ServerTransfer(WeightTransfer):
-    """Weight transfer to servers, which implements `WeightTransferProtocol`.
+    """Weight transfer to servers. It implements `WeightTransferProtocol`.
 
-    Each server is paused only during its update. A server that fails is excluded, and used again once it is healthy and
-    has the weights.
+    Each server is paused only during its own update. A server that fails is excluded. It is used again after it has become
+    healthy and has received the weights.
 
     Args:
-        make: Function that creates the engine that pushes. It is called on the rank that sends.
+        make: Function that creates the engine for pushing. It is called on the rank that sends weights.
     """
 
     def __init__(self, make: Callable[[], ServerEngine]) -> None:
@@ -508,7 +510,7 @@ class ServerTransfer(WeightTransfer):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Common capabilities of all servers."""
+        """Capabilities that all servers have."""
         return Capabilities() if self.engine is None else self.engine.capabilities
 
     @property
@@ -527,13 +529,13 @@ class ServerTransfer(WeightTransfer):
         """Do nothing, because the update of each server pauses it."""
 
     def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Push the next version. Return when at least one server has confirmed it."""
+        """Push the next version. Return after at least one server has confirmed it."""
         self._pushing.load_weights(tensors, self.version + 1)
         self.version += 1
         self._announced = self.holders.urls
 
     def send_again(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Push the same version with the same weights to servers that lack it: new or restarted servers."""
+        """Push the same version again to servers that do not have it, such as new and restarted servers."""
         self._pushing.load_weights(tensors, self.version)
         self._announced = self.holders.urls
 
@@ -541,9 +543,9 @@ class ServerTransfer(WeightTransfer):
         """Do nothing, because the update of each server resumes it."""
 
     def missing_weights(self) -> bool:
-        """Return whether an available server lacks the last version, or workers do not know yet that it has it.
+        """Return whether an available server lacks the last version, or workers have not been notified of a server yet.
 
-        Each server is asked, because it may have been restarted. A slow server is assumed to be unchanged.
+        Each server is asked, because it may have been restarted. A server that responds slowly is assumed to be unchanged.
         """
         fleet = self._pushing.fleet
         fleet.refresh(force=True)
@@ -553,7 +555,7 @@ class ServerTransfer(WeightTransfer):
         return any(server.url not in holders or server.url not in self._announced for server in fleet.live)
 
     def failure_reason(self) -> str:
-        """Return the problems of servers that get no requests, or ""."""
+        """Return the errors of servers that get no requests, or an empty string."""
         fleet = self._pushing.fleet
         return "; ".join(f"{s.url}: {str(s.down).splitlines()[0]}" for s in fleet.all if s.down is not None)
 
@@ -565,10 +567,10 @@ class ServerTransfer(WeightTransfer):
 
 
 class FollowingEngine(ServerEngine):
-    """Engine of a worker for servers whose weights another process pushes.
+    """Engine of a worker, for servers to which another process pushes weights.
 
-    `set_servers` sets the servers to use. A response from weights that this run did not push (the server was restarted,
-    or another trainer uses it) is rejected and requested from another server.
+    `set_servers` sets the servers to use. If a response comes from weights that this run did not push (because the server was
+    restarted, or because another trainer uses it), the response is rejected, and another server is used.
 
     Args:
         options: Options of `ServerEngine`.
@@ -580,7 +582,7 @@ class FollowingEngine(ServerEngine):
         super().__init__(lambda: self._urls, connection_timeout=None, pushes=False, **options)
 
     def set_servers(self, holders: ServerVersions) -> None:
-        """Use these servers from now on."""
+        """Replace the list of servers."""
         self.run, self.version, self.pushed, self._urls = holders.run, holders.version, True, holders.urls
         self.fleet.refresh(force=True)
         with self._news:
@@ -591,13 +593,13 @@ class FollowingEngine(ServerEngine):
             self._news.notify_all()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Raise an error, because the trainer pushes the weights."""
+        """Raise an error, because only the trainer pushes weights."""
         raise WeightSyncError(
-            "workers do not push weights to servers; the trainer does.", phase="begin", version=version
+            "workers do not push weights to servers. Only the trainer does.", phase="begin", version=version
         )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Sample completions; see `ServerEngine.generate`. Wait while no server has the current weights."""
+        """Sample completions; see `ServerEngine.generate`. Wait until a server has the current weights."""
         deadline = time.monotonic() + self.patience
         while True:
             try:
@@ -609,9 +611,9 @@ class FollowingEngine(ServerEngine):
                     self._news.wait(LOOK_SECONDS)
 
     def _version_of(self, server: Server, name: str) -> int:
-        """Return the version number; see `ServerEngine._version_of`. A version that is about to be announced is
-        accepted too.
+        """Return the version number; see `ServerEngine._version_of`. A newer version of this run is accepted too, because
+        it is announced a moment later.
         """
         run, _, number = name.rpartition("-")
-        # The base model of an adapter has no number, because this run never samples from it.
+        # The name of an adapter's base model has no number, because this run never samples from the base model.
         return int(number) if run == self.run and number.isdigit() else super()._version_of(server, name)

@@ -1,8 +1,7 @@
-"""`Guard` and `LoopbackGuard`: ASGI middleware that rejects requests before their bodies are read.
+"""`Guard` and `LoopbackGuard`: ASGI middleware that rejects unauthorized and invalid requests before reading their bodies.
 
-`guard_for` selects one of them by the server's address. `bounded` limits a body without an announced length.
-
-`Guard` describes the rules.
+`guard_for` selects one of the two by the address of the server. `bounded` limits the size of a body whose length is not
+announced. The docstring of `Guard` describes the rules.
 """
 
 from __future__ import annotations
@@ -21,35 +20,36 @@ from posttrain.errors import ConfigError
 from posttrain.extensions.server.replies import API_KEY_VARIABLE, LOOPBACK, error_body
 from posttrain.extensions.server.tokens import token_pattern
 
-# Maximum size of a body in bytes, without and with images.
+# Maximum size of a body in bytes: without images, and with images.
 MOST_BYTES, MOST_BYTES_WITH_IMAGES = 8 * 2**20, 64 * 2**20
-# Maximum bytes and seconds for reading and dropping the body of a rejected request.
+# Maximum number of bytes and of seconds for reading and discarding the body of a rejected request.
 DRAIN_BYTES, DRAIN_S = 2**20, 1.0
-# Paths of endpoints that receive prompts. The bodies of other endpoints are small.
+# Paths of endpoints that receive prompts. Bodies of all other endpoints are small.
 GENERATION_PATHS = ("/v1/", "/inference/")
 
 
 class Guard:
-    """ASGI middleware that rejects a request before its body is read.
+    """ASGI middleware that checks a request before its body is read. It rejects a request with one of these statuses:
 
-    - **401**: every path except ``/health`` needs ``Authorization: Bearer TOKEN``, compared in constant time. Websockets too.
-    - **403**: the ``Origin`` of a web page is not the server itself.
-    - **415**: a body that is not ``application/json``. A web page can send any other type without asking the server first.
-    - **413**: a body that is too large.
+    - **401**: the header ``Authorization: Bearer TOKEN`` is missing or wrong. All paths except ``/health`` need it, also
+      for websockets. The token is compared in constant time.
+    - **403**: the request comes from a web page of another server (its ``Origin``).
+    - **415**: the body is not ``application/json``. Web pages can send other types without a preflight request.
+    - **413**: the body is too large.
 
-    vLLM's own token protects only ``/v1``, and not the endpoints that replace weights. `posttrain vllm-serve` adds this
-    guard.
+    vLLM's own token protects only ``/v1``, and not the endpoints that replace weights. `posttrain vllm-serve` therefore adds
+    this guard.
 
     Args:
         app: The application.
-        api_key: Bearer token. ``None`` (default): the value of ``$POSTTRAIN_API_KEY``.
+        api_key: Bearer token. None (default) uses ``$POSTTRAIN_API_KEY``.
         images: Whether prompts may contain images.
 
     Raises:
         ConfigError: There is no token.
     """
 
-    # Allowed host names of requests. None: any.
+    # Host names that requests may use. None allows all host names.
     hosts: tuple[str, ...] | None = None
 
     def __init__(self, app: Any, api_key: str | None = None, images: bool = True) -> None:
@@ -59,7 +59,7 @@ class Guard:
         self.app, self.images, self.expected = app, images, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Reject a request or pass it to the application."""
+        """Reject the request, or pass it to the application."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
@@ -73,34 +73,34 @@ class Guard:
             await _answer(receive, send, *refusal)
 
     def _refusal(self, scope: Any, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-        """Return status and message for a request from a caller that must not use the server, or None."""
+        """Return a status and a message if the caller must not use the server, else None."""
         host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin", b"").decode("latin-1")
         if self.hosts is not None and host and _name(f"//{host}") not in self.hosts:
-            return 403, f"the server listens only on this machine, but the request is for the host {host[:100]!r}."
+            return 403, f"the server accepts only requests to this machine, but this one is for host {host[:100]!r}."
         if origin and origin.partition("://")[2] != host:
-            return 403, f"web pages of {origin[:100]!r} must not use this server."
+            return 403, f"web pages of {origin[:100]!r} are not allowed to use this server."
         if scope["path"].rstrip("/") == "/health":
             return None
         if not hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
             return 401, (
-                "send the server's token: 'Authorization: Bearer TOKEN'. Fix: set the variable "
-                f"{API_KEY_VARIABLE} of the client to the server's. A server without one writes its token to the file "
-                f"{token_pattern((scope.get('server') or ('', 'PORT'))[1])}, which its own user can read."
+                "the token is missing or wrong. Fix: send the header 'Authorization: Bearer TOKEN'; clients use the variable "
+                f"{API_KEY_VARIABLE}. If the server has no such variable, it writes its token to the file "
+                f"{token_pattern((scope.get('server') or ('', 'PORT'))[1])}, which only its own user can read."
             )
         return None
 
     def _refusal_of_body(self, scope: Any, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-        """Return status and message for a body that is not accepted, or None."""
+        """Return a status and a message if the body is not accepted, else None."""
         if scope.get("method", "GET") in ("GET", "HEAD", "OPTIONS"):
             return None
         kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
         if kind != "application/json":
-            return 415, f"Content-Type {kind[:100]!r}: send application/json, also without a body."
+            return 415, f"Content-Type {kind[:100]!r} is not accepted. Fix: send application/json, also without a body."
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limit(scope):
             return (
                 413,
-                f"the body has {int(length)} bytes; the limit is {self._limit(scope)}. Fix: send fewer prompts at once.",
+                f"the body has {int(length)} bytes, but the limit is {self._limit(scope)}. Fix: send fewer prompts at a time.",
             )
         return None
 
@@ -110,9 +110,9 @@ class Guard:
 
 
 class LoopbackGuard(Guard):
-    """`Guard` of a server that listens on loopback.
+    """`Guard` for a server that listens on a loopback address.
 
-    The ``Host`` of a request must be loopback too (403), which protects against DNS rebinding by web pages.
+    The ``Host`` of a request must be a loopback name too, otherwise the status is 403. This prevents DNS rebinding by web pages.
     """
 
     hosts = LOOPBACK
@@ -130,7 +130,7 @@ def _name(address: str) -> str | None:
 
 
 def bounded(receive: Any, limit: int) -> Any:
-    """Return ``receive`` with a limit in bytes; a longer body is an `HTTPException` with status 413."""
+    """Limit ``receive`` to a number of bytes. A longer body raises an `HTTPException` with status 413."""
     read = 0
 
     async def receive_some() -> Any:
@@ -138,14 +138,14 @@ def bounded(receive: Any, limit: int) -> Any:
         message = await receive()
         read += len(message.get("body") or b"")
         if read > limit:
-            raise HTTPException(413, f"the body has more than {limit} bytes. Fix: send fewer prompts at once.")
+            raise HTTPException(413, f"the body has more than {limit} bytes. Fix: send fewer prompts at a time.")
         return message
 
     return receive_some
 
 
 async def _skip(receive: Any) -> None:
-    """Read a body up to its end or `DRAIN_BYTES`."""
+    """Read and discard a body, up to its end or to `DRAIN_BYTES`."""
     read, more = 0, True
     while more and read < DRAIN_BYTES:
         message = await receive()
@@ -155,8 +155,8 @@ async def _skip(receive: Any) -> None:
 async def _answer(receive: Any, send: Any, status: int, message: str) -> None:
     """Send an error and close the connection, so that unauthorized callers cannot keep it open.
 
-    A short body is read first. Closing a connection with an unread body would reset it, and the client could lose the
-    response.
+    A short body is read first. Closing a connection whose body was not read would reset the connection, so that the client
+    could lose the response.
     """
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(_skip(receive), DRAIN_S)

@@ -1,4 +1,4 @@
-"""HTTP server settings: `server_config` for uvicorn, and `PromptH11`, which limits the time for request headers."""
+"""HTTP server settings: `server_config` for uvicorn, and `PromptH11` with a time limit for request headers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# Maximum number of seconds for request headers. Clients send them at once.
+# Maximum number of seconds until all headers of a request have arrived. Clients send them immediately.
 HEADER_S = 20.0
-# Keep-alive timeout in seconds. Clients keep connections between training steps; a closed connection would cost a
-# retry.
+# Seconds for which an idle connection is kept open. Clients keep connections between training steps. If a connection were
+# closed, a retry would be needed.
 KEEP_ALIVE_S = 120
 
 
@@ -20,18 +20,18 @@ class PromptH11(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a time limit for request headers.
 
     uvicorn limits the size of headers and the idle time after a response, but not the time until the first request is
-    complete. A connection that sends nothing would stay open forever, before anything asks for a token.
+    complete. Without this limit, a connection that sends nothing would stay open forever, even without a token.
     """
 
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Start the time limit of the first request."""
+        """Start the time limit for the first request."""
         super().connection_made(transport)
         self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Start or stop the time limit, depending on whether the headers are complete."""
+        """Start the time limit, or stop it if the headers are complete."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
@@ -53,5 +53,5 @@ class PromptH11(H11Protocol):
 
 
 def server_config(app: Any, **options: Any) -> uvicorn.Config:
-    """Return uvicorn's config for an application of this package; ``options`` are uvicorn's."""
+    """Return uvicorn's config for an application of this package. ``options`` are options of uvicorn."""
     return uvicorn.Config(app, http=PromptH11, ws="none", access_log=False, timeout_keep_alive=KEEP_ALIVE_S, **options)

@@ -1,4 +1,4 @@
-"""`ServerPool`: the rollout servers of a run, with their weights, load and availability. Servers may join and leave."""
+"""`ServerPool`: the rollout servers of a run, with their weights, load and availability. Servers can join and leave."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two checks for new and removed servers.
 REFRESH_SECONDS = 5.0
-# Errors of a server that may become available again.
+# Errors after which a server may become available again.
 AWAY = (ServerUnreachable, ServerBusy)
 
 Urls = str | Path | Sequence[str] | Callable[[], Sequence[str]]
@@ -35,15 +35,15 @@ class Server:
     """State of one server.
 
     Attributes:
-        client: Client with its connections.
-        info: Properties that it last reported.
-        holds: Version name of its weights. "": weights must be pushed again.
-        outstanding: Number of requested tokens without a response.
-        asked: Number of times it was selected, so that idle servers take turns.
-        down: Error because of which it gets no requests. None: it is available.
-        lock: Lock against other trainers on this machine. None: no weights are pushed to it.
-        listed: Whether it is on the list. A removed server is closed after its last response, because reading from a
-            closed connection would wait until the timeout.
+        client: Client with the connections to the server.
+        info: Properties that the server last reported.
+        holds: Version name of the server's weights. If it is empty, weights must be pushed again.
+        outstanding: Number of requested tokens for which there is no response yet.
+        asked: How often the server was selected, so that idle servers take turns.
+        down: Error because of which the server gets no requests. None if it is available.
+        lock: Lock against other trainers on this machine. None if no weights are pushed to the server.
+        listed: Whether the server is on the list. A removed server is closed after its last response, because reading from
+            a closed connection would block until the timeout.
     """
 
     client: VLLMClient
@@ -68,14 +68,14 @@ class Server:
 
 
 class ServerPool:
-    """List of servers and the versions of their weights.
+    """Pool of rollout servers with the versions of their weights.
 
     Args:
-        urls: An address, several (a list, or text separated by commas), a file with one address per line, or a function
-            that returns addresses. Files and functions are read again, so that servers may join and leave.
+        urls: An address, several addresses (a list, or text separated by commas), a file with one address per line, or a
+            function that returns addresses. Files and functions are read repeatedly, so that servers can join and leave.
         connect: Function that creates a client for an address.
-        timeout: Maximum number of seconds until the first servers are available. None: do not wait.
-        pushes: Whether this process pushes weights. It then has exclusive use of servers on this machine.
+        timeout: Maximum number of seconds until the first servers are available. None does not wait.
+        pushes: Whether this process pushes weights. It then has exclusive use of the servers on this machine.
 
     Raises:
         ServerUnreachable: No server is healthy in time.
@@ -111,13 +111,13 @@ class ServerPool:
         return list(dict.fromkeys(url.strip().rstrip("/") for url in listed if url.strip()))
 
     def _wait_until_ready(self, timeout: float) -> None:
-        """Wait for all servers. If only some are available in time, continue with them."""
+        """Wait until all servers are available. If only some become available in time, continue with these."""
         deadline = time.monotonic() + timeout
         while (late := self._admit_new(self.urls(), ServerUnreachable)) and time.monotonic() < deadline:
             time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
         if not self.urls():
             raise ConfigError(
-                "no rollout server is configured. Set vllm_server_base_url, or vllm_server_host and vllm_server_port."
+                "no rollout server is configured. Fix: set vllm_server_base_url, or vllm_server_host and vllm_server_port."
             )
         for url, error in late.items():
             if not self.servers:
@@ -127,10 +127,10 @@ class ServerPool:
                     "vllm_server_base_url.",
                     url=hide_secrets(url),
                 ) from error
-            logger.warning("%s is not available and is not used until it is: %s", hide_secrets(url), error)
+            logger.warning("%s is not available yet. It is used once it is available: %s", hide_secrets(url), error)
 
     def _admit_new(self, urls: Sequence[str], left_out: type[RolloutServerError]) -> dict[str, RolloutServerError]:
-        """Connect to new servers, and return the errors of those that are not available."""
+        """Connect to new servers. Return the errors of the servers that are not available."""
         late: dict[str, RolloutServerError] = {}
         for url in urls:
             if url not in self.servers:
@@ -152,7 +152,7 @@ class ServerPool:
         return late
 
     def _acquire_lease(self, server: Server) -> None:
-        """Lock a server against other trainers on this machine, and end a pause of an earlier trainer.
+        """Lock a server against other trainers on this machine. Resume generation if an earlier trainer paused it.
 
         Raises:
             ServerBusy: Another process on this machine pushes to it.
@@ -160,32 +160,32 @@ class ServerPool:
         if not self.pushes:
             return
         if server.lock is None and server.client.is_local:
-            # Use only the port, because localhost and 127.0.0.1 are the same server.
+            # Use only the port, because localhost and 127.0.0.1 refer to the same server.
             path = Path(tempfile.gettempdir(), f"posttrain-server-{urlsplit(server.url).port or 80}.lock")
             lock = FileLock(path, thread_local=False)
             try:
                 lock.acquire(timeout=0)
             except PermissionError as error:
                 text = (
-                    f"{path}, the lock file of {server.url}, belongs to another user of this machine. Fix: serve on "
-                    "another port, or ask them to remove the file."
+                    f"the lock file {path} of {server.url} belongs to another user of this machine. Fix: serve on another "
+                    "port, or ask this user to remove the file."
                 )
                 raise ServerBusy(text, held=True, url=server.url) from error
             except Timeout:
                 text = (
-                    f"{server.url} is used by another trainer on this machine. Fix: use separate servers. A trainer "
-                    "of the same program releases its server with trainer.engine.close()."
+                    f"{server.url} is used by another trainer on this machine. Fix: use a separate server for each trainer. "
+                    "A trainer in the same program releases its server with trainer.engine.close()."
                 )
                 raise ServerBusy(text, held=True, url=server.url) from None
             server.lock = lock
-        # vLLM without developer mode has no such endpoint.
+        # vLLM has this endpoint only in developer mode.
         with contextlib.suppress(RolloutServerError):
             server.client.resume()
 
     def refresh(self, force: bool = False) -> None:
-        """Add new servers, release removed servers, and check unavailable servers again.
+        """Add new servers, release removed servers, and check whether unavailable servers have become available.
 
-        While one thread does this, others continue with the current list unless ``force`` is set.
+        While a thread does this, other threads continue with the current list, unless ``force`` is set.
         """
         if not force and time.monotonic() - self._looked < REFRESH_SECONDS:
             return
@@ -196,12 +196,12 @@ class ServerPool:
             for url in [u for u in self.servers if u not in wanted]:
                 logger.warning("rollout server %s was removed from the list.", hide_secrets(url))
                 self._let_go(url)
-            # An error of a new server (a wrong key, another trainer) must not stop the run.
+            # An error of a new server (e.g. a wrong token, or another trainer) must not stop the run.
             for url, error in self._admit_new(wanted, RolloutServerError).items():
                 if isinstance(error, ServerUnreachable):
                     logger.debug("%s is still not available: %s", hide_secrets(url), error)
                 else:
-                    warn_once(logger, "%s is not used until it is available: %s", hide_secrets(url), str(error))
+                    warn_once(logger, "%s is not used until this error is fixed: %s", hide_secrets(url), str(error))
             for server in self.all:
                 if server.down is not None:
                     self.look_at(server)
@@ -211,12 +211,12 @@ class ServerPool:
     def look_at(self, server: Server) -> None:
         """Ask a server for the version of its weights, because it may have been restarted.
 
-        A server that was unavailable gets requests again. A slow server is assumed to be unchanged.
+        A server that was unavailable gets requests again. A server that responds slowly is assumed to be unchanged.
         """
         try:
             if server.down is not None:
                 server.client.health()
-                # It may have been restarted with other options.
+                # The server may have been restarted with other options, so its properties are requested again.
                 server.client.facts = {}
                 self._acquire_lease(server)
             server.info = server.client.info()
@@ -233,7 +233,7 @@ class ServerPool:
 
     @property
     def all(self) -> list[Server]:
-        """All servers as a list, because another thread may change the dict during iteration."""
+        """All servers as a list. A copy is needed because another thread may change the dict."""
         return list(self.servers.values())
 
     @property
@@ -242,8 +242,8 @@ class ServerPool:
         return [server for server in self.all if server.down is None]
 
     def acquire(self, tokens: int, version: str | None, without: Collection[Server]) -> Server | None:
-        """Select the server with the fewest outstanding tokens that has ``version`` (None: any), and add ``tokens`` to
-        it.
+        """Select the server with the lowest number of outstanding tokens that has ``version`` (None allows any version).
+        ``tokens`` are added to its outstanding tokens.
         """
         with self._lock:
             ready = [s for s in self.live if s not in without and version in (None, s.holds)]
@@ -255,7 +255,7 @@ class ServerPool:
             return chosen
 
     def release(self, server: Server, tokens: int) -> None:
-        """Subtract the tokens of a finished request."""
+        """Subtract the tokens of a finished request from the outstanding tokens."""
         with self._lock:
             server.outstanding -= tokens
             last = not server.listed and not server.outstanding

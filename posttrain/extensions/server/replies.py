@@ -16,11 +16,11 @@ from posttrain.types import NEVER, Request, Rollout, Sampling
 if TYPE_CHECKING:
     from posttrain.pictures.processors import PictureProcessor
 
-# Environment variable of the token. Unlike an argument, it is not visible in process lists.
+# Environment variable with the token. Unlike a command-line argument, it is not visible in process lists.
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
 # Loopback addresses. Servers on them can share memory with this process.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Version name of the weights during an update and after a failed update.
+# Version name of the weights while an update is running and after a failed update.
 INCOMPLETE = "incomplete"
 # vLLM's value for a log-prob of minus infinity.
 NO_LOGP = -9999.0
@@ -31,26 +31,26 @@ BESIDE_SAMPLING = ("model", "token_ids", "content_parts", "return_token_ids")
 
 
 def check_token(host: str, api_key: str | None) -> None:
-    """Reject a non-loopback address without a token, because any client could replace the weights.
+    """Check that a server on an address other than loopback has a token. Otherwise any client could replace the weights.
 
     Raises:
         ConfigError: There is no token, and the address is not loopback.
     """
     if host not in LOOPBACK and not api_key:
         raise ConfigError(
-            f"--host {host} without a token: any client that reaches the server could replace its weights. Fix: set "
+            f"--host {host} needs a token, because any client that reaches the server could replace its weights. Fix: set "
             f"the environment variable {API_KEY_VARIABLE} for the server and the trainer, or listen on 127.0.0.1."
         )
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """Return the body of an error in the form of vLLM's server."""
+    """Return the body of an error in the format of vLLM's server."""
     return {"error": {"message": message, "code": status}}
 
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
-    """Convert a `Sampling` to fields of ``/v1/completions``. All are sent, so that the model's generation config has no
-    effect.
+    """Convert a `Sampling` to fields of ``/v1/completions``. All fields are sent, so that the model's generation config has
+    no effect.
     """
     body: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
@@ -60,14 +60,14 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
         "min_p": sampling.min_p or 0.0,
         "repetition_penalty": sampling.repetition_penalty,
         "logprobs": sampling.top_logps or 0,
-        "ignore_eos": True,  # Use only the trainer's stop tokens, not those of the server's tokenizer.
+        "ignore_eos": True,  # Stop only at the trainer's stop tokens, not at the eos token of the server's tokenizer.
         "stop_token_ids": list(sampling.stop_token_ids),
-        # vLLM rejects a value above max_tokens, which is small in a late turn of an episode.
+        # vLLM rejects values above max_tokens, which can be small in a late turn of an episode.
         "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
         "stop": list(sampling.stop_strings),
     }
     if sampling.logit_bias:
-        # JSON has no infinity.
+        # JSON has no infinity, so the bias is limited.
         body["logit_bias"] = {str(token): max(value, NEVER) for token, value in sampling.logit_bias}
     if sampling.guide is not None:
         kind, text = sampling.guide
@@ -95,8 +95,8 @@ def pictures_body(request: Request) -> dict[str, Any]:
 
 
 def content_parts(request: Request, reader: PictureProcessor) -> dict[str, Any]:
-    """Return the image fields of `GENERATE`: PNG images, and token ids with one placeholder per image, which vLLM
-    expands.
+    """Return the image fields of `GENERATE`: PNG images, and token ids with one placeholder per image. vLLM expands the
+    placeholders.
     """
     if not request.pictures:
         return {}
@@ -109,7 +109,7 @@ def content_parts(request: Request, reader: PictureProcessor) -> dict[str, Any]:
 def generate_body(sent: Mapping[str, Any]) -> dict[str, Any]:
     """Convert fields of ``/v1/completions`` and `content_parts` to fields of `GENERATE`."""
     sampling = {k: v for k, v in sent.items() if k not in (*BESIDE_SAMPLING, "return_tokens_as_token_ids")}
-    # The endpoint returns the requested number of log-probs including the sampled token, so request one more.
+    # The sampled token counts as one of the requested log-probs, so request one more.
     sampling["logprobs"] += bool(sampling["logprobs"])
     return {k: sent[k] for k in BESIDE_SAMPLING} | {"sampling_params": sampling}
 
@@ -126,7 +126,7 @@ def completions_reply(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_expansion(choices: Sequence[Mapping[str, Any]], prompt: Sequence[int], url: str) -> None:
-    """Compare the server's token ids of a prompt with images with the trainer's.
+    """Compare the token ids of a prompt with images on the server with those in the trainer.
 
     Raises:
         BadRequest: The token ids differ (PT-G016).
@@ -137,15 +137,15 @@ def check_expansion(choices: Sequence[Mapping[str, Any]], prompt: Sequence[int],
     at = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
     raise BadRequest(
         f"PT-G016: {url} converts a prompt with images to {len(theirs)} tokens, but the trainer to {len(ours)}. From "
-        f"token {at} on they are {theirs[at : at + 4]} there and {ours[at : at + 4]} here, so the processors differ. "
-        "Fix: save the processor of the training in the folder of the served model.",
+        f"token {at} on, they are {theirs[at : at + 4]} on the server and {ours[at : at + 4]} in the trainer, so the "
+        "processors differ. Fix: save the processor of the training in the folder of the served model.",
         url=url,
     )
 
 
 @contextlib.contextmanager
 def reading(reply: Any, url: str) -> Iterator[None]:
-    """Convert errors of parsing a response to a `RolloutServerError`, after which other servers are tried.
+    """Convert errors while parsing a response to a `RolloutServerError`, so that other servers are tried.
 
     Args:
         reply: The response.
@@ -164,14 +164,14 @@ def reading(reply: Any, url: str) -> Iterator[None]:
 def checked_choices(
     reply: dict[str, Any], prompt: Any, n: int, most: int, vocabulary: int | None, url: str
 ) -> list[dict[str, Any]]:
-    """Validate a response of ``/v1/completions`` to one prompt, and return its choices in order.
+    """Check a response of ``/v1/completions`` to one prompt, and return its choices in order.
 
     Args:
         reply: The response.
-        prompt: Token ids, or text (whose token ids are not compared).
+        prompt: Token ids, or a text, for which token ids are not compared.
         n: Number of requested completions.
-        most: Maximum number of tokens of a completion.
-        vocabulary: Vocabulary size. None: unknown.
+        most: Maximum number of tokens per completion.
+        vocabulary: Vocabulary size. None if it is unknown.
         url: Address of the server, for messages.
 
     Raises:
@@ -196,12 +196,12 @@ def checked_choices(
 
 
 def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
-    """Return for every token of a choice pairs (token id, log-prob) by rank, including the sampled token."""
+    """Return pairs (token id, log-prob) for every token of a choice, sorted by rank, including the sampled token."""
     logprobs = choice["logprobs"]
     tops = logprobs.get("top_logprobs") or [None] * len(choice["token_ids"])
     lines = []
     for token, own, at in zip(choice["token_ids"], logprobs["token_logprobs"], tops, strict=True):
-        # Find the sampled token by its id, because the first entry is the most likely token.
+        # The sampled token is found by its id, because the first entry is the most likely token.
         pairs = {int(name.removeprefix("token_id:")): _number(value) for name, value in (at or {}).items()}
         pairs[token] = _number(own)
         lines.append(sorted(pairs.items(), key=lambda pair: -pair[1] if math.isfinite(pair[1]) else math.inf))
@@ -209,14 +209,14 @@ def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
 
 
 def _number(value: object) -> float:
-    """Convert a log-prob. NaN: the server returned none."""
+    """Convert a log-prob to a number. The result is NaN if the server returned no log-prob."""
     return math.nan if value is None or value <= NO_LOGP else float(value)
 
 
 def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
-    """Convert a valid choice to a rollout.
+    """Convert a checked choice to a rollout.
 
-    Log-probs are those of the sampled distribution; those before truncation are unknown.
+    The log-probs are those of the sampled distribution. Log-probs before truncation are not available.
     """
     ids = list(choice["token_ids"])
     reason = choice.get("finish_reason")
@@ -230,11 +230,11 @@ def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probs of one given sequence after its prompt, T positions.
+    """Log-probs of one sequence after its prompt, at T positions.
 
     Attributes:
-        logps: Log-probs of the T tokens. NaN: the server returned none (the first token of a sequence, the last one of
-            a full context).
+        logps: Log-probs of the T tokens. NaN if the server returned none, e.g. for the first token of a sequence, or for the
+            last token of a full context.
         top_ids: The k most likely tokens at each position, by rank.
         top_logps: Log-probs of ``top_ids``.
     """
@@ -245,7 +245,7 @@ class Scores:
 
 
 def scores_of(ids: Sequence[int], begin: int, entries: Sequence[Any], top: int) -> Scores:
-    """Convert vLLM's ``prompt_logprobs`` to scores of a sequence after its first ``begin`` tokens."""
+    """Convert vLLM's ``prompt_logprobs`` of a sequence to scores. The first ``begin`` tokens are skipped."""
     scores = Scores([], [], [])
     for t in range(begin, len(ids)):
         at = (entries[t] if t < len(entries) else None) or {}

@@ -1,9 +1,7 @@
-"""Tokens of rollout servers that were started without one: `write_token` creates a token, and `find_token` reads it for
-the same user.
+"""Tokens of rollout servers that were started without a token.
 
-`token_pattern` returns the location of the files, and `LocalToken` sends the token that was found.
-
-Only the same user on the same machine can read the file.
+`write_token` creates a token in a file, and `find_token` reads the file. Only the same user on the same machine can read it.
+`token_pattern` returns the location of the files, and `LocalToken` sends the token with each request.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from posttrain.rollouts.shared_memory import shared_root
 
 
 def token_pattern(port: object) -> Path:
-    """Return the pattern of the files that hold tokens of servers on a port."""
+    """Return the path pattern of files with tokens of servers on a port."""
     return shared_root() / f"posttrain-token-{port}-*"
 
 
 def _own_tokens(port: int) -> Iterator[Path]:
-    """Yield the token files of this user. Files of other accounts, or that others can read, are ignored."""
+    """Yield the token files of this user. Files of other users, and files that other users can read, are ignored."""
     pattern = token_pattern(port)
     for path in pattern.parent.glob(pattern.name):
         with contextlib.suppress(OSError):
@@ -39,8 +37,8 @@ def _own_tokens(port: int) -> Iterator[Path]:
 def write_token(port: int) -> Path:
     """Write a new token for the server on a port to a file that only this user can read (mode 0600).
 
-    The file is in shared memory, which ends with the machine, and has a name that no other account can occupy. Tokens of earlier
-    servers on this port are removed.
+    The file is in shared memory, which is cleared at a restart of the machine. Its name cannot be occupied by other users. Tokens
+    of earlier servers on this port are removed.
     """
     for path in list(_own_tokens(port)):
         path.unlink(missing_ok=True)
@@ -52,7 +50,7 @@ def write_token(port: int) -> Path:
 
 
 def find_token(port: int) -> str | None:
-    """Return the token of the server that this user started last on a port of this machine; ``None`` if there is no file."""
+    """Return the token of the last server that this user started on a port of this machine, or None if there is no file."""
     with contextlib.suppress(OSError):
         newest = max(_own_tokens(port), key=lambda path: path.stat().st_mtime_ns, default=None)
         return None if newest is None else newest.read_text() or None
@@ -60,8 +58,8 @@ def find_token(port: int) -> str | None:
 
 
 class LocalToken(httpx2.Auth):
-    """Send the token of the server on a port of this machine. It is read for each request, because a restarted server
-    has a new one.
+    """Send the token of the server on a port of this machine. The token is read for each request, because a restarted
+    server has a new token.
 
     Args:
         port: Port of the server.

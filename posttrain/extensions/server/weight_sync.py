@@ -1,4 +1,4 @@
-"""Pushes of weights to rollout servers in buckets with hashes, confirmed by a version."""
+"""Weight updates of rollout servers: weights are sent in buckets with hashes, and servers confirm the version."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Bucket = list[tuple[str, Tensor]]
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
-    """Group tensors in order into buckets of up to ``limit`` bytes and one dtype. A larger tensor gets its own bucket.
+    """Group tensors, in order, into buckets of up to ``limit`` bytes and one dtype. A larger tensor gets its own bucket.
 
     >>> pairs = [("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(9)), ("d", torch.zeros(1).half())]
     >>> [[name for name, _ in bucket] for bucket in buckets(pairs, 16)]
     [['a', 'b'], ['c'], ['d']]
     """
     if limit < 1:
-        raise ConfigError(f"a bucket of {limit} bytes is too small. Set vllm_weight_bucket_mb to at least 1.")
+        raise ConfigError(f"a bucket of {limit} bytes is too small. Fix: set vllm_weight_bucket_mb to at least 1.")
     bucket: Bucket = []
     size = 0
     for name, tensor in tensors:
@@ -49,17 +49,17 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
 
 
 BUCKET_BYTES = 512 * 2**20
-# Shared memory has no round trip to save, and small buckets overlap better.
+# Size of buckets in shared memory. It is small, because there are no round trips, and small buckets overlap better.
 SHARED_BYTES = 64 * 2**20
 Step = Callable[["VLLMClient"], None]
 Result = WeightSyncError | None
 
 
 class Pusher:
-    """Pushes one version to several servers concurrently. A bucket is written while the previous one is being loaded.
+    """Sender of one version to several servers concurrently. A bucket is written while the previous bucket is being loaded.
 
-    A server on this machine reads buckets from shared memory. A server with vLLM's NCCL backend receives broadcasts
-    between GPUs.
+    Servers on this machine read buckets from shared memory. Servers with vLLM's NCCL backend receive broadcasts between
+    GPUs.
 
     Args:
         bucket_bytes: Size of a bucket in bytes.
@@ -73,9 +73,9 @@ class Pusher:
     def push(
         self, tensors: Iterable[tuple[str, Tensor]], clients: Sequence[VLLMClient], version: str
     ) -> dict[VLLMClient, Result]:
-        """Update every server. Return None for each server that confirmed the version, else its error.
+        """Update all servers. The result of a server is None if it confirmed the version, else its error.
 
-        All tensors are read even after an error, because reading may be a collective.
+        All tensors are read even after an error, because reading can be a collective operation.
 
         Args:
             tensors: All weights, in the engine's dtype.
@@ -105,7 +105,7 @@ class Pusher:
                 for number, bucket in enumerate(buckets(iterator, limit)):
                     if all(results.values()):
                         break
-                    # The readers of this file have responded: they read the bucket before the last one.
+                    # The servers have loaded the bucket that was in this file, so the file can be overwritten.
                     sent = start(self._sender(bucket, number, by_memory))
                     settle(earlier)
                     earlier = sent
@@ -117,8 +117,8 @@ class Pusher:
         return results
 
     def _sender(self, bucket: Bucket, number: int, by_memory: bool) -> Step:
-        """Return a function that sends a bucket to a server. The bucket is written to shared memory if a server reads
-        it there.
+        """Return a function that sends a bucket to a server. The bucket is written to shared memory if a server needs it
+        there.
         """
         path, part = self.file(number), {}
         try:
@@ -126,8 +126,8 @@ class Pusher:
                 part = {"path": str(path), "checksum": write_tensors(bucket, path)}
         except OSError as error:
             full = WeightSyncError(
-                f"weights cannot be written to {path.parent}: {error}. Fix: enlarge shared memory (docker run "
-                "--shm-size=8g), or lower vllm_weight_bucket_mb.",
+                f"weights cannot be written to {path.parent}: {error}. Fix: increase the size of shared memory (docker run "
+                "--shm-size=8g), or decrease vllm_weight_bucket_mb.",
                 phase="bucket",
             )
             return functools.partial(_refuse, full)
@@ -140,7 +140,7 @@ class Pusher:
         return self._folder.path
 
     def file(self, number: int) -> Path:
-        """Return one of two files: one is written while the other is read."""
+        """Return one of two files. One file is written while servers read the other file."""
         return self.folder / f"bucket-{number % 2}.safetensors"
 
     def close(self) -> None:
@@ -164,10 +164,10 @@ def as_sync_error(client: VLLMClient, error: RolloutServerError) -> WeightSyncEr
 
 
 class NcclSender:
-    """The trainer's end of vLLM's NCCL weight transfer: metadata over HTTP, tensors in packed broadcasts between GPUs.
+    """Trainer's side of vLLM's NCCL weight transfer: metadata over HTTP, and tensors in packed broadcasts between GPUs.
 
-    It is for servers that were started with ``--weight-transfer-config '{"backend": "nccl"}'``, as TRL starts them. It
-    has not been tested on a GPU. Shared memory is the default.
+    It is for servers started with ``--weight-transfer-config '{"backend": "nccl"}'``, as TRL starts them. It has not been
+    tested on a GPU. The default is shared memory.
 
     Args:
         client: Client of the server.
@@ -185,7 +185,7 @@ class NcclSender:
             "rank_offset": 1,
             "world_size": workers + 1,
         }
-        # vLLM 0.27 needs this flag for packed broadcasts with each bucket, later versions here.
+        # vLLM 0.27 expects this option with each bucket, and later versions expect it here.
         self.told = {"packed": True}
         if "packed" in inspect.signature(common.NCCLWeightTransferInitInfo).parameters:
             info, self.told = info | self.told, {}
@@ -193,12 +193,12 @@ class NcclSender:
         with ThreadPoolExecutor(max_workers=1) as pool:
             body, limit = {"init_info": info}, client.sync_timeout
             answer = pool.submit(client.call, "POST", "/init_weight_transfer_engine", body, timeout=limit)
-            # Both sides join the group here.
+            # The trainer and the server join the group here.
             self.group: Any = common.trainer_init(info)
             answer.result()
 
     def send(self, bucket: Bucket) -> None:
-        """Announce a bucket, then broadcast it in the same order."""
+        """Send the metadata of a bucket, then broadcast its tensors in the same order."""
         packed = require("vllm.distributed.weight_transfer.packed_tensor", "a broadcast of weights to vLLM")
         part: dict[str, Any] = {"names": [n for n, _ in bucket], "shapes": [list(t.shape) for _, t in bucket]}
         part["dtype_names"] = [str(t.dtype).removeprefix("torch.") for _, t in bucket]

@@ -154,101 +154,100 @@ class DistillationFields:
     """Options of all distillation configs: the teacher, the data, and the divergence."""
 
     learning_rate: float = option(
-        1e-6, "Peak learning rate. The default suits training of all weights; use about ten times more for LoRA."
+        1e-6, "Peak learning rate. The default is for full fine-tuning. Use about ten times this value for LoRA."
     )
     num_generations: PositiveInt = option(
         1, "Number of completions sampled per prompt, at least 1. One is enough, because completions are not compared."
     )
     temperature: PositiveFloat = option(
         1.0,
-        "Divisor of the logits in sampling and of student and teacher in the loss, above 0. Higher values make "
-        "completions more diverse and the distributions softer.",
+        "Temperature, above 0. Logits are divided by it in sampling, and in the loss for student and teacher. Higher values "
+        "make completions more diverse and the distributions softer.",
     )
     lmbda: Share = option(
         1.0,
-        "Fraction of prompts whose completions the student samples, from 0 to 1. All other prompts train on the "
-        "dataset's completion column, or on the teacher's samples with seq_kd. 1: only the student's samples "
-        "(on-policy). 0: nothing is sampled by the student, which is fastest.",
+        "Fraction of prompts whose completions the student samples, from 0 to 1. For all other prompts, the completion is "
+        "taken from the dataset, or sampled from the teacher with seq_kd. 1: only the student's samples are trained "
+        "(on-policy). 0: the student samples no completions, which is fastest.",
     )
     seq_kd: bool = option(
         False,
-        "Sample from the teacher instead of reading the dataset's completions for prompts that the student does "
-        "not sample. It needs lmbda below 1 and a teacher model in this process.",
+        "For prompts whose completion the student does not sample, sample a completion from the teacher instead of using the "
+        "dataset's. It needs lmbda below 1 and a teacher model in this process.",
     )
     max_length: int | None = option(
         None,
-        "Maximum number of tokens of a dataset row, at least 2. The beginning of a longer row is removed. None: "
-        "no limit.",
+        "Maximum number of tokens of a dataset row, at least 2. The beginning of a longer row is removed. None: no limit.",
     )
     max_prompt_length: PositiveInt | None = option(
         None, "Maximum number of tokens of a prompt. The beginning of a longer prompt is removed. None: no limit."
     )
     eval_mode: Literal["auto", "dataset", "student"] = option(
         "auto",
-        "Completions that evaluation scores. 'dataset': the dataset's completions. 'student': samples of the "
-        "student. 'auto': 'dataset' if the set has a completion column, else 'student'.",
+        "Completions on which evaluation computes the loss. 'dataset': completions of the dataset. 'student': samples of the "
+        "student. 'auto': 'dataset' if the evaluation set has a completion column, else 'student'.",
     )
     teacher_model_name_or_path: dict[str, str] | str | None = option(
         None,
-        "Folder or Hub id of the teacher, used if the trainer receives no teacher_model. Several teachers: a "
-        "mapping from name to model, as JSON on the command line.",
+        "Folder or Hub id of the teacher. It is used if no teacher_model is passed to the trainer. For several teachers, pass "
+        "a mapping from names to models, as JSON on the command line.",
     )
     teacher_model_revision: str | None = option(
         None, "Branch, tag or commit of the teacher on the Hub. None: the default branch."
     )
     teacher_model_init_kwargs: dict[str, Any] | str | None = option(
         None,
-        "Keyword arguments of from_pretrained for the teacher, as a mapping or JSON. Without dtype, the teacher "
-        "keeps the precision of its checkpoint.",
+        "Keyword arguments of from_pretrained for the teacher, as a mapping or JSON. Without dtype, the teacher keeps the "
+        "precision of its checkpoint.",
     )
     teacher_model_kind: Literal["model", "live", "base", "ema"] = option(
         "model",
-        "What the teacher is. 'model': another model. The other values use the student itself: 'live' with its "
-        "current weights, 'base' with its initial weights (with LoRA, the adapter is disabled), 'ema' with a "
-        "moving average of its weights (with LoRA, of the adapter's).",
+        "Type of teacher. 'model': another model. 'live': the student with its current weights. 'base': the student with its "
+        "initial weights (with LoRA, the adapter is disabled). 'ema': the student with a moving average of its weights (with "
+        "LoRA, of the adapter's weights).",
     )
     teacher_update_rate: PositiveShare = option(
         0.05,
-        "With teacher_model_kind='ema': fraction of the student in each update of the teacher, above 0 and at most 1.",
+        "With teacher_model_kind='ema': fraction a, above 0 and at most 1, in the update teacher = (1 - a) * teacher + a * "
+        "student.",
     )
     teacher_sync_steps: PositiveInt = option(
         1, "With teacher_model_kind='ema': number of optimizer steps between two updates of the teacher, at least 1."
     )
     teacher_scores: str | None = option(
         None,
-        "File written by posttrain teacher-scores for the training set. It replaces the teacher model, which "
-        "saves its memory and time, and needs lmbda=0. None: a teacher model scores.",
+        "File written by posttrain teacher-scores for the training set. The teacher model is then not loaded, which saves "
+        "memory and time. It needs lmbda=0. None: a teacher model scores the completions.",
     )
     eval_teacher_scores: str | None = option(
-        None,
-        "File written by posttrain teacher-scores for the evaluation set. It needs teacher_scores. None: no such file.",
+        None, "File written by posttrain teacher-scores for the evaluation set. It needs teacher_scores. None: no file."
     )
     teacher_model_server_url: dict[str, str] | str | None = option(
         None,
-        "Address of a server with the teacher, for example 'http://localhost:8000', which scores completions "
-        "instead of a model in this process. Several teachers: a mapping from name to address. None: no server.",
+        "Address of a server with the teacher, for example 'http://localhost:8000'. The server scores completions, and no "
+        "teacher is loaded in this process. For several teachers, pass a mapping from names to addresses. None: no server.",
     )
     teacher_weights: dict[str, float] | str | None = option(
         None,
-        "With several teachers: weight of each teacher's divergence by name, as a mapping or JSON. The weights "
-        "sum to 1. None: the column teacher_id names the teacher of each row.",
+        "With several teachers: weight of each teacher's divergence by name, as a mapping or JSON. The weights sum to 1. "
+        "None: the column teacher_id names the teacher of each row.",
     )
     loss_top_k: NonNegativeInt = option(
         0,
-        "Number of token ids per position in the divergence. beta=0: the teacher's most likely ids. beta=1: the "
-        "student's. Between: the most likely ids of student and teacher. 1 uses the sampled token for the "
-        "student's most likely id. 0: the whole vocabulary, which is exact. Smaller sets need less memory and "
-        "traffic.",
+        "Number of token ids per position over which the divergence is computed. They are the most likely ids of the teacher "
+        "(beta=0), of the student (beta=1), or of each (beta between 0 and 1). With loss_top_k=1, the sampled token is used "
+        "instead of the student's most likely id. 0: the whole vocabulary, which is exact. A smaller number needs less memory "
+        "and network traffic.",
     )
     loss_add_tail: bool = option(
         True,
-        "With loss_top_k above 0: add one category for the probability of all other ids. False renormalizes both "
-        "distributions to the selected ids, which ignores that probability.",
+        "With loss_top_k above 0: add one category with the total probability of all token ids that are not selected. False "
+        "renormalizes both distributions over the selected ids, which ignores the remaining probability.",
     )
     tokenizer_check: Literal["error", "warn", "off"] = option(
         "error",
-        "What happens if the tokenizers of student and teacher differ. 'error': stop, because token ids would "
-        "have different meanings. 'warn': log a warning. 'off': do not compare.",
+        "What to do if the tokenizers of student and teacher differ. 'error': raise an error, because equal token ids would "
+        "have different meanings. 'warn': log a warning. 'off': do not compare the tokenizers.",
     )
 
     if TYPE_CHECKING:  # Attributes of the config classes that inherit these fields.
@@ -372,7 +371,7 @@ class DistillationConfig(DistillationFields, PictureConfig, OnlineConfig):
 
     beta: float = option(
         1.0,
-        "Divergence of the generalized Jensen-Shannon family, from 0 to 1. 0: forward KL(teacher || student), "
-        "which covers all of the teacher's modes. 1: reverse KL(student || teacher), which concentrates on its "
-        "most likely ones. 0.5: Jensen-Shannon. Values near but not at 0 or 1 have a small gradient.",
+        "Divergence: a member of the generalized Jensen-Shannon family, from 0 to 1. 0: forward KL(teacher || student), which "
+        "covers all modes of the teacher. 1: reverse KL(student || teacher), which concentrates on the teacher's most likely "
+        "modes. 0.5: Jensen-Shannon divergence. For values close to 0 or 1, but not equal to them, the gradient is small.",
     )

@@ -41,14 +41,14 @@ class GKDConfig(DistillationConfig):
     _loss_temperature: ClassVar[str | float] = 1.0
     max_new_tokens: PositiveInt | None = option(
         None,
-        "TRL's name of max_completion_length, the maximum number of tokens of a sampled completion. None: "
-        "max_completion_length. If it is set, it overrides that field.",
+        "Maximum number of tokens of a sampled completion. This is TRL's name of max_completion_length, and overrides it if "
+        "both are set. None: max_completion_length is used.",
     )
     chat_template_path: str | None = option(
         None,
-        "Path of a .jinja or .j2 file with a chat template, whose special tokens must be in the vocabulary "
-        "already. Any other value is the folder or Hub id of a tokenizer: its template and added tokens are "
-        "copied, and the embedding grows. None: the tokenizer's own template.",
+        "Chat template to use. Either the path of a .jinja or .j2 file, whose special tokens must already be in the "
+        "vocabulary, or the folder or Hub id of a tokenizer. The template and the added tokens of that tokenizer are copied, "
+        "and the model's embedding is extended. None: the tokenizer's own template.",
     )
     eos_token: str | None = option(
         None, "Token that ends a sequence. It must be in the tokenizer's vocabulary. None: the tokenizer's own token."

@@ -195,115 +195,115 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     _corrects_sampler: ClassVar[bool] = True
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"] = option(
         "dapo",
-        "Loss. 'dapo' (default): average over all tokens of the step, which has no length bias. 'grpo': average "
-        "each completion, then over completions; it favors short correct and long wrong completions. 'dr_grpo': "
-        "divide the sum by max_completion_length per completion, which also removes the bias. 'bnpo': average "
-        "over the tokens of each forward pass. 'cispo': a capped ratio as weight of log p (MiniMax-M1). 'sapo': a "
-        "smooth gate instead of the clip. 'luspo': sequence ratios, each completion weighted by its length. "
-        "'vespo': a smooth weight per sequence. 'gmpo': geometric mean of a completion's clipped ratios.",
+        "Loss. 'dapo' (default): averages over all tokens of the step, which has no length bias. 'grpo': averages over the "
+        "tokens of each completion, then over completions; it favors short correct and long wrong completions. 'dr_grpo': "
+        "divides by max_completion_length instead of the completion's length, which also removes the length bias. 'bnpo': "
+        "averages over the tokens of each forward pass. 'cispo': uses the capped importance ratio as weight of the log-prob "
+        "(MiniMax-M1). 'sapo': replaces the clip with a smooth gate. 'luspo': uses sequence-level ratios, and weights each "
+        "completion by its length. 'vespo': uses a smooth weight per sequence. 'gmpo': uses the geometric mean of a "
+        "completion's clipped ratios. Formulas are in docs/losses.md.",
     )
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = option(
         "token",
-        "Level of the importance ratio between the policy and the weights that sampled. 'token': one ratio per "
-        "token. 'sequence': the geometric mean of a completion's ratios, on each of its tokens (GSPO, with "
-        "loss_type='grpo'). 'sequence_token': the same value, with each token's own gradient. 'luspo' needs "
-        "'sequence'; 'vespo' and 'gmpo' have their own.",
+        "Level of the importance ratio between the policy and the weights that sampled the completion. 'token': one ratio per "
+        "token. 'sequence': the geometric mean of the completion's token ratios, used for all of its tokens (GSPO, with "
+        "loss_type='grpo'). 'sequence_token': the same value as 'sequence', but with each token's own gradient. 'luspo' needs "
+        "'sequence'. 'vespo' and 'gmpo' define their own ratio.",
     )
     delta: PositiveFloat | None = option(
         None,
-        "Upper bound of the ratio where the clip has none: for completions with a negative advantage that became "
-        "much more likely (INTELLECT-2). It should be above 1 + epsilon_high. None: no bound. Set it if such "
-        "ratios destabilize training.",
+        "Upper bound of the importance ratio for completions with a negative advantage, for which the clip has no upper bound "
+        "(INTELLECT-2). It should be above 1 + epsilon_high. None: no bound. Set it if training becomes unstable because such "
+        "completions have become much more likely.",
     )
     scale_rewards: Annotated[str, OneOf(SCALES)] = option(
         "group",
-        "What advantages are divided by. 'group' or True: the standard deviation of the group's rewards. 'batch': "
-        "the standard deviation over the whole generation. 'none' or False: nothing, which removes the bias "
-        "towards prompts with nearly equal rewards (Dr. GRPO). Scaled advantages are limited to -10 to 10.",
+        "How advantages are scaled. 'group' or True: divide by the standard deviation of the group's rewards. 'batch': divide "
+        "by the standard deviation over the whole generation. 'none' or False: do not scale, which removes the bias towards "
+        "prompts with nearly equal rewards (Dr. GRPO). Scaled advantages are limited to the range from -10 to 10.",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize",
-        "How several reward functions are combined. 'sum_then_normalize': add the weighted rewards, then "
-        "normalize. 'normalize_then_sum': normalize each function within the group, add them with their weights, "
-        "and normalize over the generation (GDPO); scale_rewards is then ignored. Use it if the functions have "
-        "very different scales.",
+        "How several reward functions are combined. 'sum_then_normalize': add the weighted rewards, then normalize the sum. "
+        "'normalize_then_sum': normalize the rewards of each function within the group, add them with their weights, and "
+        "normalize the sum over the generation (GDPO). scale_rewards is then ignored. Use 'normalize_then_sum' if the "
+        "functions have very different scales.",
     )
     min_group_std: NonNegativeFloat = option(
         0.0,
-        "Minimum standard deviation of a group's rewards. Groups below it get advantage 0, because dividing by a "
-        "tiny standard deviation amplifies noise. 0: no minimum.",
+        "Minimum standard deviation of a group's rewards. Groups with a smaller standard deviation get advantage 0, because "
+        "division by a tiny standard deviation amplifies noise. 0: no minimum.",
     )
     sapo_temperature_neg: PositiveFloat = option(
         1.05,
-        "With loss_type='sapo': sharpness of the gate for advantages of 0 or below, above 0. A larger value "
-        "suppresses off-policy tokens more.",
+        "With loss_type='sapo': sharpness of the gate for advantages of 0 or below, above 0. A larger value suppresses "
+        "off-policy tokens more.",
     )
     sapo_temperature_pos: PositiveFloat = option(
         1.0,
-        "With loss_type='sapo': sharpness of the gate for positive advantages, above 0. A larger value suppresses "
-        "off-policy tokens more.",
+        "With loss_type='sapo': sharpness of the gate for positive advantages, above 0. A larger value suppresses off-policy "
+        "tokens more.",
     )
     vespo_k_pos: float = option(
         2.0,
-        "With loss_type='vespo': exponent k of the weight w^k * exp(lambda * (1 - w)) of the sequence ratio w, "
-        "for advantages of at least 0. A larger value gives less weight to ratios below 1.",
+        "With loss_type='vespo': exponent k of the weight w^k * exp(lambda * (1 - w)) for advantages of at least 0, where w "
+        "is the sequence ratio. A larger value reduces the weight of ratios below 1.",
     )
     vespo_lambda_pos: float = option(
         3.0,
-        "With loss_type='vespo': lambda of the weight w^k * exp(lambda * (1 - w)), for advantages of at least 0. "
-        "A larger value gives less weight to ratios above 1.",
+        "With loss_type='vespo': lambda of the weight w^k * exp(lambda * (1 - w)), for advantages of at least 0. A larger "
+        "value reduces the weight of ratios above 1.",
     )
     vespo_k_neg: float = option(
         3.0,
-        "With loss_type='vespo': exponent k for negative advantages. A larger value gives less weight to ratios "
-        "below 1.",
+        "With loss_type='vespo': exponent k for negative advantages. A larger value reduces the weight of ratios below 1.",
     )
     vespo_lambda_neg: float = option(
         2.0,
-        "With loss_type='vespo': lambda for negative advantages. A larger value gives less weight to ratios above 1.",
+        "With loss_type='vespo': lambda for negative advantages. A larger value reduces the weight of ratios above 1.",
     )
     mask_zero_variance_groups: bool = option(
         False,
-        "Exclude groups whose rewards are all equal from the loss, its denominators and the KL penalty. They are "
-        "not computed, which saves time. False keeps them: their advantages are 0, but they count in averages.",
+        "Exclude groups whose rewards are all equal from the loss, its denominators and the KL penalty. This saves the time "
+        "to compute them. False keeps these groups: their advantages are 0, but their tokens count in averages.",
     )
     log_ref_kl: bool = option(
-        False, "Log the KL to the initial policy even if beta is 0. It needs the forward pass of the reference model."
+        False,
+        "Log the KL divergence from the initial policy even if beta is 0. This needs a forward pass of the reference model.",
     )
     use_bias_correction_kl: bool = option(
         True,
         "Multiply the KL term by the importance ratio, which makes its gradient unbiased for "
-        "importance_sampling_level='token' (DeepSeek-V3.2). The gradient changes even where the ratio is 1. "
-        "loss_type='gmpo' ignores it.",
+        "importance_sampling_level='token' (DeepSeek-V3.2). The gradient changes even if the ratio is 1. loss_type='gmpo' "
+        "does not use it.",
     )
     top_entropy_quantile: Share = option(
         1.0,
-        "Fraction of tokens in the policy loss, those with the highest entropy, from 0 to 1. The threshold is "
-        "computed per micro-batch over all processes. 1: all tokens. 0: only the maximum. 0.2 is recommended by "
-        "arXiv:2506.01939. The KL penalty keeps all tokens.",
+        "Fraction of tokens in the policy loss, from 0 to 1. The tokens with the highest entropy are selected; the threshold "
+        "is computed per micro-batch over all processes. 1: all tokens. 0: only the token with the maximum entropy. "
+        "arXiv:2506.01939 recommends 0.2. The KL penalty always includes all tokens.",
     )
     entropy_coef: float = option(
         0.0,
-        "Weight of the entropy bonus, the mean entropy per token in nats. A positive value encourages exploration "
-        "and delays entropy collapse. 0: no bonus. With use_adaptive_entropy it is the initial weight.",
+        "Weight of the entropy bonus, the mean entropy per token in nats. A positive value encourages exploration and delays "
+        "entropy collapse. 0: no bonus. With use_adaptive_entropy it is the initial weight.",
     )
     off_policy_mask_threshold: PositiveFloat | None = option(
         None,
-        "Exclude a completion with a negative advantage if its mean log-prob per token has fallen by more than "
-        "this many nats since sampling, above 0 (DeepSeek-V3.2). 0.5 is an example. None: keep all. Set it for "
+        "Exclude a completion with a negative advantage if its mean log-prob per token has fallen by more than this number of "
+        "nats since it was sampled (DeepSeek-V3.2). Above 0, for example 0.5. None: no completion is excluded. Set it for "
         "very off-policy training.",
     )
     cast_lm_head_to_fp32: bool = option(
         False,
-        "Compute the output layer of policy and reference in float32 (MiniMax-M1, ScaleRL). It reduces the "
-        "difference between engine and trainer, and costs memory and time. It is refused for an adapter on the "
-        "output layer.",
+        "Compute the output layer of policy and reference model in float32 (MiniMax-M1, ScaleRL). It reduces the difference "
+        "between engine and trainer, but needs memory and time. It cannot be combined with an adapter on the output layer.",
     )
     use_adaptive_entropy: bool = option(
         False,
-        "Adjust the weight of the entropy bonus after each optimizer step (Skywork-OR1): add entropy_coef_delta "
-        "if the entropy is at most entropy_target, else subtract it. The bonus applies only while the last "
-        "entropy is at most the target.",
+        "Adjust the weight of the entropy bonus after each optimizer step (Skywork-OR1). If the entropy is at most "
+        "entropy_target, entropy_coef_delta is added to the weight, else subtracted from it. The bonus is applied only if the "
+        "last measured entropy is at most entropy_target.",
     )
     entropy_coef_min: float = option(0.0, "With use_adaptive_entropy: lower bound of the bonus's weight.")
     entropy_coef_max: float = option(1.0, "With use_adaptive_entropy: upper bound of the bonus's weight.")
@@ -312,15 +312,14 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     entropy_target: NonNegativeFloat = option(
         0.2,
-        "With use_adaptive_entropy: entropy per trained token in nats below which the bonus applies. Set it near "
-        "the entropy that the log shows in the first steps; the default is below that of most models, so the "
-        "bonus would start only near collapse.",
+        "With use_adaptive_entropy: entropy per trained token, in nats, below which the bonus is applied. Set it close to the "
+        "entropy logged in the first steps. The default is lower than the entropy of most models, so with the default the "
+        "bonus starts only close to entropy collapse.",
     )
     log_completions_hub_repo: str | None = option(
         None,
-        "Dataset repository on the Hub, 'user/name' or 'name', to which completions are pushed every 2 minutes. "
-        "It is created if it does not exist, private only if hub_private_repo is set. It needs log_completions. "
-        "None: no upload.",
+        "Dataset repository on the Hub, 'user/name' or 'name', to which completions are pushed every 2 minutes. It is created "
+        "if it does not exist, private only if hub_private_repo is set. It needs log_completions. None: no upload.",
     )
 
     def __post_init__(self) -> None:

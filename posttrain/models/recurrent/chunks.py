@@ -1,8 +1,8 @@
 """Chunk layout of packed prefix trees for recurrent layers (`Chunks`, `chunks_of`, `predecessors`).
 
-The token axis is flat: rows of the batch one after another. Each segment is cut into chunks of `SIZE` tokens. The parent of a
-chunk is the chunk before it in its segment, or the last chunk of the segment that this one continues. All products inside chunks
-are batched over all chunks. Only the state is sequential, with one step per depth.
+Rows of the batch are concatenated along the token axis. Each segment is divided into chunks of `SIZE` tokens. The parent of a
+chunk is the preceding chunk of its segment, or the last chunk of the parent segment. All products inside chunks are batched over
+all chunks. Only states are computed sequentially, in one step per depth.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SIZE = 32
 
 
 class Chunks(NamedTuple):
-    """Places of tokens in chunks, ordered by depth.
+    """Layout of tokens in chunks, ordered by depth.
 
     Attributes:
-        tokens: ``(N, C)`` flat index of each token; the number of tokens where a chunk has none.
-        places: ``(tokens,)`` index of each token in ``tokens.flatten()``; ``N * C`` on padding.
-        levels: Chunks of each depth.
+        tokens: ``(N, C)`` flat index of each token, or the number of tokens for positions of a chunk without a token.
+        places: ``(tokens,)`` index of each token in ``tokens.flatten()``, or ``N * C`` for padding.
+        levels: Slice of the chunks of each depth.
         parents: For each depth after the first, ``(n,)`` index of each chunk's parent in the previous depth.
         ends: ``(segments,)`` index of the last chunk of each path that ends with a segment.
     """
@@ -36,11 +36,11 @@ class Chunks(NamedTuple):
     ends: Tensor
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return ``(tokens, ...)`` values as ``(N, C, ...)``, zero where a chunk has no token."""
+        """Return ``(tokens, ...)`` values as ``(N, C, ...)``, zero for positions of a chunk without a token."""
         return _rows(x, self.tokens.flatten()).view(*self.tokens.shape, *x.shape[1:])
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Return ``(N, C, ...)`` values as ``(tokens, ...)``, zero on padding. Inverse of `gather`."""
+        """Return ``(N, C, ...)`` values as ``(tokens, ...)``, zero for padding. This is the inverse of `gather`."""
         return _rows(x.flatten(0, 1), self.places)
 
 
@@ -49,7 +49,7 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.device, size: int = SIZE) -> Chunks:
-    """Cut the segments of a batch into chunks.
+    """Divide the segments of a batch into chunks.
 
     Args:
         segments: Packed prefix trees in depth-first order.
@@ -59,9 +59,9 @@ def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.devi
     """
     rows, width = shape
     count = rows * width
-    # Per depth: the first token, the number of tokens and the parent's index in the previous depth.
+    # For each depth: first token, number of tokens, and index of the parent in the previous depth.
     levels: list[list[tuple[int, int, int]]] = []
-    # Per segment: depth and index of its last chunk, or of the last chunk before it if the segment is empty.
+    # For each segment: depth and index of its last chunk, or of the preceding chunk if the segment is empty.
     last: list[tuple[int, int]] = []
     for one in segments:
         depth, parent = last[one.parent] if one.parent >= 0 else (-1, 0)
@@ -85,7 +85,7 @@ def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.devi
 
 
 def predecessors(segments: Sequence[Segment], shape: torch.Size, device: torch.device, count: int) -> list[Tensor]:
-    """Return the flat index of the token that lies 0, 1, ..., ``count - 1`` positions before each token on its path.
+    """Return the flat indices of the tokens 0, 1, ..., ``count - 1`` positions before each token on its path.
 
     Args:
         segments: Packed prefix trees in depth-first order.
@@ -94,7 +94,7 @@ def predecessors(segments: Sequence[Segment], shape: torch.Size, device: torch.d
         count: Number of indices per token.
 
     Returns:
-        ``count`` tensors ``(B * T + 1,)``. The index is ``B * T`` before the first token of a tree and on padding.
+        ``count`` tensors ``(B * T + 1,)``. The index is ``B * T`` before the first token of a tree and for padding.
     """
     rows, width = shape
     none = rows * width

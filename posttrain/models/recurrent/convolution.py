@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, before: list[Tensor]) -> Tensor:
-    """Convolve every channel with its own kernel over each token and the tokens before it on its path.
+    """Convolve each channel with its own kernel over each token and the preceding tokens of its path.
 
     Args:
-        x: ``(B, D, T)``.
-        weight: ``(D, K)``; the last entry is of the token itself.
+        x: ``(B, D, T)`` inputs.
+        weight: ``(D, K)`` kernels. The last entry is for the token itself.
         bias: ``(D,)``, or None.
-        before: Flat indices of the K tokens, see `posttrain.models.recurrent.chunks.predecessors`.
+        before: Flat indices of these K tokens, see `posttrain.models.recurrent.chunks.predecessors`.
 
     Returns:
-        ``(B, D, T)``, zero before the first token of a tree.
+        ``(B, D, T)``. Tokens before the first token of a tree count as zero.
     """
     rows, channels, width = x.shape
     flat = x.transpose(1, 2).reshape(rows * width, channels)
@@ -31,7 +31,7 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, before: li
 
 
 class _ShortConvolution(torch.autograd.Function):
-    """Keeps its input alone, not one copy per entry of the kernel."""
+    """Autograd function that saves only its input, instead of one copy per entry of the kernel."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, before: list[Tensor]) -> Tensor:

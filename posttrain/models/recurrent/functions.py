@@ -1,8 +1,9 @@
-"""Versions of transformers' functions of recurrent layers for packed prefix trees and for sampling, with the same arguments.
+"""Replacements for transformers' functions of recurrent layers, for packed prefix trees and for sampling.
 
 The first argument of each function computes convolutions and recurrences (`Paths`): `Trees` in training, `States` in sampling.
-Short convolution (`convolution`), gated delta rule (`gated_delta_rule`), state space of Mamba-2 (`state_space`,
-`no_fused_kernel`), lightning attention (`lightning_attention`) and Kimi delta attention (`kimi_delta_attention`).
+Other arguments are the same as in transformers. The functions are short convolution (`convolution`), gated delta rule
+(`gated_delta_rule`), state space of Mamba-2 (`state_space`, `no_fused_kernel`), lightning attention (`lightning_attention`) and
+Kimi delta attention (`kimi_delta_attention`).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def kimi_delta_attention(
 
 
 def _normalized(query: Tensor, key: Tensor, normalizes: bool) -> tuple[Tensor, Tensor]:
-    """Return queries, divided by the root of the head size, and keys, in float32 or float64."""
+    """Return queries, divided by the square root of the head size, and keys, in float32 or float64."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     q, k = query.to(wide), key.to(wide)
     if normalizes:
@@ -90,26 +91,26 @@ def state_space(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **kwargs: Any,
 ) -> Tensor:
-    """Compute the state space of ``(B, T, heads, d)`` hidden states along each path, in float32 as the original."""
+    """Compute the state space of ``(B, T, heads, d)`` hidden states along each path, in float32 like the original."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    # float() is float64 in proofs.
+    # Some tests replace float() by float64.
     x, dt = hidden_states.float(), dt.float()
     out = paths.scan(C, B, x * dt[..., None], A * dt, None)
     return out if D is None else out + D[:, None] * x
 
 
 def no_fused_kernel(paths: Paths, *args: Any, **kwargs: Any) -> None:
-    """Return None: the layer then calls the functions above instead of a fused kernel."""
+    """Return None, so that the layer calls the functions above instead of a fused kernel."""
 
 
 def lightning_attention(
     paths: Paths, layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute a layer of MiniMax for ``(B, T, H)`` hidden states along each path.
+    """Compute a whole layer of MiniMax for ``(B, T, H)`` hidden states along each path.
 
-    Its file has no function for the recurrence alone. Decays are computed in float32 from the slopes, because the layer's buffers
-    of decays follow the weights into half precision.
+    The layer's modeling file has no separate function for the recurrence. Decays are computed in float32 from the slopes, because
+    the layer's buffers of decays are cast to half precision together with the weights.
     """
     heads, size = layer.num_attention_heads, layer.head_dim
     states = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * size))

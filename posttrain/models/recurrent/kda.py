@@ -4,8 +4,8 @@ With log decays ``g`` ``(T, dk)`` and the terms of `posttrain.models.recurrent.s
 
     S_t = diag(a_t) S_{t-1} + beta_t k_t (v_t - (diag(a_t) S_{t-1})^T k_t)^T,   o_t = S_t^T q_t
 
-Products of two tokens of a chunk are ``sum_d q_id k_jd exp(gam_id - gam_jd)``. They are computed one column at a time, so that no
-exponent is positive and no tensor has the size ``(C, C, dk)``.
+The product of two tokens of a chunk is ``sum_d q_id k_jd exp(gam_id - gam_jd)``. Products are computed one column at a time, so
+that exponents are never positive and no tensor has the size ``(C, C, dk)``.
 
 Reference: Kimi Linear, arXiv:2510.26692.
 """
@@ -22,26 +22,26 @@ from posttrain.models.recurrent.chunks import Chunks
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-SIZE = 16  # Tokens of a chunk.
+SIZE = 16  # Number of tokens per chunk.
 
 
 def kda(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, chunks: Chunks, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute Kimi delta attention along every path of packed prefix trees.
+    """Compute Kimi delta attention along each path of packed prefix trees.
 
     Args:
         q: ``(B, T, H, dk)`` queries.
         k: ``(B, T, H, dk)`` keys.
         v: ``(B, T, H, dv)`` values.
-        log_decay: ``(B, T, H, dk)``, at most 0.
+        log_decay: ``(B, T, H, dk)`` logs of decays, at most 0.
         beta: ``(B, T, H)`` step sizes.
         chunks: Layout of the batch.
-        initial: ``(S, H, dk, dv)`` states before sequences that continue; every segment of ``chunks`` is a sequence.
+        initial: ``(S, H, dk, dv)`` states from which sequences continue. Every segment of ``chunks`` is then a sequence.
 
     Returns:
-        ``(B, T, H, dv)`` in float32, or float64 if ``v`` is float64; zero on padding. With ``initial``, also the states
-        after each sequence.
+        ``(B, T, H, dv)`` in float32, or in float64 if ``v`` is float64, zero for padding. With ``initial``, the states after
+        each sequence are returned too.
     """
     shape, wide = v.shape, torch.float64 if v.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):

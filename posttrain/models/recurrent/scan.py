@@ -13,8 +13,8 @@ Inside a chunk that starts with state ``S``, with ``gam = cumsum(g)``, ``e = exp
     O = e (Q S) + (Q K^T * D) U
     S' = e_C S + K^T (exp(gam_C - gam) U)
 
-The backward computes D, the products and M^-1 again from the inputs. The gradient of a log decay is a sum over the pairs of
-tokens that it lies between, not a difference of two sums: under strong decay those cancel.
+The backward pass recomputes D, the products and M^-1 from the inputs. The gradient of a log decay is computed as a sum over the
+pairs of tokens between which it is, and not as a difference of two sums, because these cancel each other if decay is strong.
 
 References: Gated Delta Networks, arXiv:2412.06464; Mamba-2 (SSD), arXiv:2405.21060; Lightning Attention-2, arXiv:2401.04658.
 """
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, chunks: Chunks) -> Tensor:
-    """Compute a linear recurrence along every path of packed prefix trees.
+    """Compute a linear recurrence along each path of packed prefix trees.
 
     Args:
         q: ``(B, T, G, dk)`` queries. Each group of heads shares queries and keys.
         k: ``(B, T, G, dk)`` keys.
-        v: ``(B, T, H, dv)`` values; H is a multiple of G.
-        log_decay: ``(B, T, H)``, at most 0.
-        beta: ``(B, T, H)`` step sizes of the gated delta rule. None: state space without delta rule.
+        v: ``(B, T, H, dv)`` values. H is a multiple of G.
+        log_decay: ``(B, T, H)`` logs of decays, at most 0.
+        beta: ``(B, T, H)`` step sizes of the gated delta rule. None computes the state space without delta rule.
         chunks: Layout of the batch.
 
     Returns:
-        ``(B, T, H, dv)`` in float32, or float64 if ``v`` is float64; zero on padding.
+        ``(B, T, H, dv)`` in float32, or in float64 if ``v`` is float64, zero for padding.
     """
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):
@@ -55,10 +55,10 @@ def scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None
 def scan_from(
     initial: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, chunks: Chunks
 ) -> tuple[Tensor, Tensor]:
-    """Compute a linear recurrence of sequences that continue from states, without gradients. Return also the states after them.
+    """Compute a linear recurrence of sequences that continue from given states, without gradients.
 
     ``initial`` contains the states ``(S, G, dk, r, dv)`` of S sequences, with ``r = H / G``. Every segment of ``chunks`` is a
-    sequence. The other arguments and the outputs are those of `scan`, all in one dtype.
+    sequence. Other arguments are described in `scan`, and have the same dtype. Final states are returned too.
     """
     x = _inside(q, k, v, log_decay, beta, chunks)
     out, states, updates = _through(x, chunks, initial)
@@ -88,7 +88,7 @@ def _outer(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Inside(NamedTuple):
-    """What a scan computes of every chunk without its state; see the module."""
+    """Tensors of all chunks that a scan computes before states are known, see the module's docstring."""
 
     q: Tensor  # (N, G, C, dk)
     k: Tensor
@@ -113,7 +113,7 @@ def _inside(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | N
     assert values.shape[3] == repeats
     total = grouped(log_decay).transpose(2, 3).cumsum(-1)  # (N, G, r, C)
     upper = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
-    # Masked before exp: positive exponents overflow.
+    # Mask before exp, because positive exponents overflow.
     decays = (total[..., :, None] - total[..., None, :]).masked_fill_(upper, -torch.inf).exp_()
     scores = (queries @ keys.transpose(2, 3))[:, :, None] * decays
     last = total[..., -1:]
@@ -129,7 +129,7 @@ def _inside(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | N
 
 
 def _through(x: _Inside, chunks: Chunks, initial: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, states before each chunk, and updates (U in the module) of all chunks."""
+    """Return outputs, states before each chunk, and updates (U in the module's docstring) of all chunks."""
     count, groups, _, repeats, size = x.v.shape
     states = x.v.new_zeros(count, groups, x.k.shape[-1], repeats, size)
     if initial is not None:
@@ -169,7 +169,7 @@ class _Scan(torch.autograd.Function):
         updates = x.v if updates is None else updates
         out = chunks.gather(grad.flatten(0, 1).unflatten(1, (x.k.shape[1], -1))).transpose(1, 2)
         direct, into = _mixed(x.scores.mT, out), _outer(x.q, x.start * out)
-        # Gradients of updates, of M^-1's right side, and of the states that leave and enter each chunk, leaves first.
+        # Gradients of updates, of the right-hand side of M^-1, and of the states after and before each chunk. Leaves come first.
         dupdates, dright, leaving = torch.empty_like(direct), torch.empty_like(direct), torch.zeros_like(states)
         for level, parents in zip(reversed(chunks.levels), [None, *reversed(chunks.parents)], strict=True):
             if parents is not None:
@@ -219,7 +219,7 @@ def _shares(
         dk += (dkk + dkk.mT) @ x.k - back(x.start * dv, states)
         between += x.beta[..., None] * weighted
         before -= (dv * read).sum(-1)
-    # A log decay at t lies between the tokens i >= t > j.
+    # A log decay at t affects pairs of tokens with i >= t > j.
     ones = torch.ones(between.shape[-2:], dtype=between.dtype, device=between.device)
     spanned = ((between @ ones.triu(1)) * ones.tril()).sum(-2).transpose(2, 3)
     whole = (x.whole[..., 0] * (states * leaving).sum((2, 4))[:, :, None]).expand_as(before)

@@ -1,4 +1,4 @@
-"""Recurrent layers of sequences that continue from the states of earlier passes, as in sampling (`States`)."""
+"""Recurrent layers in sampling, where sequences continue from the states of earlier passes (`States`)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from posttrain.types import Segment
 
 
 class States:
-    """Convolutions and recurrences of one pass over sequences, one per row, without gradients.
+    """Convolutions and recurrences of one pass over sequences, with one sequence per row and without gradients.
 
     Args:
         tensors: States ``(rows, ...)`` in the order in which the layers use them: the last inputs of a convolution, or the matrix
-            of a recurrence. An empty list means that all are zero, and receives them. The pass changes them in place.
-        lengths: Number of tokens of each row; later columns are padding. None means that each row has one token.
-
-    ``tensors`` may have more rows than a pass: the pass uses the first ones.
+            of a recurrence. If the list is empty, all states are zero and are appended. The pass changes states in place. If
+            states have more rows than the pass, the first rows are used.
+        lengths: Number of tokens of each row. Later columns are padding. None if each row has one token.
     """
 
     def __init__(self, tensors: list[Tensor], lengths: Sequence[int] | None = None) -> None:
@@ -79,7 +78,7 @@ class States:
             return out
 
     def _ends(self, count: int, device: torch.device) -> Tensor:
-        """Return the columns ``(rows, count)`` of the last inputs of each row, after ``count`` inputs of earlier passes."""
+        """Return the columns ``(rows, count)`` of the last inputs of each row, after ``count`` earlier inputs."""
         if count not in self._columns:
             assert self.lengths is not None
             self._columns[count] = (torch.tensor(self.lengths)[:, None] + torch.arange(count)).to(device)
@@ -96,7 +95,7 @@ class States:
 
 
 def _wide(*tensors: Any) -> list[Any]:
-    """Return tensors in float32, or in float64 if the values are."""
+    """Cast tensors to float32, or to float64 if the values have that dtype."""
     wide = torch.float64 if tensors[2].dtype == torch.float64 else torch.float32
     return [x if x is None else x.to(wide) for x in tensors]
 
@@ -105,12 +104,12 @@ def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, bet
     """Compute one token of a recurrence and change the state ``(n, G, dk, r, dv)`` in place.
 
     Args:
-        state: ``(n, G, dk, r, dv)``, contiguous.
+        state: ``(n, G, dk, r, dv)``. Must be contiguous.
         q: ``(n, 1, G, dk)``.
         k: ``(n, 1, G, dk)``.
         v: ``(n, 1, G * r, dv)``.
-        log_decay: A shape that expands to the state's.
-        beta: ``(n, 1, G * r)``, or None without the delta rule.
+        log_decay: Logs of decays. The shape must expand to the shape of the state.
+        beta: ``(n, 1, G * r)``, or None for a state space without delta rule.
 
     Returns:
         ``(n, 1, G * r, dv)``.

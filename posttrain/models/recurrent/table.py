@@ -1,8 +1,9 @@
-"""Replaced functions of transformers' modeling files, for prefix trees and sampling (`install`, `uninstall`, `replaced`).
+"""Replacement of functions in transformers' modeling files, for prefix trees and sampling (`install`, `uninstall`, `replaced`).
 
-Layers look these functions up in their modeling file and pass on two arguments of the model call: ``forest`` for packed prefix
-trees, and ``recurrent_states`` for sampling (`posttrain.models.recurrent.states`). transformers has no registry for them. Calls
-without either argument run the original. Layers keep their own projections, norms and gates.
+transformers has no registry for these functions, so they are replaced in the modeling files. Layers pass two arguments of the
+model call to them: ``forest`` for packed prefix trees, and ``recurrent_states`` for sampling
+(`posttrain.models.recurrent.states`). Calls without these arguments run the original function. Projections, norms and gates of
+layers do not change.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ STATE_SPACE = {
     "mamba2_split_conv1d_scan_combined": functions.no_fused_kernel,
 }
 KIMI = {**CONVOLUTION, "chunk_kimi_delta_attention": functions.kimi_delta_attention}
-# Folders of transformers' modeling files, and what mixes tokens in them besides attention.
+# Folders of transformers' modeling files, and their functions other than attention that mix tokens.
 FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
@@ -46,19 +47,19 @@ FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "bailing_hybrid": KIMI,
     "minimax": {"MiniMaxLightningAttention.forward": functions.lightning_attention},
 }
-KINDS = ("linear_attention", "conv")  # Names of their masks.
-# Arguments that separate packed sequences for optional kernels.
+KINDS = ("linear_attention", "conv")  # Names of masks for recurrent layers.
+# Arguments with which optional kernels separate packed sequences.
 PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
 
 def replaced(model: nn.Module) -> str:
-    """Return the name of the modeling file whose recurrent functions all have a version here, or "" for other models."""
+    """Return the name of the model's file if all of its recurrent functions have a replacement here, otherwise ""."""
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model
     file = type(decoder).__module__
     library, _, rest = file.partition(".models.")
     if library != "transformers" or rest.split(".")[0] not in FAMILIES:
         return ""
-    # Other versions of transformers may lack a function.
+    # Other versions of transformers can lack a function.
     return file if all(callable(getattr(holder, last, None)) for holder, last in _places(file).values()) else ""
 
 
@@ -71,8 +72,8 @@ def install(model: nn.Module) -> bool:
             holder, last = places[name]
             setattr(holder, last, _switch(getattr(holder, last), FAMILIES[file.split(".")[2]][name]))
         logger.info(
-            "Replaced %s of %s: packed prefix trees and the native engine use functions of posttrain in PyTorch. Other calls use "
-            "the original functions, and the kernels of fla, causal-conv1d and mamba-ssm where they are installed.",
+            "Replaced %s of %s: packed prefix trees and the native engine use posttrain's functions in PyTorch. Other calls use "
+            "the original functions, and the kernels of fla, causal-conv1d and mamba-ssm if they are installed.",
             ", ".join(new),
             file,
         )
@@ -87,7 +88,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _places(file: str) -> dict[str, tuple[Any, str]]:
-    """Return the module or class that holds each function of a modeling file, and its name there."""
+    """Return the module or class of each function of a modeling file, and the function's name there."""
     found = {}
     for name in FAMILIES[file.split(".")[2]] if file else ():
         holder, _, last = name.rpartition(".")
@@ -104,14 +105,14 @@ def _switch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
             return original(*args, **kwargs)
         if forest.split is not None:
             raise ModelError(
-                f"sp_size={forest.split.size}: recurrent layers read whole rows, and each process holds a part of the columns. "
-                "Fix: sp_size=1; shard the model (FSDP2) for long rows."
+                f"sp_size={forest.split.size} is not supported: recurrent layers need whole rows, but each process has only "
+                "some columns. Fix: set sp_size=1. For long rows, shard the model (FSDP2)."
             )
         packed = {name: value for name in PACKED if (value := kwargs.pop(name, None)) is not None}
         if packed:
             raise ModelError(
                 f"{original.__name__} got {sorted(packed)} for a batch that already separates {len(forest.batch.leaves)} "
-                "sequences by its prefix trees. Fix: leave them out of model_kwargs."
+                "sequences by its prefix trees. Fix: remove them from model_kwargs."
             )
         return ours(Trees(forest), *args, **kwargs)
 

@@ -17,7 +17,7 @@ class Trees:
     """Convolutions and recurrences along each path of a batch of packed prefix trees, with gradients.
 
     Args:
-        forest: The trees. It also keeps the layout for all layers of a pass.
+        forest: The trees. It also caches the layout for all layers of a pass.
     """
 
     def __init__(self, forest: Forest) -> None:

@@ -1,4 +1,4 @@
-"""Jinja templates of the model card and the notebook display. All values are escaped."""
+"""Jinja templates of the model card and of the notebook display. All values are escaped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATES = Path(__file__).parent
 
 @cache
 def environment(folder: Path = TEMPLATES) -> jinja2.Environment:
-    """Return the environment of a folder of templates, which escapes values and writes invisible characters as codes."""
+    """Return the Jinja environment of a folder of templates. It escapes values, and shows invisible characters as codes."""
 
     def escaped(value: object) -> Any:
         return value if isinstance(value, Markup) else visible(str(value))

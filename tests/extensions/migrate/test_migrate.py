@@ -116,21 +116,21 @@ def test_one_spelling_becomes_the_present_one(old, now):
 @pytest.mark.parametrize(
     ("code", "note"),
     [
-        ("from trl import BestOfNSampler", "1: BestOfNSampler is not here. Use posttrain.complete("),
-        ("import trl\ntrl.TextEnvironment()", "2: TextEnvironment is not here. Use tools"),
+        ("from trl import BestOfNSampler", "1: BestOfNSampler does not exist in posttrain. Use posttrain.complete("),
+        ("import trl\ntrl.TextEnvironment()", "2: TextEnvironment does not exist in posttrain. Use tools"),
         ("from trl import DPOConfig\nDPOConfig(\n  'o',\n  generate_during_eval=True,\n)", "4: generate_during_eval: use LogCompletions"),
-        ("from trl import SFTConfig\nSFTConfig(max_length=4, max_seq_length=3)", "2: max_seq_length=3 and max_length=4 are both given."),
+        ("from trl import SFTConfig\nSFTConfig(max_length=4, max_seq_length=3)", "2: max_seq_length=3 and max_length=4 are both set."),
         ("from trl import SFTConfig\nSFTConfig(group_by_length=x)", "2: group_by_length: train_sampling_strategy="),
         ("from trl import SFTConfig\nSFTConfig(lerning_rate=1)", "2: SFTConfig has no argument lerning_rate."),
         ("from trl import SFTConfig\nSFTConfig(dataset_kwargs={'add_special_tokens': False})", "2: add_special_tokens: removed. Rows of messages"),
-        ("from trl import SFTConfig\nSFTConfig(**options)", "2: SFTConfig(**options): its names were not looked at."),
+        ("from trl import SFTConfig\nSFTConfig(**options)", "2: SFTConfig(**options): names in the mapping were not checked."),
         ("from trl import SFTConfig\nk = dict(seed=1, no_cuda=True)\nSFTConfig(**k)", "3: no_cuda: use_cpu"),
         ("from trl import DPOTrainer\nDPOTrainer('m', generate_during_eval=True)", "2: generate_during_eval: use LogCompletions"),
         ("from trl import SFTTrainer\nSFTTrainer('m', args=make(), packing=True)", "2: packing: options of SFTConfig."),
         ("from trl import SFTTrainer, SFTConfig\na = SFTConfig('o')\nn = 9\nSFTTrainer('m', a, max_seq_length=n)", "4: n: assigned after SFTConfig(...)"),
         ("from trl import GRPOTrainer\nclass A(GRPOTrainer):\n  def _generate(self): pass", "3: A overrides _generate, which is never called here."),
         ("from trl import DPOConfig\nDPOConfig(loss_type='kto_pair')", "2: loss_type='kto_pair': train with KTOTrainer"),
-        ("from trl import PPOTrainer\nt = PPOTrainer(c)\nt.step(q, r, s)", "3: PPOTrainer.step is not here. Use train()"),
+        ("from trl import PPOTrainer\nt = PPOTrainer(c)\nt.step(q, r, s)", "3: PPOTrainer.step does not exist in posttrain. Use train()"),
     ],
 )  # fmt: skip
 def test_what_needs_a_person_is_listed_with_its_line_and_reason(code, note):
@@ -154,7 +154,7 @@ def test_a_script_that_does_not_parse_names_file_and_line(tmp_path, capsys):
     assert migrate([str(tmp_path), "--write"]) == 1
     assert (tmp_path / "good.py").read_text() == "from posttrain import SFTConfig\n"
     assert "bad.py" in capsys.readouterr().err
-    with pytest.raises(DataError, match="not a folder or a file that ends with"):
+    with pytest.raises(DataError, match="neither a folder nor a file with the extension"):
         migrate([str(tmp_path / "missing.py")])
     (tmp_path / "bad.ipynb").write_text("{}")
     with pytest.raises(DataError, match="it is not a notebook"):
@@ -337,7 +337,7 @@ def test_a_recipe_is_read_as_that_of_the_config_that_knows_its_options(tmp_path)
     assert result.text == path.read_text().replace("torch_dtype: null\n", "")
     assert [note.line for note in result.notes] == [5] and "add 'sft' to loss_type" in result.notes[0].text
     path.write_text("output_dir: o\nmax_length: 9\nmax_seq_length: 8\n")
-    assert "max_seq_length=8 and max_length=9 are both given" in migrate_file(path).notes[0].text
+    assert "max_seq_length=8 and max_length=9 are both set" in migrate_file(path).notes[0].text
     path.write_text("compute_environment: LOCAL\nno_cuda: true\n")  # A file of accelerate.
     assert migrate_file(path).text == path.read_text() and not migrate_file(path).notes
     path.write_text("output_dir: o\nno_cuda: true\n---\nb: 1\n")  # Several documents.
@@ -369,4 +369,4 @@ def test_without_libcst_the_error_names_the_extra_and_recipes_are_rewritten_all_
 )
 def test_the_examples_are_in_the_present_spelling(path):
     result = migrate_file(path)
-    assert result.before == result.after and not [note for note in result.notes if "not looked at" not in note.text]
+    assert result.before == result.after and not [note for note in result.notes if "were not checked" not in note.text]

@@ -222,7 +222,7 @@ def test_rows_can_neither_style_nor_command_the_terminal(tiny_tokenizer):
 def test_the_terminal_shows_numbers_and_findings(tiny_tokenizer):
     rows = [row_of(5, prompt=5), row_of(10)]
     text = printed(summarise(rows, tiny_tokenizer, limit=10, findings=[FINDING], title="my rows"))
-    for part in ("my rows", "20", "2 sequences (100.0%) at the limit of 10 tokens", "70.0%", "0.0% of a shuffled"):
+    for part in ("my rows", "20", "2 sequences (100.0%) at the limit of 10 tokens", "70.0%", "0.0% if shuffled"):
         assert part in text, part
     for part in ("error DATA-TEST 2 of 3 rows", "where: rows 0, 1", "why: because & so.", "fix: mend it."):
         assert part in text, part

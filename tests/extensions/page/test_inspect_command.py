@@ -245,7 +245,7 @@ def test_shifted_labels_are_refused_as_in_training(folder):
     write_jsonl(folder / "ids.jsonl", [{"input_ids": [50, 51, 2], "labels": [51, 2, -100]}])
     argv = ["--config", "sft.yaml", "--dataset_name", "ids.jsonl", "--assistant_only_loss", "False"]
     argv += ["--dataset_kwargs", '{"skip_prepare_dataset": true}']
-    with pytest.raises(DataError, match="Labels are not shifted"):
+    with pytest.raises(DataError, match="do not shift the labels"):
         summary_of("sft", argv)
 
 
@@ -264,7 +264,7 @@ def test_rows_of_two_equal_answers_are_shown_with_their_finding(folder, monkeypa
     ("argv", "message"),
     [
         (["sfd", "--config", "sft.yaml"], r"command='sfd' is not known \(did you mean 'sft'\?\)"),
-        (["sft", "--config", "sft.yaml", "--rows", "0"], "--rows 0: give at least 1"),
+        (["sft", "--config", "sft.yaml", "--rows", "0"], "--rows 0 must be at least 1"),
         (["sft", "--config", "sft.yaml", "--examples", "-3"], "--examples -3"),
         (["sft", "--config", "sft.yaml", "--html", "no/such/page.html"], "folder 'no/such' does not exist"),
         (["sft", "--config", "sft.yaml", "--max_lenght", "9"], r"did you mean 'max_length'"),

@@ -95,15 +95,15 @@ def test_a_run_goes_on_while_another_process_holds_its_folder_not_this_one(tmp_p
 def test_a_broken_record_is_shown_with_notes_and_never_fails(tmp_path):
     run = read_run(break_record(grpo_record(tmp_path / "a")))
     assert run.series["loss"].steps[-1] == 41
-    counted = {note.split(":")[0]: note for note in run.notes if "broken line" in note}
-    assert "3 broken lines ignored, including a truncated last line" in counted["metrics.jsonl"], (
+    counted = {note.split(":")[0]: note for note in run.notes if "invalid line" in note}
+    assert "3 invalid lines ignored, including a truncated last line" in counted["metrics.jsonl"], (
         "a list, garbage, half a line"
     )
-    assert counted["findings.jsonl"].endswith("2 broken lines ignored."), "null and 7 are no findings"
+    assert counted["findings.jsonl"].endswith("2 invalid lines ignored."), "null and 7 are no findings"
     assert any("manifest.json cannot be read" in note for note in run.notes)
     assert any("completions_00001.parquet cannot be read" in note for note in run.notes)
     page = render([run])
-    assert "broken line" in page
+    assert "invalid line" in page
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "metrics.jsonl").write_text("")
     assert "No metrics were logged yet" in render([read_run(tmp_path / "b")])

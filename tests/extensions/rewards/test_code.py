@@ -439,14 +439,14 @@ def test_what_arrow_fills_in_is_no_part_of_a_test():
     tests = [{"input": "1", "output": "2"}, {"inputs": ["3"], "outputs": ["4"]}, {}]
     filled = Dataset.from_list([{"tests": test} for test in tests])["tests"]
     assert [read_tests(test) for test in filled] == [tests[:1], [{"input": "3", "output": "4"}], []]
-    with pytest.raises(RewardError, match="needs 'input' and 'output'"):
+    with pytest.raises(RewardError, match="needs the keys 'input' and 'output'"):
         read_tests(Dataset.from_list([{"tests": {"input": "1", "output": None}}])["tests"][0])
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"input": "1"}, "needs 'input' and 'output'"),
+        ({"input": "1"}, "needs the keys 'input' and 'output'"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0"),
         (7, "got 7"),
     ],

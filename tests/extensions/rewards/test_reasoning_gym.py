@@ -127,7 +127,7 @@ def test_mistakes_are_named():
         ),
         (lambda: reasoning_gym_task("chain_sum", legs=3), "rejects these settings of chain_sum: .*legs"),
         (lambda: reasoning_gym_task("chain_sum", min_terms=0), "rejects these settings"),
-        (lambda: reasoning_gym_task({"chain_sum": 1.0}, min_terms=2), "belong to its tasks"),
+        (lambda: reasoning_gym_task({"chain_sum": 1.0}, min_terms=2), "apply to one task, but task is a mixture"),
         (lambda: reasoning_gym_task({}), "is empty"),
         (lambda: reasoning_gym_task("chain_sum", size=0), "size=0"),
         (lambda: reasoning_gym_task("chain_sum", extract="tags"), r"did you mean 'tag'"),

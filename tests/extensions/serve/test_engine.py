@@ -108,7 +108,7 @@ def test_trap_s7_weights_that_did_not_come_or_are_not_known_or_of_another_shape_
     engine, norm = served(), [("model.norm.weight", torch.ones(32))]
     engine.begin_update()
     engine.load(norm)
-    with pytest.raises(ModelError, match="old values") as caught:
+    with pytest.raises(ModelError, match="not received") as caught:
         engine.complete_update()
     assert "model.norm.weight" not in str(caught.value) and "lm_head" not in str(caught.value)  # Tied: one parameter.
     with pytest.raises(ModelError, match=r"model\.extra.*has no such weight"):

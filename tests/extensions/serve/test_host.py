@@ -202,7 +202,7 @@ def test_a_whole_update_is_confirmed_by_its_version_and_every_reply_says_it(fres
         (lambda s: send(s, tensors(), digest="0" * 32), "checksum"),
         (lambda s: send(s, b"not a file of tensors"), ""),
         (lambda s: send(s, {"model.norm.weight": torch.ones(3)}), r"(3,)"),
-        (lambda s: complete(s), "old values"),
+        (lambda s: complete(s), "not received"),
         (lambda s: send(s, tensors() | {"c": torch.ones(1)}), "has no such weight"),
         (lambda s: send(s, tensors(), path="/etc/passwd"), "Only such files"),
         (lambda s: send(s, tensors(), path="/dev/shm/../etc/posttrain-x/a.safetensors"), "Only such files"),
@@ -258,10 +258,10 @@ def test_nothing_is_scored_by_weights_of_which_some_are_old_and_some_are_new(fre
     first, *rest = tensors().items()
     fresh.post("/start_weight_update")
     for bucket in (dict([first]), dict(rest)):
-        assert "not ended" in error(fresh.complete([5, 6, 7], prompt_logprobs=0), 409)
+        assert "still running" in error(fresh.complete([5, 6, 7], prompt_logprobs=0), 409)
         assert send(fresh, bucket).status_code == 200
     assert complete(fresh).status_code == 200
-    assert "not ended" in error(fresh.complete([5, 6, 7], prompt_logprobs=0), 409)
+    assert "still running" in error(fresh.complete([5, 6, 7], prompt_logprobs=0), 409)
     assert fresh.post("/finish_weight_update", {"weight_version": "1"}).status_code == 200
     (choice,) = fresh.complete([5, 6, 7], prompt_logprobs=0).json()["choices"]
     logps = build_model(VOCAB, seed=1)(torch.tensor([[5, 6]])).logits[0].detach().log_softmax(-1)
@@ -571,4 +571,4 @@ def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_or_would_be_left
 
 def test_a_host_without_a_processor_takes_no_pictures(server, pictured):
     (request,) = asked_about(pictured[3], (0,))
-    assert "model with image inputs" in error(server.complete([1, 2], **pictures_body(request)), 400)
+    assert "only if the model accepts images" in error(server.complete([1, 2], **pictures_body(request)), 400)
