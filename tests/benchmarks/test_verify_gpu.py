@@ -34,7 +34,9 @@ def test_every_part_of_a_dry_run_holds(dry):
 @pytest.mark.slow
 def test_a_part_that_lacks_something_says_what(dry):
     _, parts, page = dry
-    assert {name for name, part in parts.items() if "skipped" in part} >= {"prefix trees compared with padded rows, bf16, flex_attention"}
+    assert {name for name, part in parts.items() if "skipped" in part} >= {
+        "prefix trees compared with padded rows, bf16, flex_attention"
+    }
     assert "not run: FlexAttention is compiled for a GPU" in page
     for name in ("sft, tiny", "rollouts of paged"):
         assert "skipped" not in parts[name]
