@@ -323,11 +323,11 @@ def percent(value: float) -> str:
 def table(rows: list[dict], first: dict[str, Callable[[dict], Any]] | None = None) -> str:
     """Runs as Markdown."""
     columns: dict[str, Callable[[dict], Any]] = (first or {"GPUs": lambda r: r["gpus"]}) | {
-        "train + write": lambda r: f"{r['trainers']} + {r['engines']}",
-        "seconds a step": lambda r: f"{r['step_s']:.1f}",
-        "samples a second": lambda r: f"{r['samples_per_s']:.1f}",
-        "a GPU": lambda r: f"{r['samples_per_s'] / r['gpus']:.3f}",
-        "staleness, mean (most)": lambda r: f"{r['staleness']:.2f} ({r['staleness_max']:.0f})",
+        "train + generate": lambda r: f"{r['trainers']} + {r['engines']}",
+        "seconds per step": lambda r: f"{r['step_s']:.1f}",
+        "samples per second": lambda r: f"{r['samples_per_s']:.1f}",
+        "samples per second and GPU": lambda r: f"{r['samples_per_s'] / r['gpus']:.3f}",
+        "staleness, mean (maximum)": lambda r: f"{r['staleness']:.2f} ({r['staleness_max']:.0f})",
         "weight transfer": lambda r: percent(r["transfer"]),
         "trainer waits": lambda r: percent(r["trainer_waits"]),
         "engines idle": lambda r: percent(r["engines_idle"]),

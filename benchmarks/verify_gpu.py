@@ -5,13 +5,13 @@ Questions are asked in the order of `questions`, so that ten minutes on a lent c
 1. Do SFT, DPO and GRPO train on the shape of Qwen2.5-0.5B; which attention and engine run; time, memory and waits of a step?
 2. Are the losses of these methods those of the CPU (two-layer models, tests/gpu)?
 3. The same steps with TRL, if it is installed.
-4. Log-probs of the token forest in bf16 beside each sequence alone, with SDPA and FlexAttention.
-5. Rollouts of each engine beside `generate`, of continuous batching and of vLLM; SFT on 4-bit weights (bitsandbytes).
-6. Losses beside the CPU's of every other kind of trainer, by family; and the tests that are marked gpu.
+4. Log-probs of packed prefix trees in bf16, compared with each sequence alone, with SDPA and FlexAttention.
+5. Rollouts of each engine compared with `generate`, of continuous batching and of vLLM; SFT on 4-bit weights (bitsandbytes).
+6. Losses of all other trainers compared with the CPU, by family; and the tests that are marked gpu.
 
-Each answer is written when it is there: ``results/verify_gpu.json``, and with ``--page docs/verified.md`` a table. The same
-command goes on where the last one stopped; ``--again`` begins anew. A question that fails has its error as the answer. One that
-lacks a package or a GPU is skipped. ``--dry-run``: a tiny shape on the CPU, one step of everything.
+Each answer is written as soon as it is available: to ``results/verify_gpu.json``, and with ``--page docs/verified.md`` to a table.
+The same command continues where the last one stopped; ``--again`` starts from the beginning. A question that fails has its error as
+the answer. A question that lacks a package or a GPU is skipped. ``--dry-run``: a tiny shape on the CPU, one step of everything.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def tokenizer_of() -> Any:
 
 
 def beside_cpu(device: str, family: str) -> dict[str, Any]:
-    """Losses and gradient norms of a family's trainers of a two-layer model beside the CPU's."""
+    """Losses and gradient norms of a family's trainers of a two-layer model, compared with the CPU."""
     from tests.gpu.device import why_not
     from tests.gpu.scenarios import beside_cpu
 
@@ -330,17 +330,17 @@ def questions(shape: str, device: str) -> dict[str, Callable[[], dict[str, Any]]
     for method in ("sft", "dpo", "grpo"):
         found[f"{method}, {shape}"] = lambda m=method: trained(shape, device, m)
     first, *families = FAMILIES
-    found[f"losses beside a CPU's: {first}"] = lambda: beside_cpu(device, first)
+    found[f"losses compared with the CPU: {first}"] = lambda: beside_cpu(device, first)
     for method in ("sft", "dpo", "grpo"):
         found[f"{method}, {shape}, TRL"] = lambda m=method: trained(shape, device, m, "trl")
     for attention in ("sdpa", "flex_attention"):
-        found[f"forest beside padded, bf16, {attention}"] = lambda a=attention: parity(shape, device, a)
-    found["rollouts beside generate"] = lambda: rollouts(shape, device)
+        found[f"prefix trees compared with padded rows, bf16, {attention}"] = lambda a=attention: parity(shape, device, a)
+    found["rollouts compared with generate"] = lambda: rollouts(shape, device)
     for engine in ("paged", "vllm"):
         found[f"rollouts of {engine}"] = lambda e=engine: sampled(shape, device, e)
     found[f"sft in 4 bits, {shape}"] = lambda: trained(shape, device, "qlora")
     for family in families:
-        found[f"losses beside a CPU's: {family}"] = lambda f=family: beside_cpu(device, f)
+        found[f"losses compared with the CPU: {family}"] = lambda f=family: beside_cpu(device, f)
     return found | {"tests marked gpu": lambda: gpu_tests(shape, device)}
 
 

@@ -34,7 +34,9 @@ def test_every_part_of_a_dry_run_holds(dry):
 @pytest.mark.slow
 def test_a_part_that_lacks_something_says_what(dry):
     _, parts, page = dry
-    assert {name for name, part in parts.items() if "skipped" in part} >= {"forest beside padded, bf16, flex_attention"}
+    assert {name for name, part in parts.items() if "skipped" in part} >= {
+        "prefix trees compared with padded rows, bf16, flex_attention"
+    }
     assert "not run: FlexAttention is compiled for a GPU" in page
     for name in ("sft, tiny", "rollouts of paged"):
         assert "skipped" not in parts[name]
@@ -48,7 +50,7 @@ def test_every_scenario_belongs_to_one_family_and_sft_dpo_and_grpo_are_asked_fir
     names = [name for family in verify_gpu.FAMILIES.values() for name in family]
     assert sorted(names) == sorted(SCENARIOS)
     asked = list(verify_gpu.questions("tiny", "cpu"))
-    assert asked[:4] == ["sft, tiny", "dpo, tiny", "grpo, tiny", "losses beside a CPU's: SFT, DPO, GRPO"]
+    assert asked[:4] == ["sft, tiny", "dpo, tiny", "grpo, tiny", "losses compared with the CPU: SFT, DPO, GRPO"]
 
 
 def test_the_same_command_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch, capsys):

@@ -30,7 +30,7 @@ def test_every_assumption_has_a_page_of_five_parts_that_names_its_codes():
         if letter not in "bcdfj":
             continue
         text = path.read_text(encoding="utf-8")
-        heads = ["What goes wrong", "How it looks", "How we know", "How to fix", "How to silence"]
+        heads = ["What goes wrong", "How it looks", "How it is detected", "How to fix", "How to silence"]
         assert re.findall("^## (.+)$", text, re.M) == heads, letter
         named = set(re.findall(r"PT-[A-Z]\d{3}", text))
         for first, last in re.findall(r"`(PT-[A-Z]\d{3})` to `(PT-[A-Z]\d{3})`", text):
