@@ -97,7 +97,9 @@ def limit(model: str, case: str, found: dict) -> dict:
     if case == "grpo short":
         steps = grpo.CASES["short"][1]
         rows = round(SEQUENCES * found["mean_length"][-1] / steps)
-        spent["decoding"] = steps * (cfg.num_hidden_layers * seconds(rows, layer, False) + seconds(rows, [(h, v)], False))
+        spent["decoding"] = steps * (
+            cfg.num_hidden_layers * seconds(rows, layer, False) + seconds(rows, [(h, v)], False)
+        )
     weights = v * h * (1 if cfg.tie_word_embeddings else 2) + cfg.num_hidden_layers * sum(k * n for k, n in layer)
     # Inputs of the two norms, of q, k and v, of the output projection, and of the MLP; q, k, v; gate, up and their product.
     saved = cfg.num_hidden_layers * (5 * h + h + 2 * kv + 3 * i)
@@ -111,7 +113,9 @@ def compared(model: str, case: str, pairs: int, steps: int) -> dict:
     script, *options = CASES[case]
     both = []
     for _ in range(pairs):
-        ours = harness.child(sys.executable, __file__, "--side", "ours", "--model", model, "--case", case, "--steps", str(steps))
+        ours = harness.child(
+            sys.executable, __file__, "--side", "ours", "--model", model, "--case", case, "--steps", str(steps)
+        )
         path = str(harness.Path(__file__).with_name(script))
         more = ("--share", "0.8") if case == "dpo" else ()
         arguments = ("--side", "peer", "--model", model, "--steps", str(steps), *options, *more)
@@ -120,8 +124,11 @@ def compared(model: str, case: str, pairs: int, steps: int) -> dict:
     found = {"limit": least}
     for name, runs in zip(("posttrain", "TRL"), zip(*both, strict=True), strict=True):
         seconds, peak = (harness.statistics.median(run[key] for run in runs) for key in ("step_seconds", "peak_gb"))
-        found[name] = {"seconds": seconds, "gb": peak, "times": seconds / least["seconds"], "memory": peak / least["gb"]}
-        print(f"{case}, {name}: {seconds:.2f} s = {found[name]['times']:.2f} x limit, {peak:.2f} GB = {found[name]['memory']:.2f} x")
+        times, memory = seconds / least["seconds"], peak / least["gb"]
+        found[name] = {"seconds": seconds, "gb": peak, "times": times, "memory": memory}
+        print(
+            f"{case}, {name}: {seconds:.2f} s, {times:.2f} times the limit; {peak:.2f} GB, {memory:.2f} times the limit"
+        )
     return found
 
 

@@ -24,7 +24,7 @@ from posttrain.rollouts.native import attention
 from posttrain.rollouts.native import layers as fused
 from posttrain.rollouts.native import layers as products
 from posttrain.rollouts.native import scheduler as run
-from posttrain.rollouts.native.sampler import Chooser
+from posttrain.rollouts.native.sampler import TokenSampler
 
 SMALL = "norms, activations, rotary, embedding"
 
@@ -80,7 +80,7 @@ def watched(model: torch.nn.Module, clock: Clock) -> Iterator[None]:
     parts = [
         (products, "_forward", "products"), (products.Packed, "product", "products"),
         (attention, "native_attention", "attention"), (fused.Layer, "attended", "attention"),
-        (fused.Layer, "normalised", SMALL), (fused.Layer, "rotate", SMALL), (Chooser, "draw", "sampling"),
+        (fused.Layer, "normalised", SMALL), (fused.Layer, "rotate", SMALL), (TokenSampler, "draw", "sampling"),
     ]  # fmt: skip
     patches = [mock.patch.object(home, name, clock.timed(part, getattr(home, name))) for home, name, part in parts]
     patches.append(mock.patch.object(run.Run, "_step", clock.step(run.Run._step)))

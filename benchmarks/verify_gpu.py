@@ -9,9 +9,10 @@ Questions are asked in the order of `questions`, so that ten minutes on a lent c
 5. Rollouts of each engine compared with `generate`, of continuous batching and of vLLM; SFT on 4-bit weights (bitsandbytes).
 6. Losses of all other trainers compared with the CPU, by family; and the tests that are marked gpu.
 
-Each answer is written as soon as it is available: to ``results/verify_gpu.json``, and with ``--page docs/verified.md`` to a table.
-The same command continues where the last one stopped; ``--again`` starts from the beginning. A question that fails has its error as
-the answer. A question that lacks a package or a GPU is skipped. ``--dry-run``: a tiny shape on the CPU, one step of everything.
+Each answer is written to ``results/verify_gpu.json`` as soon as it is available, and with ``--page docs/verified.md`` to a table
+too. The same command continues where the last one stopped; ``--again`` starts from the beginning. A question that fails has its
+error as the answer. A question that lacks a package or a GPU is skipped. ``--dry-run``: a tiny shape on the CPU, one step of
+everything.
 """
 
 from __future__ import annotations
@@ -334,7 +335,9 @@ def questions(shape: str, device: str) -> dict[str, Callable[[], dict[str, Any]]
     for method in ("sft", "dpo", "grpo"):
         found[f"{method}, {shape}, TRL"] = lambda m=method: trained(shape, device, m, "trl")
     for attention in ("sdpa", "flex_attention"):
-        found[f"prefix trees compared with padded rows, bf16, {attention}"] = lambda a=attention: parity(shape, device, a)
+        found[f"prefix trees compared with padded rows, bf16, {attention}"] = lambda a=attention: parity(
+            shape, device, a
+        )
     found["rollouts compared with generate"] = lambda: rollouts(shape, device)
     for engine in ("paged", "vllm"):
         found[f"rollouts of {engine}"] = lambda e=engine: sampled(shape, device, e)

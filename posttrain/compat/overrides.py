@@ -127,6 +127,6 @@ def refuse(trainer: Any) -> None:
     if any(user_override(kind, name) for name in PADDED_STEPS):
         from posttrain.compat import padded_loss
 
-        padded_loss.tell_cost(kind)
+        padded_loss.log_cost(kind)
         # One dict per micro-batch, as in TRL.
         trainer.method.traits = replace(trainer.method.traits, single_pass=True)

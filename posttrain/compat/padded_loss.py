@@ -92,7 +92,7 @@ class PaddedOutputs:
         return self.logits if name in ("logits", 1) else self.__getattr__(str(name))
 
 
-def tell_cost(kind: type) -> None:
+def log_cost(kind: type) -> None:
     """Log the cost of a trainer's own loss or step.
 
     Args:

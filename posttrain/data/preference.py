@@ -227,11 +227,11 @@ def prepare_answers(
     drop = [column for column in columns if column not in keep]
     about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
     _, _, kept, report = tokenized(dataset, name, _answer_batch, {"tokenizer": tokenizer, "options": options}, **about)
-    _tell(report, options)
+    _report_dropped(report, options)
     return kept, report
 
 
-def _tell(report: PreparationReport, options: AnswerOptions) -> None:
+def _report_dropped(report: PreparationReport, options: AnswerOptions) -> None:
     name, n = report.name, report.rows_in
     if (count := report.dropped.get(UNUSABLE, 0)) > MOST_UNUSABLE * n:
         raise DataError(f"{name} dataset: {count} of {n} rows {UNUSABLE}, more than {MOST_UNUSABLE:.0%}. {HINT}")

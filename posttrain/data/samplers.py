@@ -165,7 +165,7 @@ def repeat_iterable_dataset(
 
 
 @dataclass(frozen=True)
-class Deal:
+class EvalShard:
     """Rows of an evaluation set that one rank evaluates: ``size`` consecutive rows out of every ``size * world`` rows.
 
     In an incomplete last round, the groups are distributed evenly. No row is evaluated twice. All ranks have the same number of
@@ -178,7 +178,7 @@ class Deal:
         group: Number of consecutive rows that are compared with each other and must be on the same rank.
         drop_last: Whether to drop an incomplete last round.
 
-    >>> [list(Deal(2, 2, rank).parts("abcde")) for rank in (0, 1)]
+    >>> [list(EvalShard(2, 2, rank).parts("abcde")) for rank in (0, 1)]
     [[['a', 'b'], ['e']], [['c', 'd'], []]]
     """
 
@@ -199,7 +199,7 @@ class Deal:
             yield rows[start:end]
 
 
-class DealtStream(IterableDataset):
+class ShardedStream(IterableDataset):
     """Stream of one rank's batches. A batch is a list of rows. Every rank reads the whole stream.
 
     Args:
@@ -207,7 +207,7 @@ class DealtStream(IterableDataset):
         deal: Selection of this rank's rows.
     """
 
-    def __init__(self, stream: Any, deal: Deal) -> None:
+    def __init__(self, stream: Any, deal: EvalShard) -> None:
         self.stream, self.deal = stream, deal
 
     def __iter__(self) -> Iterator[list[Any]]:

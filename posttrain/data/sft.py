@@ -318,7 +318,7 @@ def prepare_sft_dataset(
     if LENGTHS in first:
         return dataset, PreparationReport(name)
     _check_options(dataset, first, name, options, formatting_func)
-    _tell_form(first, name, options, formatting_func)
+    _log_form(first, name, options, formatting_func)
     if formatting_func is None and "input_ids" not in first:
         _check_rendering(dataset, tokenizer, options, name)
     streaming = isinstance(dataset, datasets.IterableDataset)
@@ -335,7 +335,7 @@ def prepare_sft_dataset(
     about: dict[str, Any] = {"drop": columns, "counters": COUNTERS, "notes": ["_tail"], "num_proc": num_proc}
     mapped, counts, kept, report = tokenized(dataset, name, label_batch, fixed, hint=HINT, **about)
     if not streaming:
-        _tell(report, mapped, counts, options, tokenizer)
+        _report_dropped(report, mapped, counts, options, tokenizer)
     if options.packing:
         assert options.max_length is not None
         if options.packing == "bfd_split":
@@ -346,7 +346,7 @@ def prepare_sft_dataset(
     return kept, report
 
 
-def _tell_form(
+def _log_form(
     first: dict[str, Any], name: str, options: SupervisedOptions, formatting: Callable[[dict], str] | None
 ) -> None:
     """Warn if rows contain several forms of text. Only one of them is used."""
@@ -464,7 +464,7 @@ def _check_options(dataset: AnyDataset, first: dict, name: str, options: Supervi
         )
 
 
-def _tell(
+def _report_dropped(
     report: PreparationReport, mapped: Any, counts: dict[str, Any], options: SupervisedOptions, tokenizer: Tokenizer
 ) -> None:
     """Log the results of preparation, with one warning per kind of problem."""
@@ -493,7 +493,7 @@ def _tell(
         )  # fmt: skip
     if report.diverged:
         tails = read_columns(mapped, ["_tail"])["_tail"]
-        _tell_divergence(report, int(counts["_half_lost"].sum()), next(filter(None, tails)))
+        _warn_divergence(report, int(counts["_half_lost"].sum()), next(filter(None, tails)))
     if report.no_end == report.rows_out:
         message = f"{name} dataset: no row has a trained end-of-turn token, so the model would not learn to stop"
         if options.assistant_only_loss and not options.allow_untrained_stop:
@@ -518,7 +518,7 @@ def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: Supervi
         raise ModelError(f"{name} dataset: {error}") from None
 
 
-def _tell_divergence(report: PreparationReport, lost: int, tail: str) -> None:
+def _warn_divergence(report: PreparationReport, lost: int, tail: str) -> None:
     if lost > DIVERGED_MOST * report.rows_in:
         raise DataError(
             f"{report.name} dataset: in {lost} of {report.rows_in} rows, more than half of the prompt is tokenized differently "

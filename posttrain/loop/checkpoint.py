@@ -563,14 +563,14 @@ class Checkpointer:
         self._unmarked = final
 
     def _write(self, write: Callable[[Path], None], part: Path, state: Any) -> None:
-        with self._whole_or_nothing(part, state):
+        with self._all_or_nothing(part, state):
             if self.accelerator.is_main_process:
                 self.lock.assert_held()
             write(part)
 
     def _publish(self, part: Path, final: Path, state: Any) -> None:
         if self.args.should_save:
-            with self._whole_or_nothing(part, state):
+            with self._all_or_nothing(part, state):
                 publish(part, final, self.run)
 
     def complete(self, state: Any) -> Path | None:
@@ -590,12 +590,12 @@ class Checkpointer:
     def _mark(self, final: Path, state: Any) -> None:
         if not self.args.should_save:
             return
-        with self._whole_or_nothing(final, state, remove=False):
+        with self._all_or_nothing(final, state, remove=False):
             mark(final, self.run)
             rotate(final.parent, self.run, self.args.save_total_limit, state.best_model_checkpoint)
 
     @contextlib.contextmanager
-    def _whole_or_nothing(self, part: Path, state: Any, *, remove: bool = True) -> Iterator[None]:
+    def _all_or_nothing(self, part: Path, state: Any, *, remove: bool = True) -> Iterator[None]:
         """Remove a checkpoint that could not be written completely. The error names the checkpoint that is still
         available.
         """
@@ -772,7 +772,7 @@ def _give_back(handlers: Mapping[int, Any]) -> None:
 
 
 @contextlib.contextmanager
-def kept_from_signals() -> Iterator[None]:
+def without_signals() -> Iterator[None]:
     """Finish writing a model before the first signal is handled. The second signal stops at once."""
     if threading.current_thread() is not threading.main_thread():
         yield

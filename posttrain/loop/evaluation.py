@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
-from posttrain.data.samplers import Deal, DealtStream
+from posttrain.data.samplers import EvalShard, ShardedStream
 from posttrain.errors import ConfigError
 from posttrain.losses.reduce import REDUCTIONS, Denominators, reduce
 from posttrain.metrics import Metric, mean
@@ -291,7 +291,7 @@ def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]
 def evaluation_loader(
     dataset: AnyDataset,
     args: PostTrainingConfig,
-    deal: Deal,
+    deal: EvalShard,
     collate: Callable[[list[Any]], Any],
     sampler_fn: Callable[[Any], Any] | None,
 ) -> DataLoader:
@@ -316,7 +316,7 @@ def evaluation_loader(
         "generator": torch.Generator(),
     }
     if isinstance(dataset, IterableDataset):
-        return DataLoader(DealtStream(dataset, deal), batch_size=None, **options)
+        return DataLoader(ShardedStream(dataset, deal), batch_size=None, **options)
     sampler = sampler_fn(dataset) if sampler_fn is not None else None
     order = range(len(dataset)) if sampler is None else sampler
     return DataLoader(dataset, batch_sampler=list(deal.parts(order)), **options)

@@ -222,7 +222,7 @@ class Vision:
             dataset, name, row_batch, {"reader": self.reader, "options": options}, **about
         )
         if isinstance(report.rows_in, int) and report.rows_in > 0:
-            self._tell(mapped, counts, report)
+            self._report_changed(mapped, counts, report)
         if packs:
             columns, kinds = get_dataset_column_names(kept), kept.features
             kinds = None if kinds is None else Features(kinds | {LENGTHS: List(Value("int64"))})
@@ -230,7 +230,7 @@ class Vision:
             kept = kept.map(side_by_side, fn_kwargs={"size": self.args.max_length}, **about)
         return kept, report
 
-    def _tell(self, mapped: Any, counts: Mapping[str, Any], report: PreparationReport) -> None:
+    def _report_changed(self, mapped: Any, counts: Mapping[str, Any], report: PreparationReport) -> None:
         """Warn about changed rows, and raise an error if too many rows are left out."""
         lost = {reason: count for reason, count in report.dropped.items() if reason in LOST}
         resized, escaped = (int(counts[name].sum()) for name in ("_resized", "_escaped"))

@@ -239,7 +239,7 @@ def log_ratios(run: Run, batches: list[Batch]) -> list[Tensor]:
 
 
 def with_references(
-    run: Run, batches: list[Batch], mode: str, kept: KeptSums | None, refer: Callable[[Run, Batch], Batch]
+    run: Run, batches: list[Batch], mode: str, kept: ReferenceSums | None, refer: Callable[[Run, Batch], Batch]
 ) -> list[Batch]:
     """Return batches with the reference's sums if all rows of a batch were kept, else with its log-probs; a collective.
 
@@ -272,7 +272,7 @@ def prepare_references(
     micro_batches: list[list[Batch]],
     mode: str,
     *,
-    kept: Mapping[str, KeptSums],
+    kept: Mapping[str, ReferenceSums],
     refer: Callable[[Run, Batch], Batch],
 ) -> list[list[Batch]]:
     """Return micro-batches with what the loss reads of the reference, see `Hooks.prepare`.
@@ -290,7 +290,7 @@ def prepare_references(
     return [with_references(run, batches, mode, sums, refer) for batches in micro_batches]
 
 
-class KeptSums(transformers.TrainerCallback):
+class ReferenceSums(transformers.TrainerCallback):
     """Caches the reference's summed log-probs by row, so that later epochs and evaluations do not compute them again.
 
     A row has a different key if it is truncated, collated or paired differently. The cache is cleared if the weights of
@@ -310,7 +310,7 @@ class KeptSums(transformers.TrainerCallback):
         self._key = ""
         self._reference: Reference | None = None  # None also where sums were loaded, and none was asked for yet.
 
-    def of(self, reference: Reference) -> KeptSums:
+    def of(self, reference: Reference) -> ReferenceSums:
         """Return the cache. It is cleared first if it belongs to another reference."""
         model = reference.policy if reference.copy is None else reference.copy
         about = {"adapter": reference.adapter, "precision": self.run.accelerator.mixed_precision}

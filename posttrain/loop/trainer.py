@@ -28,7 +28,7 @@ from transformers.utils import PushInProgress
 from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
-from posttrain.data.samplers import Deal
+from posttrain.data.samplers import EvalShard
 from posttrain.fields import accepting, check_arguments
 from posttrain.integrations.hub import MODEL_FILES, upload
 from posttrain.loop import attributes, build, checkpoint, step
@@ -559,7 +559,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         folder = Path(output_dir or self.args.output_dir)
         with contextlib.ExitStack() as stack:
             if not _internal_call:
-                stack.enter_context(checkpoint.kept_from_signals())
+                stack.enter_context(checkpoint.without_signals())
                 stack.enter_context(checkpoint.telling_of_room(folder, lambda: checkpoint.weight_bytes(self.model)))
             with parallel.saved_whole(self.accelerator, not _internal_call):
                 super().save_model(output_dir, _internal_call)
@@ -775,7 +775,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             loader.device = None
             return loader
         place = {"world": self.accelerator.num_processes, "rank": self.accelerator.process_index}
-        deal = Deal(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
+        deal = EvalShard(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
         loader = evaluation_loader(dataset, self.args, deal, partial(self._collated, self.data_collator), sampler_fn)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # Where the parent looks for it.
             vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader

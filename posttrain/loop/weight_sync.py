@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-Asked = tuple[Sequence[Request], Sampling]
+RequestBatch = tuple[Sequence[Request], Sampling]
 
 
 def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: Tokenizer, pad_token_id: int) -> Any:
@@ -178,7 +178,7 @@ class WeightSync:
     # Requests
     # ----------------------------------------------------------------------------------------------------------
 
-    def ask(self, batches: Sequence[Asked]) -> list[list[Rollout]]:
+    def ask(self, batches: Sequence[RequestBatch]) -> list[list[Rollout]]:
         """Return rollouts for each ``(requests, sampling)`` of this process. All processes call this, with an empty
         list if they have no requests.
         """
@@ -192,7 +192,7 @@ class WeightSync:
             try:
                 if not engine.capabilities.main_process_only:
                     return [engine.generate(requests, sampling) for requests, sampling in batches]
-                return self._ask_main(batches)
+                return self._request_on_main(batches)
             except WeightSyncError as error:  # On every process: they share it.
                 if tried == self.retries:
                     raise
@@ -200,7 +200,7 @@ class WeightSync:
                 self._pushed_at = None
         raise AssertionError("unreachable")
 
-    def _ask_main(self, batches: Sequence[Asked]) -> list[list[Rollout]]:
+    def _request_on_main(self, batches: Sequence[RequestBatch]) -> list[list[Rollout]]:
         """Gather all requests on the main process, call the engine once, and return to each process its own rollouts."""
         mine = [_seeded(requests, sampling) for requests, sampling in batches]
         asked = parallel.gather_objects(mine, self.accelerator)

@@ -71,9 +71,9 @@ class CPOConfig(UnreadFields, AnswerConfig):
                 "sums. Set loss_type='alphapo'."
             )
         self.refuse_unread_by_loss(simpo_gamma="gamma" in formula.scalars)
-        self._tell_defaults()
+        self._warn_defaults()
 
-    def _tell_defaults(self) -> None:
+    def _warn_defaults(self) -> None:
         fields = type(self).__dataclass_fields__
         if self.loss_type == "simpo" and self.beta == fields["beta"].default:
             logger.warning("loss_type='simpo' with the default beta=%s requires a gap of %s nats per token. SimPO uses a beta "

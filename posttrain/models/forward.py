@@ -77,7 +77,7 @@ def forward(
         elif not split.in_turn:
             result = _in_turns(model, asked, compare, split)
         elif torch.is_grad_enabled():
-            split.tell(asked.bare())
+            split.broadcast(asked.bare())
             result = _run(model, asked, compare, split, split.rank)
         else:
             with on_whole_rows(model):
@@ -243,7 +243,7 @@ def help_with(model: nn.Module, owner: int, device: torch.device | str) -> Tenso
     split = token_split.active()
     assert split is not None
     install_token_head(model)
-    asked = split.hear(owner)
+    asked = split.receive(owner)
     result = _run(model, replace(asked, batch=asked.batch.to(device)), None, split, owner)
     tensors = [x for x in result.values() if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([0.0 * x.float().sum() for x in tensors]).sum()

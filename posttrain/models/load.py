@@ -171,7 +171,8 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
         ]
         if unread:
             logger.warning(
-                "%s: ignored without use_peft. The whole model is trained. To train an adapter: --use_peft.", ", ".join(unread)
+                "%s: ignored without use_peft. The whole model is trained. To train an adapter: --use_peft.",
+                ", ".join(unread),
             )
         return None
     peft = require("peft", "use_peft=True")
@@ -345,11 +346,11 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
         architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
     with explained("model", model_id):
         model = architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
-    _tell_size(model_id, model, config.dtype)
+    _log_size(model_id, model, config.dtype)
     return model
 
 
-def _tell_size(model_id: str, model: nn.Module, stored: Any) -> None:
+def _log_size(model_id: str, model: nn.Module, stored: Any) -> None:
     sizes: dict[Any, int] = {}
     for parameter in model.parameters():
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
@@ -433,7 +434,8 @@ def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None =
             )
         tokenizer.pad_token = _unused_token(tokenizer, model) or tokenizer.eos_token
         logger.info(
-            "the tokenizer has no pad token, so %r is used. Padding is masked by position, not by id.", tokenizer.pad_token
+            "the tokenizer has no pad token, so %r is used. Padding is masked by position, not by id.",
+            tokenizer.pad_token,
         )
     pad = int(tokenizer.pad_token_id)
     text = text_of(config_of(model))

@@ -176,7 +176,7 @@ class _Ahead:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _LogprobRequest:
     """Request of `token_logprobs`. With ``once``, the forward pass computes gradients for ``expected`` (see `_Ahead`)."""
 
     rule: _Rule
@@ -194,7 +194,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        asked: _Asked,
+        asked: _LogprobRequest,
     ) -> tuple[Tensor, ...]:
         rule, wants, truncation = asked.rule, asked.wants, asked.truncation
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -317,9 +317,10 @@ def token_logprobs(
         truncation: Truncation of the sampler. If it excludes tokens, the log of the remaining probability is returned too,
             without gradient. See `posttrain.losses.truncation`.
         chunk_size: Positions per chunk. None selects 24 MiB of logits on a CPU and 64 MiB elsewhere, but at least 128 positions.
-        expected_grad: ``(N,)`` gradient that the log-probs will receive, up to a constant factor, if it is known, or a
-            `TokenLoss` of the N tokens. The gradients of hidden states and output layer are then computed in the forward pass.
-            The backward pass recomputes them if the actual gradient differs. Used only on a CPU, because the comparison would synchronize with other devices.
+        expected_grad: ``(N,)`` gradient that the log-probs will receive, up to a constant factor, if it is known. Or a
+            `TokenLoss` of the N tokens. The gradients of hidden states and output layer are then computed in the forward pass. The backward
+            pass recomputes them if the actual gradient differs. Used only on a CPU, because the comparison would synchronize with
+            other devices.
         need_entropy: Whether to return the entropy in nats, at ``temperature``.
         entropy_grad: Whether to return the entropy with gradient.
         need_correct: Whether to return if the target was the most likely token.
@@ -352,7 +353,7 @@ def token_logprobs(
         and hidden.dtype != torch.float16
         and not entropy_grad
     )
-    request = _Asked(rule, wants, truncation, once, None if frozen else expected_grad)
+    request = _LogprobRequest(rule, wants, truncation, once, None if frozen else expected_grad)
     with torch.autocast(hidden.device.type, enabled=False):
         logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, request)
     return TokenLogprobs(logp, *(value if name in wants else None for name, value in zip(asked, rest, strict=False)))

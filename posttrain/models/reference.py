@@ -131,7 +131,7 @@ def check_reference(reference: object, model: nn.Module) -> None:
         )
 
 
-def tell_own_checkpoint(model: nn.Module) -> None:
+def log_own_checkpoint(model: nn.Module) -> None:
     """Warn if a model that becomes its own reference was loaded from a training checkpoint."""
     path = Path(name := get_config_model_id(config_of(model)))
     if name and (path / "trainer_state.json").is_file():  # Models created in memory have no name.

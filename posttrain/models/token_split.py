@@ -92,12 +92,12 @@ class TokenSplit:
 
     # Objects -----------------------------------------------------------------------------------------------------
 
-    def tell(self, item: object) -> None:
-        """Broadcast an object to the other processes of the group, which must call `hear`."""
+    def broadcast(self, item: object) -> None:
+        """Broadcast an object to the other processes of the group, which must call `receive`."""
         torch.distributed.broadcast_object_list([item], src=self.ranks[self.rank], group=self.group, device=self.device)
 
-    def hear(self, owner: int) -> Any:
-        """Receive the object that process ``owner`` of the group broadcasts with `tell`."""
+    def receive(self, owner: int) -> Any:
+        """Receive the object that process ``owner`` of the group broadcasts with `broadcast`."""
         shared: list[Any] = [None]
         torch.distributed.broadcast_object_list(shared, src=self.ranks[owner], group=self.group, device=self.device)
         return shared[0]

@@ -491,9 +491,7 @@ def no_kernel(device: str, dtype: torch.dtype) -> str:
     if device != "cuda" or importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return f"there is no kernel for {device} with torch {torch.__version__}"
     halves = (torch.bfloat16, torch.float16)
-    return (
-        "" if dtype in halves else f"flash kernels need bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
-    )
+    return "" if dtype in halves else f"flash kernels need bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
 
 
 def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:

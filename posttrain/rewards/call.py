@@ -416,7 +416,7 @@ def _copy(value: object) -> Any:
 
 # Warnings about long calls ------------------------------------------------------------------------------------------------
 
-SECONDS_UNTIL_TOLD = 60.0
+SECONDS_UNTIL_LOGGED = 60.0
 NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # Words in the names of network errors.
 
 
@@ -425,8 +425,8 @@ def still_running(names: Sequence[str], rows: int) -> Iterator[None]:
     """Log a warning after 1, 2, 4, 8, ... minutes as long as the ``with`` block is running."""
     done = threading.Event()
 
-    def tell() -> None:
-        wait = total = SECONDS_UNTIL_TOLD
+    def log_wait() -> None:
+        wait = total = SECONDS_UNTIL_LOGGED
         while not done.wait(wait):
             logger.warning(
                 "%s has been scoring %d completions for %g s. To abort long calls, set reward_timeout to a number of seconds.",
@@ -434,7 +434,7 @@ def still_running(names: Sequence[str], rows: int) -> Iterator[None]:
             )  # fmt: skip
             wait, total = total, 2 * total
 
-    threading.Thread(target=tell, daemon=True, name="long-reward").start()
+    threading.Thread(target=log_wait, daemon=True, name="long-reward").start()
     try:
         yield
     finally:

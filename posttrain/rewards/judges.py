@@ -19,11 +19,11 @@ def as_text(value: object) -> str:
     if isinstance(value, str):
         return value
     if len(value) == 1:
-        return _said(value[0])
-    return "\n\n".join(f"{message['role'].capitalize()}: {_said(message)}" for message in value)
+        return _content_text(value[0])
+    return "\n\n".join(f"{message['role'].capitalize()}: {_content_text(message)}" for message in value)
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _content_text(message: Mapping[str, Any]) -> str:
     """Return the content of a message as text. Each image is replaced with ``[image]``."""
     content = message.get("content") or ""
     return (

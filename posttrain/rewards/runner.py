@@ -205,16 +205,14 @@ def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> st
         if related is not None and related < OPPOSED_CORRELATION:
             against.append(f"{names[i]} and {names[j]} (correlation {related:.2f})")
     if against:
-        text += (
-            f"; {', '.join(against)} cancel in the sum. multi_objective_aggregation='normalize_then_sum' keeps both"
-        )
+        text += f"; {', '.join(against)} cancel in the sum. multi_objective_aggregation='normalize_then_sum' keeps both"
     return text
 
 
 def unscorable(values: Tensor) -> dict[str, Metric]:
     """Return a metric with the number of rows that no function scored, or an empty dict if there are none."""
     count = int(values.isnan().all(-1).sum())
-        # All processes count the same gathered rows, so the metric is averaged over processes, not summed.
+    # All processes count the same gathered rows, so the metric is averaged over processes, not summed.
     return {"groups/unscorable": mean(float(count))} if count else {}
 
 

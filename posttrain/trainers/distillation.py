@@ -42,7 +42,6 @@ from posttrain.methods.distillation.teacher import (
     ModelTeacher,
     ScoreFile,
     ServerTeacher,
-    asked_servers,
     by_name,
     frozen,
     load_teacher,
@@ -50,6 +49,7 @@ from posttrain.methods.distillation.teacher import (
     scores_of_batch,
     shares_of_batch,
     teacher_id,
+    teacher_servers,
 )
 from posttrain.methods.grpo.objective import grpo_objective
 from posttrain.models import parallel
@@ -279,7 +279,7 @@ class DistillationTrainer(OnlineTrainer):
         if self.axes.support == "none" or self.score_files:
             return
         if args.teacher_model_server_url or server is not None:
-            self._ask_servers(by_name(args.teacher_model_server_url if server is None else server), tokenizer)
+            self._score_on_servers(by_name(args.teacher_model_server_url if server is None else server), tokenizer)
         elif args.teacher_model_kind == "model":
             columns = []
             for name, teacher in by_name(named if teachers is None else teachers).items():
@@ -294,7 +294,7 @@ class DistillationTrainer(OnlineTrainer):
                 "Remove one."
             )
 
-    def _ask_servers(self, servers: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    def _score_on_servers(self, servers: Mapping[str, Any], tokenizer: Tokenizer) -> None:
         """Connect to teacher servers, test each one, and compare its tokenizer with the student's."""
         args, named = self.args, by_name(self.args.teacher_model_name_or_path)
         probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
@@ -391,7 +391,7 @@ class DistillationTrainer(OnlineTrainer):
             self.show_pictures(model, processor)
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
         self.check_vocabularies(model, self.teacher_tokenizer)
-        self._tell_of_itself(teacher_id(teacher, args))
+        self._log_roles(teacher_id(teacher, args))
         self.checks.knows(parts={f"teacher_model {name}".strip(): model if self.shares_tokens else None})
         layout = choose_layout(model, self.args, padded=False)
         fits = layout.dense_mask <= self.layout.dense_mask and layout.rope_switch is layout.rope_end is None
@@ -427,7 +427,7 @@ class DistillationTrainer(OnlineTrainer):
         """Whether the teacher uses the student's token ids."""
         return True
 
-    def _tell_of_itself(self, teacher: str) -> None:
+    def _log_roles(self, teacher: str) -> None:
         """Report a teacher that is the student, so there is nothing to learn."""
         args = self.args
         revisions = {(args.model_init_kwargs or {}).get("revision") or "main", args.teacher_model_revision or "main"}
@@ -681,7 +681,7 @@ class DistillationTrainer(OnlineTrainer):
         """
         if not self.servers:
             return [int(example["score_row"]) for example in rollouts.examples], found
-        return asked_servers(self.servers, rollouts.rollouts, found.columns.get("teacher")), found
+        return teacher_servers(self.servers, rollouts.rollouts, found.columns.get("teacher")), found
 
     def _fact(self, key: int) -> Any:
         mode = "train" if key > 0 else "eval"

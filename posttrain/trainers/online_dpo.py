@@ -17,7 +17,7 @@ from posttrain.loop.rollout import Online, logps
 from posttrain.methods.online_dpo import TIES_MOST, OnlineDPO, OnlineDPOConfig
 from posttrain.models import parallel
 from posttrain.models.architecture import config_of, get_config_model_id
-from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
+from posttrain.models.reference import Reference, check_reference, log_own_checkpoint
 from posttrain.rewards.judges import JudgeReward, PairRewards
 from posttrain.rewards.model import WholeTextReward
 from posttrain.rewards.runner import RewardTable
@@ -203,7 +203,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     def make_reference(self) -> Reference:
         """Create the reference, which the loss always needs."""
         if self._given_reference is None:
-            tell_own_checkpoint(self.model)
+            log_own_checkpoint(self.model)
         elif self.vision.images:
             self.vision.show(self._given_reference)
         self.read_also_by(self._given_reference)

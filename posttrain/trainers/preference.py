@@ -28,12 +28,12 @@ from posttrain.data.formats import PreparationReport, first_rows, read_columns
 from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.loop.build import PADDED_STEPS, user_override
-from posttrain.loop.precompute import KeptSums, precomputed_logps, prepare_references, with_reference
+from posttrain.loop.precompute import ReferenceSums, precomputed_logps, prepare_references, with_reference
 from posttrain.loop.run import Hooks, Run
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.loop.trainer import PostTrainer
 from posttrain.methods.preference import CHECKED_ROWS, AnswerMethod, check_labels
-from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
+from posttrain.models.reference import Reference, check_reference, log_own_checkpoint
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class PreferenceTrainer(PostTrainer):
             self._make_reference(ref_model)
             self.progress.watchers["pass"] = [self._compare_first_pass]
             self.add_callback(self.reference_sums["train"])
-        self._tell_learning_rate()
+        self._warn_learning_rate()
         for callback in self.callback_handler.callbacks:
             self._share_reference(callback)
 
@@ -107,7 +107,7 @@ class PreferenceTrainer(PostTrainer):
         if hasattr(type(callback), "ref_model") and self.reference is not None and self.reference.copy is not None:
             callback.ref_model = self.reference.copy
 
-    def _tell_learning_rate(self) -> None:
+    def _warn_learning_rate(self) -> None:
         default = type(self.args).__dataclass_fields__["learning_rate"].default
         if self.fresh_adapter and self.args.learning_rate == default:
             logger.warning(
@@ -118,7 +118,7 @@ class PreferenceTrainer(PostTrainer):
     def _make_reference(self, ref_model: nn.Module | None) -> None:
         args = self.args
         if ref_model is None:
-            tell_own_checkpoint(self.model)
+            log_own_checkpoint(self.model)
         if args.precompute_ref_log_probs and ref_model is None and not self.fresh_adapter:
             # The policy's initial weights are the reference, so no copy is needed.
             self.train_dataset = self._precompute(self.train_dataset, None, "train")
@@ -156,9 +156,9 @@ class PreferenceTrainer(PostTrainer):
         return done
 
     @functools.cached_property
-    def reference_sums(self) -> dict[str, KeptSums]:
+    def reference_sums(self) -> dict[str, ReferenceSums]:
         """Sums of the reference's log-probs by mode. Those of training are joined over ranks and saved."""
-        return {"train": KeptSums(self.run), "eval": KeptSums(self.run)}
+        return {"train": ReferenceSums(self.run), "eval": ReferenceSums(self.run)}
 
     @functools.cached_property
     def pairs(self) -> PairWatch:

@@ -187,7 +187,7 @@ NO_CONFIG: dict[str, str] = {
     "loop/checkpoint.py Checkpointer": "writing a checkpoint, and check writes nothing",
     "loop/checkpoint.py telling_of_room": "writing a model, and check writes nothing",
     "loop/checkpoint.py GracefulInterrupt": WHILE,
-    "loop/checkpoint.py kept_from_signals": WHILE,
+    "loop/checkpoint.py without_signals": WHILE,
     "loop/dynamic_sampling.py DynamicSampler._put": PROCESSES,
     "loop/passes.py run_again": "raises the error of a pass again",
     "loop/reward_watch.py RewardWatch._log": WHILE,

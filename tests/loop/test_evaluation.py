@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.data.samplers import Deal
+from posttrain.data.samplers import EvalShard
 from tests.methods.every_trainer import EVERY, OFFLINE, PAIRED, data, every
 
 everyone = pytest.mark.parametrize("kind", sorted(EVERY))
@@ -22,7 +22,7 @@ def tokenizer(tiny_tokenizer):
 @pytest.mark.parametrize(("size", "world", "group"), [(2, 2, 1), (3, 2, 1), (4, 3, 2), (1, 4, 1), (2, 2, 3)])
 def test_every_row_goes_to_one_process_and_all_have_equally_many_batches(count, size, world, group):
     rows = list(range(count * group))
-    parts = [list(Deal(size, world, rank, group).parts(rows)) for rank in range(world)]
+    parts = [list(EvalShard(size, world, rank, group).parts(rows)) for rank in range(world)]
     assert len({len(part) for part in parts}) == 1
     rounds = [row for batches in zip(*parts, strict=True) for batch in batches for row in batch]
     assert rounds == rows

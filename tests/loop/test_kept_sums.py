@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from posttrain import DPOConfig, DPOTrainer
 from posttrain.data.forest import Layout, collate
-from posttrain.loop.precompute import KeptSums, row_names, with_reference, with_references
+from posttrain.loop.precompute import ReferenceSums, row_names, with_reference, with_references
 from posttrain.types import Row
 from tests.conftest import build_model
 from tests.methods.helpers import losses, weights
@@ -65,7 +65,7 @@ def test_later_epochs_take_the_sums_and_their_curves_stay(tiny_tokenizer, tmp_pa
         passes = passes_by_epoch(kept)
         kept.train()
         with monkeypatch.context() as patch:
-            patch.setattr(KeptSums, "known", lambda *_: None)
+            patch.setattr(ReferenceSums, "known", lambda *_: None)
             fresh = build()
             again = passes_by_epoch(fresh)
             fresh.train()
@@ -167,7 +167,7 @@ def test_a_reference_that_moves_is_asked_again(tiny_tokenizer, tmp_path, monkeyp
         for keeps in (True, False):
             with monkeypatch.context() as patch:
                 if not keeps:
-                    patch.setattr(KeptSums, "known", lambda *_: None)
+                    patch.setattr(ReferenceSums, "known", lambda *_: None)
                 trainer = dpo(tmp_path, tiny_tokenizer, **(EPOCHS | settings))
                 trainer.add_callback(Once("on_step_end", 5, lambda trainer=trainer, move=move: move(trainer)))
                 trainer.train()
@@ -297,7 +297,7 @@ def test_ranks_join_as_an_epoch_begins_so_that_a_run_resumed_behind_its_last_ste
     """The checkpoint of that step is written before: what it holds is this rank's alone."""
     theirs = [(b"theirs", b"\0\0\0\0")]
     monkeypatch.setattr("posttrain.models.parallel.all_gather_objects", lambda new, _: new + theirs)
-    kept = KeptSums(SimpleNamespace(accelerator=None))
+    kept = ReferenceSums(SimpleNamespace(accelerator=None))
     kept.load_state({"key": "a", "sums": {b"mine".hex(): b"\1\0\0\0".hex()}})
     for epoch, names in ((0.5, {b"mine"}), (1.0, {b"mine", b"theirs"})):
         kept.on_epoch_begin(None, SimpleNamespace(epoch=epoch), None)

@@ -26,7 +26,7 @@ from posttrain.models.memory_estimate import (
     trace_pass,
 )
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.native.prefix_cache import Filler
+from posttrain.rollouts.native.prefix_cache import Prefiller
 from posttrain.types import Request, Row, Sampling
 from tests.models.architectures import built
 
@@ -215,7 +215,7 @@ def test_keys_and_values_are_counted_by_the_formula():
 def test_recurrent_states_are_those_of_the_native_engine(name):
     model = built(name)
     engine = NativeEngine(model, pad_token_id=0)
-    seen, begin = [], Filler.forward
+    seen, begin = [], Prefiller.forward
 
     def watched(self, *args, **options):
         found = begin(self, *args, **options)
@@ -223,7 +223,7 @@ def test_recurrent_states_are_those_of_the_native_engine(name):
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Filler, "forward", watched)
+        patch.setattr(Prefiller, "forward", watched)
         engine.generate([Request([5, 6, 7], 1, Sampling(2, seed=0))], Sampling(2, seed=0))
     asked = Generating(prompts=2, prompt_tokens=50, completion_tokens=60, sequences=8)
     work = Workload(Part("policy", model.config), [one_batch()], generating=asked)

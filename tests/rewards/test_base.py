@@ -587,7 +587,7 @@ def test_a_function_that_raises_is_named_with_its_file_and_line_and_a_network_er
 
 
 def test_a_function_that_runs_long_is_told_of_at_every_doubling_though_no_limit_is_set(monkeypatch, caplog):
-    monkeypatch.setattr("posttrain.rewards.call.SECONDS_UNTIL_TOLD", 0.05)
+    monkeypatch.setattr("posttrain.rewards.call.SECONDS_UNTIL_LOGGED", 0.05)
 
     def slow(completions, **_):
         time.sleep(0.5)

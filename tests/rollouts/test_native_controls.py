@@ -12,7 +12,7 @@ from posttrain.losses.truncation import truncate
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.native.draws import banned_continuations, ends_with_string
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.native.sampler import Chooser, uniforms
+from posttrain.rollouts.native.sampler import TokenSampler, uniforms
 from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model
 from tests.wordings import raises
@@ -255,8 +255,8 @@ def test_the_engine_of_a_config_saves_to_the_folder_of_the_run(tmp_path):
 def test_requests_that_draw_alike_draw_together(monkeypatch):
     """Lengths and seeds differ, settings are of two kinds: two draws a step, not five."""
     rows = []
-    alike = Chooser._draw_alike
-    monkeypatch.setattr(Chooser, "_draw_alike", lambda self, x, c: rows.append(len(c)) or alike(self, x, c))
+    alike = TokenSampler._draw_alike
+    monkeypatch.setattr(TokenSampler, "_draw_alike", lambda self, x, c: rows.append(len(c)) or alike(self, x, c))
     requests = [Request([5, 6], 1, Sampling(5 + i, seed=i)) for i in range(3)]
     requests += [Request([7], 1, Sampling(8, seed=i, top_k=3)) for i in range(2)]
     engine().generate(requests, Sampling(4, seed=0))

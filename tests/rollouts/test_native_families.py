@@ -7,7 +7,7 @@ from posttrain.models import llama4
 from posttrain.models.probe import probe_layout
 from posttrain.rollouts.native import attention
 from posttrain.rollouts.native.engine import NativeEngine, native_is_exact
-from posttrain.rollouts.native.prefix_cache import Kept
+from posttrain.rollouts.native.prefix_cache import PrefixCache
 from posttrain.types import Request, Sampling
 from tests.models.architectures import HYBRIDS, VOCAB, WINDOW, alone, built, ids
 from tests.models.test_recurrent import remembering
@@ -157,7 +157,7 @@ def test_a_hybrid_computes_its_prompt_once_and_of_turn_two_the_new_tokens():
 
 def test_sequences_continue_where_states_are_known():
     keys = {0: (torch.zeros(1, 1, 4, 1), torch.zeros(1, 1, 4, 1))}
-    kept = Kept(10**6, stateful=True)
+    kept = PrefixCache(10**6, stateful=True)
     kept.add([1, 2, 3, 4], [keys], [torch.ones(1, 2)])
     assert kept.find([1, 2, 3, 5], 4) == (0, [], [])
     half = {0: tuple(x[:, :, :2] for x in keys[0])}

@@ -10,7 +10,7 @@ from posttrain.data.templates import FAMILIES as TEMPLATES
 from posttrain.data.templates import training_template
 from posttrain.rollouts.episodes.loop import roll_out_with_tools
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.native.prefix_cache import Kept, fingerprint, match
+from posttrain.rollouts.native.prefix_cache import PrefixCache, fingerprint, match
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.models.test_forward import FAMILIES, family
@@ -182,7 +182,7 @@ def layers(tokens, layer=0):
 
 def test_the_tree_finds_the_longest_beginning_of_random_sequences():
     generator = torch.Generator().manual_seed(0)
-    kept, known = Kept(10**9), []
+    kept, known = PrefixCache(10**9), []
     for _ in range(300):
         tokens = torch.randint(
             0, 3, (int(torch.randint(1, 12, (1,), generator=generator)),), generator=generator
@@ -198,7 +198,7 @@ def test_the_tree_finds_the_longest_beginning_of_random_sequences():
 
 def test_what_was_used_longest_ago_goes_first():
     """Three sequences of 10 tokens at 8 bytes; 240 bytes hold three. The second was not read since: the fourth takes its place."""
-    kept = Kept(240)
+    kept = PrefixCache(240)
     sequences = [[i] * 10 for i in range(4)]
     for tokens in sequences[:3]:
         kept.add(tokens, [layers(tokens)], [])
@@ -213,7 +213,7 @@ def test_what_was_used_longest_ago_goes_first():
 
 
 def test_no_more_is_found_than_asked_for():
-    kept = Kept(10**6)
+    kept = PrefixCache(10**6)
     kept.add([1, 2, 3], [layers([1, 2, 3])], [])
     assert kept.find([1, 2, 3], 2)[0] == 2
 

@@ -45,8 +45,8 @@ GATHER_S = 0.02
 # Maximum number of seconds until the server listens.
 START_S = 30.0
 
-Asked = tuple[list[Prompt], Sampling]
-Sample = Callable[[list[Asked]], list[list[Rollout]]]
+PromptBatch = tuple[list[Prompt], Sampling]
+Sample = Callable[[list[PromptBatch]], list[list[Rollout]]]
 
 
 @dataclass(eq=False)
@@ -554,7 +554,7 @@ def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True)
 def engine_sample(engine: Any) -> Sample:
     """Return a function that runs an engine, for `CallQueue.answer`."""
 
-    def sample(batches: Sequence[Asked]) -> list[list[Rollout]]:
+    def sample(batches: Sequence[PromptBatch]) -> list[list[Rollout]]:
         return [engine.generate(requests, sampling) for requests, sampling in batches]
 
     return sample

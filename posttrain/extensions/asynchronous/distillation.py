@@ -14,7 +14,7 @@ from posttrain.extensions.asynchronous.distillation_method import AsyncDistillat
 from posttrain.extensions.asynchronous.rollouts import AsyncRollouts
 from posttrain.extensions.asynchronous.samples import RolloutSample, Trajectory
 from posttrain.extensions.asynchronous.trainer import AsyncTrainer
-from posttrain.methods.distillation.teacher import asked_servers
+from posttrain.methods.distillation.teacher import teacher_servers
 from posttrain.metrics import Metric, mean
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
@@ -169,13 +169,13 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         """Create the source of rollouts. Teachers on servers score each rollout as it arrives."""
         source = super().make_source()
         if self.servers:
-            source.service.scoring = TeachersAsked(self._said_of)
+            source.service.scoring = TeachersAsked(self._reported_by)
         return source
 
-    def _said_of(self, sample: RolloutSample) -> dict[str, Any]:
+    def _reported_by(self, sample: RolloutSample) -> dict[str, Any]:
         """Return the scores of a rollout from all servers, or from the one that its row selects."""
         numbers = [self.teacher_number(sample.teacher_id)] if self.chosen_by_row else None
-        (said,) = asked_servers(self.servers, [sample.rollout()], numbers)
+        (said,) = teacher_servers(self.servers, [sample.rollout()], numbers)
         return said
 
     def taken(self, batch: RolloutBatch) -> RolloutBatch:

@@ -270,7 +270,7 @@ class WorkerPool:
         self.budget.add(task.size - failed, result.errors)
         if failed and fine + result.untrainable < 2:
             self.ledger.drop(fine, "alone", "writing")
-            self._ask_again(task, FAILED_ATTEMPTS)
+            self._request_again(task, FAILED_ATTEMPTS)
             return
         fresh = [c for c in result.trajectories if self.version - c.version <= self.settings.max_staleness]
         self.ledger.drop(fine - len(fresh), "stale_in_flight", "writing")
@@ -287,9 +287,9 @@ class WorkerPool:
 
     def _lose(self, task: GroupTask, reason: str, attempts: int) -> None:
         self.ledger.drop(task.size, reason, "writing")
-        self._ask_again(task, attempts)
+        self._request_again(task, attempts)
 
-    def _ask_again(self, task: GroupTask, attempts: int) -> None:
+    def _request_again(self, task: GroupTask, attempts: int) -> None:
         if task.attempt < attempts:
             self.source.give_back(task)
         else:

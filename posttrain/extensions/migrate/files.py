@@ -158,7 +158,10 @@ def run(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="Python or shell script, notebook, YAML file, or a folder with such files"
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="Python or shell script, notebook, YAML file, or a folder with such files",
     )
     parser.add_argument("--write", action="store_true", help="change the files")
     arguments = parser.parse_args(argv)

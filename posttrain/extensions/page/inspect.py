@@ -60,7 +60,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownSequence:
     """A sequence that is shown: a prompt and one completion.
 
     Attributes:
@@ -155,7 +155,7 @@ class Summary:
     batch_size: int
     padding_share: float
     special: list[SpecialToken]
-    shown: list[Shown]
+    shown: list[ShownSequence]
     findings: list[Finding]
     images: str = ""
 
@@ -324,14 +324,14 @@ def _shown(
     roles: dict[int, str],
     codes: tuple[str, ...],
     numbers: Sequence[int] | None,
-) -> Shown:
+) -> ShownSequence:
     pieces: list[Piece] = []
     at, spans = 0, row.picture_spans(item.completion or 0, item.ids)
     for number, (image, start, end) in enumerate(spans, 1):
         pieces += pieces_of(item.ids[at:start], item.trained[at:start], tokenizer, roles)
         pieces.append(Piece(image.picture.label(number, image.count), tuple(item.ids[start:end]), False, "image"))
         at = end
-    return Shown(
+    return ShownSequence(
         row=item.row if numbers is None else numbers[item.row],
         codes=codes,
         completion=item.completion,
@@ -421,7 +421,7 @@ def facts(summary: Summary) -> dict[str, str]:
     return lines
 
 
-def row_title(shown: Shown) -> str:
+def row_title(shown: ShownSequence) -> str:
     """Format the numbers of the row and the completion, and the counts."""
     which = f"row {shown.row}"
     if shown.completions > 1 and shown.completion is not None:
@@ -448,7 +448,7 @@ def to_console(summary: Summary, console: Console | None = None) -> None:
     console.print(_findings(summary))
 
 
-def _row(shown: Shown, marked: bool) -> Panel:
+def _row(shown: ShownSequence, marked: bool) -> Panel:
     head, hidden, tail = elide(shown.pieces, SCREEN_TOKENS)
     text = _text(head, marked)
     if hidden:

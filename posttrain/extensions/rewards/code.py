@@ -149,7 +149,7 @@ def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
     visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
     names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
     variables = [part for name, value in names.items() for part in ("--setenv", name, value)]
-        # Code that can create namespaces could mount in-memory folders without a size limit.
+    # Code that can create namespaces could mount in-memory folders without a size limit.
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *variables]
     # A capability could make /proc/sys writable again. The root user can write to its own files even without capabilities.
@@ -260,8 +260,8 @@ def _program(name: str, install: str) -> str:
     program = shutil.which(name)
     if program is None:
         raise MissingDependencyError(
-                f"code written by a model must run in a sandbox, but the program {name!r} is not installed. Fix: {install}. You "
-                f"can also choose another sandbox ({EXAMPLES}).",
+            f"code written by a model must run in a sandbox, but the program {name!r} is not installed. Fix: {install}. You "
+            f"can also choose another sandbox ({EXAMPLES}).",
             name=name,
         )
     return program

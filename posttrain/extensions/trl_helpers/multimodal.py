@@ -223,8 +223,8 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
             "byte_offsets": self._byte_offsets(labels),
             "prompts": pad(prompts, self.pad_token_id, "left")[:, : self.max_length],
             "prompt_attention_mask": pad(masks, 0, "left")[:, : self.max_length],
-            "original_prompt_text": [_said(example["prompt"]) for example in examples],
-            "original_completion_text": [_said(example["completion"]) for example in examples],
+            "original_prompt_text": [_message_text(example["prompt"]) for example in examples],
+            "original_completion_text": [_message_text(example["completion"]) for example in examples],
         }
 
     def _byte_offsets(self, labels: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
         return offsets.masked_fill((labels == IGNORED)[..., None], 0)
 
 
-def _said(value: object) -> str:
+def _message_text(value: object) -> str:
     """Return the text of messages without template and images."""
     if isinstance(value, str):
         return value

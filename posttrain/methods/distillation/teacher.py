@@ -318,7 +318,7 @@ class ServerTeacher:
         return [{"ids": reply.top_ids, "logps": reply.top_logps, "actual": reply.logps} for reply in replies]
 
 
-def asked_servers(
+def teacher_servers(
     servers: Mapping[str, ServerTeacher], rollouts: Sequence[Rollout], numbers: Sequence[float] | None
 ) -> list[dict[str, Any]]:
     """Return the scores of each rollout by the name of the server. All servers are called concurrently.

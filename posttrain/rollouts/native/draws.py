@@ -116,7 +116,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Drawn:
+class SampledTokens:
     """One sampled token per row.
 
     Attributes:
@@ -152,10 +152,10 @@ def draw_tokens(
     uniform: Tensor,
     history: list[list[int]] | None = None,
     change: Callable[[Tensor], Tensor] | None = None,
-) -> Drawn:
+) -> SampledTokens:
     """Sample one token per row, and return its log-prob at the sampling temperature before truncation.
 
-    Nothing waits for the device. `Drawn.rows` raises if a row has no valid token.
+    Nothing waits for the device. `SampledTokens.rows` raises if a row has no valid token.
 
     Args:
         logits: ``(n, V)``. They are overwritten.
@@ -178,7 +178,7 @@ def draw_tokens(
     weights = x.sub_(best).exp_()  # In place: at this size allocating a tensor takes longer than the arithmetic.
     token = draw(weights, uniform)
     logp = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
-    return Drawn(token, logp, top=top)
+    return SampledTokens(token, logp, top=top)
 
 
 def _most_likely(x: Tensor, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ def _shaped(
     uniform: Tensor,
     history: list[list[int]] | None,
     change: Callable[[Tensor], Tensor] | None,
-) -> Drawn:
+) -> SampledTokens:
     """Sample from logits that differ from those of the raw log-prob: greedy, penalized, changed or truncated."""
     greedy = sampling.temperature == 0
     log_z = best.squeeze(-1) + (x - best).exp_().sum(-1).log()
@@ -213,4 +213,4 @@ def _shaped(
         weights = (y - y.amax(-1, keepdim=True)).exp_()
         token = draw(weights, uniform)
         processed = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
-    return Drawn(token, x.gather(1, token[:, None]).squeeze(1) - log_z, processed)
+    return SampledTokens(token, x.gather(1, token[:, None]).squeeze(1) - log_z, processed)

@@ -34,7 +34,7 @@ from posttrain.rollouts.native.layers import (
     quick_products,
     worth_packing,
 )
-from posttrain.rollouts.native.prefix_cache import Kept, fingerprint
+from posttrain.rollouts.native.prefix_cache import PrefixCache, fingerprint
 from posttrain.rollouts.native.requests import check_requests, check_rope
 from posttrain.rollouts.native.sampler import SickRequests
 from posttrain.rollouts.native.scheduler import Run
@@ -105,7 +105,7 @@ class NativeEngine(RolloutEngine):
                 raise ConfigError(f"{name}={value} must be at least 1.")
         self.prefill_tokens, self.keep_bytes = prefill_tokens, keep_bytes
         self.folder = None if folder is None else Path(folder)
-        self.kept: Kept | None = None
+        self.kept: PrefixCache | None = None
         self.counts: dict[str, int] = {}
         self._weights: tuple | None = None
         self._held: Packed | None = None
@@ -143,7 +143,7 @@ class NativeEngine(RolloutEngine):
             except KeyboardInterrupt as error:
                 raise RolloutInterrupted("generation was interrupted", rollouts=run.so_far()) from error
             except SickRequests as error:
-                raise self._told(error, run) from error
+                raise self._with_file(error, run) from error
             finally:
                 self.counts = run.counts()
                 if packed is not None and packed is not self._held:
@@ -188,7 +188,7 @@ class NativeEngine(RolloutEngine):
         if self.kept is not None:  # An outer `prefix_cache` context is active.
             yield
             return
-        self.kept, self._weights = Kept(self.keep_bytes, stateful=self.recurrent), None
+        self.kept, self._weights = PrefixCache(self.keep_bytes, stateful=self.recurrent), None
         try:
             yield
         finally:
@@ -214,7 +214,7 @@ class NativeEngine(RolloutEngine):
             self._held = None
         self._weights = now
 
-    def _told(self, error: SickRequests, run: Run) -> RolloutError:
+    def _with_file(self, error: SickRequests, run: Run) -> RolloutError:
         """Save the requests of a failed call, and return the error with the path of the file."""
         if self.folder is None:
             return RolloutError(f"{error} Pass folder=... to the engine to save their prompts.")

@@ -53,7 +53,7 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-class Kept:
+class PrefixCache:
     """Radix tree of cached sequences with a limit in bytes. The least recently used nodes are removed first.
 
     A sequence is found by its prefix: turn two of an episode begins with all of turn one, and prompts of one task with
@@ -224,7 +224,7 @@ STEM = -1  # Index of a common prefix of several prompts, which is not itself a 
 
 
 @dataclass(slots=True, eq=False)
-class Filling:
+class PrefillBatch:
     """Prompts that are being prefilled into a block, in pieces.
 
     Attributes:
@@ -248,7 +248,7 @@ class Filling:
     done: int = 0
 
 
-class Filler:
+class Prefiller:
     """Prefills the prompts of one call.
 
     Args:
@@ -261,12 +261,19 @@ class Filler:
     """
 
     def __init__(
-        self, engine: NativeEngine, store: Store, prompts: list[Prompt], shared: list[int], kept: Kept, *, keeping: bool
+        self,
+        engine: NativeEngine,
+        store: Store,
+        prompts: list[Prompt],
+        shared: list[int],
+        kept: PrefixCache,
+        *,
+        keeping: bool,
     ) -> None:
         self.engine, self.store, self.prompts, self.shared = engine, store, prompts, shared
         self.kept, self.keeping = kept, keeping
         self.device = next(engine.model.parameters()).device
-        self.work: Filling | None = None
+        self.work: PrefillBatch | None = None
         self.computed = self.reused = 0
 
     def begin(self) -> None:
@@ -313,13 +320,13 @@ class Filler:
             self.work = None
             self._finish(work, fill.states, work.done - piece.shape[1])
 
-    def _seen(self, work: Filling) -> VisionView | None:
+    def _seen(self, work: PrefillBatch) -> VisionView | None:
         """Return the image inputs of the pass. Either all prompts of a pass have images or none has."""
         if not work.prompts[0].pictures:
             return None
         return prompt_view(self.engine.model, work.ids, work.block.lengths.tolist(), [p.pictures for p in work.prompts])
 
-    def _finish(self, work: Filling, hidden: Tensor, before: int) -> None:
+    def _finish(self, work: PrefillBatch, hidden: Tensor, before: int) -> None:
         """Complete a prefill: close gaps, store the logits of first tokens, and cache prefixes."""
         if work.uneven:
             work.block.close_gaps(work.known, work.room)
@@ -386,7 +393,7 @@ class Filler:
         known, layers, states = self.kept.find(self.shared + prompt.ids, first + len(prompt.ids) - 1)
         return (known - first, without(layers, first), states) if known > first else (0, [], common)
 
-    def _stem(self, wanted: Prompt) -> Filling | None:
+    def _stem(self, wanted: Prompt) -> PrefillBatch | None:
         """Return a prefill of the prefix that this prompt shares with another, if it is long enough for a separate
         pass.
         """
@@ -406,7 +413,7 @@ class Filler:
             for prompt in self.prompts:
                 prompt.shares = 0
 
-    def _gather(self, wanted: Prompt, free: int) -> Filling:
+    def _gather(self, wanted: Prompt, free: int) -> PrefillBatch:
         """Select this prompt and the following prompts that fit into one pass."""
         chosen, prefixes = [wanted], [self._known(wanted)]
         width, rows = len(wanted.ids) - prefixes[0][0], wanted.waiting
@@ -426,7 +433,7 @@ class Filler:
             width, rows = wider, rows + prompt.waiting
         return self._filling(chosen, prefixes)
 
-    def _filling(self, prompts: list[Prompt], prefixes: list[Known]) -> Filling:
+    def _filling(self, prompts: list[Prompt], prefixes: list[Known]) -> PrefillBatch:
         new = [p.ids[known:] for p, (known, *_) in zip(prompts, prefixes, strict=True)]
         width, room = max(map(len, new)), max(known for known, *_ in prefixes)
         pad = self.engine.pad_token_id
@@ -440,7 +447,7 @@ class Filler:
         counts = [known for known, *_ in prefixes]
         self.reused += sum(counts)
         known = torch.tensor(counts, device=self.device)
-        return Filling(prompts, ids, block, known, room, uneven=min(counts) < room, new=list(map(len, new)))
+        return PrefillBatch(prompts, ids, block, known, room, uneven=min(counts) < room, new=list(map(len, new)))
 
 
 def _joined_states(rows: list[list[Tensor]]) -> list[Tensor]:

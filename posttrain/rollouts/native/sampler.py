@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.errors import ConfigError, RolloutError, check_choice
 from posttrain.integrations import require
 from posttrain.rollouts.native.attention import Block
-from posttrain.rollouts.native.draws import Drawn, apply_rules, draw_tokens, ends_with_string, has_rules
+from posttrain.rollouts.native.draws import SampledTokens, apply_rules, draw_tokens, ends_with_string, has_rules
 from posttrain.types import Request, Sampling
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Asked:
+class RunningRequest:
     """A request that is being served.
 
     Attributes:
@@ -173,7 +173,7 @@ class Completion:
     """A completion in progress. ``before`` has the tokens from before an interruption."""
 
     number: int
-    asked: Asked
+    asked: RunningRequest
     uniform: list[float]
     guide: Guide | None = None
     before: list[int] = field(default_factory=list)
@@ -202,7 +202,7 @@ class SickRequests(RolloutError):
         self.requests = requests
 
 
-class Chooser:
+class TokenSampler:
     """Samples tokens and detects the end of completions.
 
     Args:
@@ -223,7 +223,7 @@ class Chooser:
         if sampling.guide is not None:
             self._guides(sampling).start(sampling.guide)
 
-    def begin(self, asked: Asked, index: int) -> Completion:
+    def begin(self, asked: RunningRequest, index: int) -> Completion:
         """Create completion ``index`` of a request, without tokens."""
         sampling = asked.sampling
         guide = self._guides(sampling).start(sampling.guide) if sampling.guide is not None else None
@@ -292,7 +292,7 @@ class Chooser:
         return ends_with_string(completion.before + completion.tokens, sampling, self.tokenizer)
 
 
-def _record(drawn: Drawn, completions: list[Completion]) -> None:
+def _record(drawn: SampledTokens, completions: list[Completion]) -> None:
     """Append the sampled token to each completion."""
     for completion, (token, logp, *more) in zip(completions, drawn.rows(), strict=True):
         completion.tokens.append(int(token))

@@ -12,8 +12,8 @@ from posttrain.models.recurrent.states import States
 from posttrain.models.vision import text_offset
 from posttrain.rollouts.native.attention import Block, Group, Store, one_row
 from posttrain.rollouts.native.layers import PACK_FROM, PACK_STEPS, PACK_TOKENS, Packed
-from posttrain.rollouts.native.prefix_cache import Filler, Kept, mark_stems, match
-from posttrain.rollouts.native.sampler import Asked, Chooser, Completion, Prompt
+from posttrain.rollouts.native.prefix_cache import Prefiller, PrefixCache, mark_stems, match
+from posttrain.rollouts.native.sampler import Completion, Prompt, RunningRequest, TokenSampler
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -33,20 +33,20 @@ class Run:
         pictured = any(r.pictures for r in requests)
         self.shared = [] if pictured else common_beginning([list(r.prompt_ids) for r in requests])
         self.prompts: list[Prompt] = []
-        self.asked = self._asked(requests, sampling)
+        self.asked = self._running_request(requests, sampling)
         self.done: list[Rollout | None] = [None] * sum(r.n for r in requests)
         self.store = Store(slots=min(engine.max_slots, max(1, len(self.done))))
         self.live: list[Completion] = []
         self.filler = self._filler()
         self.cursor = self.steps = 0
         self.packed: Packed | None = None
-        self.chooser = Chooser(engine.tokenizer, engine.inner.get_output_embeddings().weight.shape[0])
+        self.chooser = TokenSampler(engine.tokenizer, engine.inner.get_output_embeddings().weight.shape[0])
         for settings in {id(a.sampling): a.sampling for a in self.asked}.values():
             self.chooser.check(settings)
         empty = torch.empty(0, dtype=torch.long, device=self.device)
         self.tokens, self.positions, self.store.lengths = empty, empty, empty
 
-    def _asked(self, requests: Sequence[Request], sampling: Sampling) -> list[Asked]:
+    def _running_request(self, requests: Sequence[Request], sampling: Sampling) -> list[RunningRequest]:
         """Create the requests of the call. Requests with equal prompts share the prompt object."""
         asked, number = [], 0
         seed = self.engine.new_seed() if sampling.seed is None else sampling.seed
@@ -62,18 +62,18 @@ class Run:
             prompt.waiting += request.n
             seeded = own.seed if request.sampling is not None else None
             counted = (seed, number, number) if seeded is None else (seeded, number, 0)
-            asked.append(Asked(index, request, prompt, own, request.n, *counted))
+            asked.append(RunningRequest(index, request, prompt, own, request.n, *counted))
             number += request.n
         self.prompts = list(known.values())
         return asked
 
-    def _filler(self) -> Filler:
+    def _filler(self) -> Prefiller:
         """Create the prefiller. It uses the engine's prefix cache, or a cache for this call only."""
         kept = self.engine.kept
         if len(self.prompts) > 1:
             mark_stems(self.prompts)
-        within = Kept(UNBOUNDED, stateful=self.engine.recurrent) if kept is None else kept
-        return Filler(self.engine, self.store, self.prompts, self.shared, within, keeping=kept is not None)
+        within = PrefixCache(UNBOUNDED, stateful=self.engine.recurrent) if kept is None else kept
+        return Prefiller(self.engine, self.store, self.prompts, self.shared, within, keeping=kept is not None)
 
     def to_the_end(self) -> list[Rollout]:
         self.filler.begin()
@@ -119,13 +119,13 @@ class Run:
             self._regroup()
         return bool(self.live)
 
-    def _next(self) -> Asked | None:
+    def _next(self) -> RunningRequest | None:
         """Return the first request with completions that have not started."""
         while self.cursor < len(self.asked) and self.asked[self.cursor].waiting == 0:
             self.cursor += 1
         return self.asked[self.cursor] if self.cursor < len(self.asked) else None
 
-    def _start(self, asked: Asked, count: int) -> None:
+    def _start(self, asked: RunningRequest, count: int) -> None:
         """Sample the first token of ``count`` completions of a request."""
         prompt = asked.prompt
         assert prompt.logits is not None
