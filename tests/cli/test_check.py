@@ -306,6 +306,16 @@ def test_what_a_start_would_refuse_is_refused(command, options, said, trainable,
     assert said in out and f"{command}: refused" in out
 
 
+def test_a_run_that_resumes_is_tried_from_its_checkpoint(trainable, sums, capsys):
+    options = ["--config", "sft.yaml", "--save_steps", "2"]
+    assert main(["sft", *options, "--max_steps", "2"]) == 0
+    options += ["--max_steps", "4", "--resume_from_checkpoint", "out/checkpoint-2"]
+    assert main(["check", "sft", *options]) == 0, capsys.readouterr().out
+    write("chats.jsonl", sums[:11])
+    assert main(["check", "sft", *options]) == 78
+    assert "the run began with other training rows" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_check_that_could_not_run_is_an_error(trainable, capsys, monkeypatch, caplog):
     from posttrain.checks import registry
 
