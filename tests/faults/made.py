@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -38,6 +39,10 @@ def silent(completions, **columns):
 SILENT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }}{% endif %}{% endfor %}"
 )
+BLOCK_TEMPLATE = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for block in message['content'] %}{{ block['text'] }}{% endfor %}{% endif %}{% endfor %}"
+)
 TRAIN = [{"prompt": f"What is {i}?", "completion": f" It is {i}."} for i in range(8)]
 
 
@@ -70,6 +75,16 @@ def copied(*without: str, **changes: dict[str, Any]) -> Make:
         for name, values in changes.items():
             file = path / f"{name}.json"
             file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | values), encoding="utf-8")
+
+    return make
+
+
+def with_template(template: str) -> Make:
+    """Return a function that copies the tiny model with another chat template."""
+
+    def make(model: Path, path: Path) -> None:
+        shutil.copytree(model, path)
+        (path / "chat_template.jinja").write_text(template, encoding="utf-8")
 
     return make
 
@@ -143,7 +158,9 @@ def torn(row: dict[str, Any]) -> None:
 
 def moved(row: dict[str, Any]) -> None:
     """Move the row's image from the prompt to the completion."""
-    row["completion"][0]["content"].insert(0, row["prompt"][0]["content"].pop(0))
+    address = "data:image/png;base64," + base64.b64encode(row["images"].pop()["bytes"]).decode()
+    del row["prompt"][0]["content"][0]
+    row["completion"][0]["content"].insert(0, {"type": "image", "image": address, "text": None})
 
 
 def arrow(metadata: dict[str, str] | None = None) -> Make:
@@ -194,6 +211,8 @@ MADE: dict[str, Make] = {
     "endless": copied(tokenizer_config={"eos_token": None, "pad_token": None}),
     "no-template": copied("chat_template*"),
     "no-tokenizer": copied("token*", "chat_template*", "special_tokens*"),
+    "silent": with_template(SILENT_TEMPLATE),
+    "block-reader": with_template(BLOCK_TEMPLATE),
     "id-gap": with_id_gap,
     "convolutional": convolutional,
     "longrope-64": longrope(64),
