@@ -199,7 +199,6 @@ REFUSED: dict[str, Refused] = {
     "loop/pictures.py Vision.__init__ 2": (
         "sft", {"model_name_or_path": "vision", "dataset_name": "answers.parquet", "chat_template_path": "template.jinja"},
     ),
-    "loop/pictures.py Vision._tell 1": ("sft", {"model_name_or_path": "vision", "dataset_name": "answers.parquet", "max_length": 8}),
     "loop/pictures.py Vision.check_engine 1": (
         "grpo",
         {"model_name_or_path": "vision", "dataset_name": "prompts.parquet", "reward_funcs": None, "reward_model_name_or_path": "block-reader"},
@@ -315,6 +314,8 @@ REFUSED: dict[str, Refused] = {
         "sft", {"model_name_or_path": "vision", "dataset_name": "answers.parquet", "packing": True, "packing_strategy": "wrapped"},
     ),
 }  # fmt: skip
+# Raises without a config or a reason so far. The list only gets shorter.
+OPEN = ["loop/pictures.py Vision._tell 1"]
 PYTHON = "arguments of a trainer or of build() that no command has"
 WHILE = "an error while training, after the first step or of a signal"
 ADAPTER = "a command makes a new LoRA of the lora_ options, and no other adapter"
