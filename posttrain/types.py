@@ -366,7 +366,7 @@ class TokenLoss:
     columns: dict[str, Tensor]
     scale: Tensor | None = None
 
-    def __getitem__(self, index: Any) -> TokenLoss:
+    def __getitem__(self, index: slice | tuple[Tensor, ...]) -> TokenLoss:
         """Select tokens, as in a tensor."""
         assert self.scale is not None
         return TokenLoss(self.terms, {name: one[index] for name, one in self.columns.items()}, self.scale[index])

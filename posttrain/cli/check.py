@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import json
 import logging
@@ -194,7 +195,10 @@ class Checkup:
         adapter = model_args if model_args.use_peft else None
         check_quantised(subject.source, subject.config, adapter, None)
         config = self.known["model_config"] = subject.model_config
-        check_split(subject.config, config, supported=subject.method.traits.splits_tokens, name=subject.kind.__name__)
+        loaded = copy.deepcopy(config)
+        if backend := dict(subject.config.model_init_kwargs or {}).get("attn_implementation"):
+            loaded._attn_implementation = backend
+        check_split(subject.config, loaded, supported=subject.method.traits.splits_tokens, name=subject.kind.__name__)
         count = _parameters(config)
         dtype = str(model_args.dtype)
         if count and not model_args.use_peft:
@@ -307,10 +311,17 @@ class Checkup:
         """Make the trainer as the command does, and try a step and an evaluation batch in a temporary folder."""
         if not self.tries_step or self.refused:
             return ""
+        from posttrain.loop.checkpoint import resolve_resume
+        from posttrain.loop.dry_step import refuse_auto_batch_size
         from posttrain.methods.config import parallel_sizes
 
         launch, size = self.subject.launch, parallel_sizes(self.subject.config)["sp_size"]
-        world = train.launched(launch)[0] if launch else int(os.environ.get("WORLD_SIZE", "1"))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if launch:
+            train._started_all(launch)
+            world, zero_stage = train.launched(launch)
+            if zero_stage:
+                refuse_auto_batch_size(self.subject.config)
         if world % size:
             raise ConfigError(
                 f"sp_size={size} does not divide the command's {world} processes. Fix: --num_processes {size}."
@@ -320,10 +331,11 @@ class Checkup:
         script_args, config, model_args, mixture = train.parse(self.command, self.tokens)[0]
         if config.use_vllm or self.subject.method.traits.workers_sample:
             return "not tried: the engine runs in other processes"
+        resume = resolve_resume(train.resume_from(config), config.output_dir)
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), quiet():
             config.output_dir, config.push_to_hub = folder, False
             trainer = train.make_trainer(self.command, script_args, config, model_args, mixture)
-            try_step(trainer)
+            try_step(trainer, resume)
         return "one step and one evaluation batch" if trainer.eval_dataset is not None else "one step"
 
     def _context(self, **more: Any) -> Any:
@@ -363,11 +375,12 @@ def quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-def try_step(trainer: Any) -> None:
+def try_step(trainer: Any, resume: str | None = None) -> None:
     """Train one step, with completions of a few tokens, and evaluate one batch; nothing is saved.
 
     Args:
         trainer: Made for this purpose; its model changes.
+        resume: Checkpoint from which the run resumes. The step is the one after it.
 
     Raises:
         Exception: Whatever would end the run before its second step.
@@ -377,19 +390,21 @@ def try_step(trainer: Any) -> None:
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     from posttrain.loop.evaluation import check_best_metric
+    from posttrain.report.files import read_json
 
     args, evaluates = trainer.args, trainer.eval_dataset is not None
     for callback in (*INTEGRATION_TO_CALLBACK.values(), PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
-    args.max_steps, args.save_strategy, args.load_best_model_at_end = 1, IntervalStrategy.NO, False
+    done = read_json(Path(resume) / "trainer_state.json").get("global_step", 0) if resume else 0
+    args.max_steps, args.save_strategy, args.load_best_model_at_end = done + 1, IntervalStrategy.NO, False
     args.eval_strategy, args.eval_on_start, args.log_completions = IntervalStrategy.NO, False, False
     if trainer.method.traits.samples:
         for option in ("max_completion_length", "response_length", "max_new_tokens"):
             if vars(args).get(option):
                 vars(args)[option] = min(vars(args)[option], FEW_TOKENS)
-    else:
+    elif not resume:  # The place of a checkpoint in the rows depends on the number of rows per step.
         args.gradient_accumulation_steps = 1
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     if evaluates:
         sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
         metrics: dict[str, float] = {}

@@ -78,11 +78,7 @@ def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | N
         optimizer: None before it is created.
     """
     if parallel.is_prepared_late(run.accelerator):
-        if run.args.auto_batch_size:
-            raise ConfigError(
-                "per_device_train_batch_size='auto' runs trial steps before the model is passed to FSDP or "
-                "DeepSpeed, which does not work with them. Set a number. posttrain estimate suggests one."
-            )
+        refuse_auto_batch_size(run.args)
         return
     if run.args.auto_batch_size:
         _choose_batch_size(run, head, optimizer)
@@ -97,6 +93,19 @@ def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | N
             logger.warning("the dry step failed (%s: %s). Training begins without it.", type(error).__name__, error)
             return
         _check_dry(run, step)
+
+
+def refuse_auto_batch_size(args: PostTrainingConfig) -> None:
+    """Raise an error for ``per_device_train_batch_size='auto'`` in a run that shards the model.
+
+    Raises:
+        ConfigError: The batch size is ``"auto"``.
+    """
+    if args.auto_batch_size:
+        raise ConfigError(
+            "per_device_train_batch_size='auto' runs trial steps before the model is passed to FSDP or "
+            "DeepSpeed, which does not work with them. Set a number. posttrain estimate suggests one."
+        )
 
 
 def dry_step(
@@ -236,10 +245,13 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
 
 
 def batch_sizes(args: PostTrainingConfig) -> list[int]:
-    """Return the batch sizes that keep the effective batch size, and the generation batch size if there is one."""
+    """Return the batch sizes that keep the effective batch size, and the generation batch size if there is one.
+
+    Sizes below the config's ``least_batch_size`` are excluded.
+    """
     batch, steps = int(args.per_device_train_batch_size), args.steps_per_generation
     sizes = checks.batch_sizes(batch, int(args.gradient_accumulation_steps))
-    return [n for n in sizes if steps is None or batch * int(steps) % n == 0]
+    return [n for n in sizes if n >= args.least_batch_size and (steps is None or batch * int(steps) % n == 0)]
 
 
 def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
@@ -269,8 +281,9 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
     size = min(parallel.all_gather_objects([sizes[count - 1] if count else 0], run.accelerator))
     if size == 0:
         least = min(step.needed for step in tried.values())
+        rows = "one row fits" if sizes[0] == 1 else f"{sizes[0]} rows fit"
         raise ConfigError(
-            "per_device_train_batch_size='auto': not even one row fits. A step at the maximum lengths needs "
+            f"per_device_train_batch_size='auto': not even {rows}. A step at the maximum lengths needs "
             f"{gib(least)}, and {has.where} has {gib(has.free)} free (of which {checks.PLANNED_SHARE:.0%} are used "
             "for planning). Lower max_length or max_completion_length, train an adapter, or use optim='adafactor'."
         )

@@ -17,7 +17,7 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, mean
 from posttrain.models import memory, parallel, token_split
 from posttrain.models.forward import help_with, with_router_term
-from posttrain.types import Batch, LossTerms, ModelOutputs, State
+from posttrain.types import Batch, LossTerms, ModelOutputs, State, TokenLoss
 
 if TYPE_CHECKING:
     from posttrain.loop.run import Run
@@ -92,13 +92,8 @@ def count_tokens(run: Run, batches: Sequence[Batch], counts: Denominators) -> No
     real = sum(batch.num_tokens for batch in batches)
     computed = sum(batch.input_ids.numel() for batch in batches)
     run.progress.tokens_seen = run.progress.tokens_seen[0] + real, run.progress.tokens_seen[1] + computed
-    run.log(
-        {
-            "documents": mean(counts.sequences),
-            "trained_tokens": mean(counts.tokens),
-            "padding_share": mean(1 - real / computed if computed else 0.0, weight=float(computed)),
-        }
-    )
+    padding = mean(1 - real / computed if computed else 0.0, weight=float(computed))
+    run.log({"documents": mean(counts.sequences), "trained_tokens": mean(counts.tokens), "padding_share": padding})
 
 
 def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:
@@ -141,20 +136,18 @@ def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: 
     It is computed from the objective itself, at the reference's log-probs or 0. A subclass's objective may have side effects,
     so it is called once only. For the output layer's use on a CPU, see `posttrain.models.logprob.token_logprobs`.
     """
-    own = run.hooks.objective or run.loss_function or batch.input_ids.device.type != "cpu"
-    known = False if own else run.method.knows_gradient(batch)
-    if not known or (known is not True and run.progress.truncation):
+    known = not (run.hooks.objective or run.loss_function) and run.method.knows_gradient(batch)
+    if not known or batch.input_ids.device.type != "cpu":
         return batch
     with torch.enable_grad():
-        grid = torch.zeros(batch.input_ids.shape)
-        logp = (grid if batch.ref_logp is None else batch.ref_logp).clone().requires_grad_()
-        numbers = dict.fromkeys(run.method.traits.needs - {"logp"}, grid)
-        terms = run.method.objective(ModelOutputs(logp=logp, **numbers), batch, state)
-        if known is not True:
-            logp = terms.terms.detach().requires_grad_()
-            terms = replace(terms, terms=logp)
-        (gradient,) = torch.autograd.grad(reduce(replace(terms, share=batch.shares), counts), logp)
-        return replace(batch, expected_grad=gradient if known is True else replace(known, scale=gradient))
+        start = torch.zeros(batch.input_ids.shape) if batch.ref_logp is None else batch.ref_logp
+        logp = start.clone().requires_grad_()
+        numbers = dict.fromkeys(run.method.traits.needs, start) | {"logp": logp}
+        terms = run.method.objective(ModelOutputs(**numbers), batch, state)
+        loss = reduce(replace(terms, share=batch.shares), counts)
+        if isinstance(known, TokenLoss):
+            return replace(batch, expected_grad=replace(known, scale=torch.autograd.grad(loss, terms.terms)[0]))
+        return replace(batch, expected_grad=torch.autograd.grad(loss, logp)[0])
 
 
 def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:

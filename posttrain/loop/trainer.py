@@ -542,8 +542,11 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             if self._in_loop:
                 raise
             return {}  # `eval_on_start`: the first step ends the run.
-        check_best_metric(self.args, metrics)
         return metrics
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        check_best_metric(self.args, metrics)  # Some learning-rate schedules read the metric after this call.
+        super()._report_to_hp_search(trial, step, metrics)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import warnings
@@ -274,6 +275,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self._resolve_batch_size()
         self._check_numbers()
         super().__post_init__()
+        check_schedule(self)
         if self.load_best_model_at_end and self.eval_strategy == "no":
             raise ConfigError(
                 "load_best_model_at_end=True needs evaluations to find the best model, but eval_strategy='no'. Fix: "
@@ -345,6 +347,11 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 raise ConfigError(f"{name}={value} must be at least 1.")
 
     @property
+    def least_batch_size(self) -> int:
+        """Minimum number of rows per device in training."""
+        return 1
+
+    @property
     def passes_per_step(self) -> int:
         """Number of micro-batches per optimizer step."""
         return int(self.gradient_accumulation_steps)
@@ -399,6 +406,41 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 logger.info("bf16=None: computing in float32, because this device is not faster in bfloat16.")
         if self.bf16 and not torch.cuda.is_available() and not torch.backends.mps.is_available():
             self.use_cpu = True  # transformers allows bf16 on a CPU only with use_cpu=True.
+
+
+# Learning-rate schedules that need arguments, or refuse some learning rates.
+DEMANDING = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "polynomial", "warmup_stable_decay")
+# Parameters of schedules that the trainer sets.
+OF_TRAINER = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
+STEPS_TRIED = 100
+
+
+def check_schedule(args: PostTrainingConfig) -> None:
+    """Create the learning-rate schedule for a made-up optimizer and run of 100 steps, if it has arguments or needs some.
+
+    Without this check the error comes after the model is loaded, without the name of an option.
+
+    Raises:
+        ConfigError: ``lr_scheduler_kwargs`` has an argument that the schedule does not accept, or lacks one that it needs.
+    """
+    kind, given = transformers.SchedulerType(args.lr_scheduler_type), args.lr_scheduler_kwargs
+    if not given and kind.value not in DEMANDING:
+        return
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
+
+    groups = [{"params": [torch.zeros(1)]} for _ in range(2)]  # Weights with and without weight decay, as in a trainer.
+    optimizer = torch.optim.SGD(groups, lr=args.learning_rate)
+    options: Any = {"num_warmup_steps": 1, "num_training_steps": STEPS_TRIED, "scheduler_specific_kwargs": given}
+    try:
+        for rate in getattr(get_scheduler(kind, optimizer, **options), "lr_lambdas", ()):
+            _ = [rate(step) for step in range(STEPS_TRIED)]
+    except (TypeError, ValueError, ArithmeticError) as error:
+        function = TYPE_TO_SCHEDULER_FUNCTION[kind]
+        names = [name for name in inspect.signature(function).parameters if name not in OF_TRAINER]
+        raise ConfigError(
+            f"lr_scheduler_type={kind.value!r} with lr_scheduler_kwargs={given}: {str(error).rstrip('.')}. Fix: use the "
+            f"arguments of transformers.{function.__name__}: {names}."
+        ) from error
 
 
 def row_multiple(multiple: object) -> int | None:

@@ -46,11 +46,16 @@ class KTOConfig(PictureConfig, ComparedConfig):
         super().__post_init__()
         sizes = {"train": int(self.per_device_train_batch_size), "eval": self.per_device_eval_batch_size}
         for kind, size in sizes.items():
-            if self.loss_type == "kto" and size < 2:
+            if size < self.least_batch_size:
                 raise ConfigError(
                     f"per_device_{kind}_batch_size={size} is too small for loss_type='kto'. Its baseline needs an "
                     "answer to another prompt, so set at least 2."
                 )
+
+    @property
+    def least_batch_size(self) -> int:
+        """Minimum number of rows per device in training: the baseline compares answers of two prompts."""
+        return 2 if self.loss_type == "kto" else 1
 
 
 def partners(rows: Sequence[Row]) -> list[int | None]:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 from tokenizers import AddedToken
@@ -222,7 +222,7 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
     if not isinstance(model, str):
         name = type(causal_lm(model)).__name__
         if generative and "Classification" in name:
-            raise _not_generative("the model", name)
+            _refuse_not_generative("the model", name)
         return
     folder = Path(model)
     looks_local = folder.is_absolute() or model.startswith((".", "~")) or folder.exists()
@@ -248,11 +248,11 @@ def _refuse_headless(model_id: str, config: PretrainedConfig) -> None:
     name = (config.architectures or ["ForCausalLM"])[0]
     # GPT-2's class with a language-model head is named GPT2LMHeadModel.
     if "Classification" in name or (name.endswith("Model") and "Head" not in name):
-        raise _not_generative(repr(model_id), f"a {name}")
+        _refuse_not_generative(repr(model_id), f"a {name}")
 
 
-def _not_generative(what: str, name: str) -> ModelError:
-    return ModelError(
+def _refuse_not_generative(what: str, name: str) -> NoReturn:
+    raise ModelError(
         f"{what} is {name}, which has no language-model head and cannot generate. Fix: use a checkpoint of a causal language "
         "model. Pass reward models as reward_funcs."
     )

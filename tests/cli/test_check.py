@@ -306,6 +306,29 @@ def test_what_a_start_would_refuse_is_refused(command, options, said, trainable,
     assert said in out and f"{command}: refused" in out
 
 
+def test_a_run_that_resumes_is_tried_from_its_checkpoint(trainable, sums, capsys):
+    options = ["--config", "sft.yaml", "--save_steps", "2"]
+    assert main(["sft", *options, "--max_steps", "2"]) == 0
+    options += ["--max_steps", "4", "--resume_from_checkpoint", "out/checkpoint-2"]
+    assert main(["check", "sft", *options]) == 0, capsys.readouterr().out
+    write("chats.jsonl", sums[:11])
+    assert main(["check", "sft", *options]) == 78
+    assert "the run began with other training rows" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_schedule_that_reads_a_missing_metric_ends_the_run_with_one_line(trainable, capsys):
+    options = (
+        "--dataset_name",
+        "data",
+        "--lr_scheduler_type",
+        "reduce_lr_on_plateau",
+        "--metric_for_best_model",
+        "eval_foo",
+    )
+    assert main(["sft", "--config", "sft.yaml", *EVALUATES, *options, "--eval_steps", "1", "--max_steps", "2"]) == 1
+    assert "metric_for_best_model='eval_foo': the evaluation has no such metric" in capsys.readouterr().err
+
+
 def test_a_check_that_could_not_run_is_an_error(trainable, capsys, monkeypatch, caplog):
     from posttrain.checks import registry
 

@@ -245,6 +245,21 @@ def test_auto_says_when_not_even_one_row_fits(tiny_tokenizer, tmp_path, monkeypa
         trainer.train()
 
 
+def test_auto_gives_kto_the_two_rows_that_its_baseline_compares(tiny_tokenizer, tmp_path, monkeypatch):
+    longest = 30
+    settings = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": "auto", "max_steps": 1}
+    limited(monkeypatch, longest)  # Enough for one row.
+    trainer = every("kto", tmp_path / "kto", tiny_tokenizer, train=data("kto", 16), **settings)
+    assert longest < 2 * len(memory_health.longest_rows(trainer.run, trainer.head, 1)[0].prompt_ids) + 20
+    assert memory_health.batch_sizes(trainer.args) == [2, 4, 8, 16]
+    with raises(ConfigError, "2 rows fit"):
+        trainer.train()
+    unpaired = every(
+        "kto", tmp_path / "apo", tiny_tokenizer, train=data("kto", 16), loss_type="apo_zero_unpaired", **settings
+    )
+    assert memory_health.batch_sizes(unpaired.args) == [1, 2, 4, 8, 16]
+
+
 def test_auto_is_refused_where_the_size_is_part_of_the_loss(tiny_tokenizer, tmp_path):
     trainer = grpo(tmp_path, tiny_tokenizer, per_device_train_batch_size="auto", loss_type="bnpo")
     with raises(ConfigError):

@@ -20,6 +20,42 @@ from tests.wordings import raises
 ONE = {"max_steps": 1, "per_device_train_batch_size": 12}
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "value"),
+    [
+        ("cosine", {"cycles": 2}, "num_cycles"),
+        ("cosine", {"num_cycles": "two"}, "'two'"),
+        ("warmup_stable_decay", None, "num_decay_steps"),
+        ("cosine_with_min_lr", {}, "min_lr"),
+        ("polynomial", {"lr_end": 1.0}, "lr_end"),
+        ("reduce_lr_on_plateau", {"mode": "middle"}, "patience"),
+    ],
+)
+def test_arguments_that_a_schedule_does_not_take_are_refused_by_the_config(kind, given, value, tmp_path):
+    with raises(ConfigError, f"lr_scheduler_type={kind!r}", value):
+        SFTConfig(str(tmp_path), use_cpu=True, eval_strategy="epoch", lr_scheduler_type=kind, lr_scheduler_kwargs=given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("linear", None),
+        ("constant", {"anything": 1}),
+        ("cosine", '{"num_cycles": 2}'),
+        ("warmup_stable_decay", {"num_decay_steps": 3}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("reduce_lr_on_plateau", {"min_lr": [0.0, 0.0]}),
+    ],
+)
+def test_arguments_that_a_schedule_takes_are_accepted(kind, given, tmp_path):
+    assert (
+        SFTConfig(
+            str(tmp_path), use_cpu=True, eval_strategy="epoch", lr_scheduler_type=kind, lr_scheduler_kwargs=given
+        ).max_steps
+        == -1
+    )
+
+
 def rows_of(trainer):
     return [(torch.tensor([r["input_ids"]]), torch.tensor([r["labels"]])) for r in trainer.train_dataset]
 

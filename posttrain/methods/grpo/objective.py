@@ -84,16 +84,17 @@ def grpo_objective(
     uncertain = batch.loss_mask
     if cfg.top_entropy_quantile < 1.0:
         uncertain = entropy_mask(out.entropy, batch.loss_mask, quantile=cfg.top_entropy_quantile, gather=gather)
+    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+    clip = {"epsilon": cfg.epsilon, "epsilon_high": high, "delta": cfg.delta}
     if kind.surrogate == "geometric":
         terms, clipping = _geometric(log_ratio, advantages, batch, cfg, uncertain)
     elif kind.surrogate == "vespo":
         terms, clipping = _vespo(log_ratio, advantages, out.logp, batch, cfg, weight)
         terms = terms * uncertain
     else:
-        options = surrogate_options(cfg)
-        terms = surrogate(kind.surrogate, log_ratio, advantages, out.logp, **options) * uncertain
-        del options["sapo_temperatures"]
-        clipping = clip_metrics(log_ratio, advantages, *forest, **options, surrogate=kind.surrogate, level=level)
+        soft = (cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
+        clipping = clip_metrics(log_ratio, advantages, *forest, **clip, surrogate=kind.surrogate, level=level)
+        terms = surrogate(kind.surrogate, log_ratio, advantages, out.logp, **clip, sapo_temperatures=soft) * uncertain
     if weight is not None and kind.surrogate != "vespo":
         terms = terms * weight
     terms = terms * _kept(out.logp, sampled, batch, cfg)
@@ -122,16 +123,6 @@ def grpo_objective(
         reduction = "token" if uncertain is batch.loss_mask else "local_token"
         loss.extra.append(LossTerms(-coefficient * out.entropy, uncertain, reduction))
     return loss
-
-
-def surrogate_options(cfg: GRPOConfig) -> dict[str, Any]:
-    """Return the options of `posttrain.losses.policy.surrogate`."""
-    return {
-        "epsilon": cfg.epsilon,
-        "epsilon_high": cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high,
-        "delta": cfg.delta,
-        "sapo_temperatures": (cfg.sapo_temperature_pos, cfg.sapo_temperature_neg),
-    }
 
 
 def _vespo(
@@ -330,19 +321,23 @@ class GRPO(Method[Config]):
 
         On-policy, all ratios are 1, and the gradient of a token's loss is its advantage.
         """
+        others = self.cfg.beta or self.has_bonus or self.cfg.top_entropy_quantile < 1.0
+        return (batch.old_logp is None and batch.rollout_logp is None and not others) or self.token_loss(batch)
+
+    def token_loss(self, batch: Batch) -> bool | TokenLoss:
+        """Return the terms of single tokens, or False if the term of a token depends on other tokens or on the entropy."""
         cfg, kind = self.cfg, LOSS_TYPES[self.cfg.loss_type]
-        if self.has_bonus or cfg.top_entropy_quantile < 1.0 or batch.rollout_logp is not None:
-            return False
-        if batch.old_logp is None and not cfg.beta:
-            return True
+        wide = self.has_bonus or cfg.top_entropy_quantile < 1.0 or cfg.off_policy_mask_threshold is not None
         level = kind.level or cfg.importance_sampling_level
-        if level != "token" or not kind.by_token or cfg.off_policy_mask_threshold is not None:
+        if wide or level != "token" or not kind.by_token or batch.rollout_logp is not None:
             return False
         columns = {"advantages": spread(batch.advantages, batch.sequence), "old_logp": batch.old_logp}
         columns |= {"ref_logp": batch.ref_logp} if cfg.beta else {}
-        terms = partial(
-            token_terms, kind.surrogate, **surrogate_options(cfg), beta=cfg.beta, corrected=cfg.use_bias_correction_kl
-        )
+        high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+        options = {"epsilon": cfg.epsilon, "epsilon_high": high, "delta": cfg.delta, "beta": cfg.beta}
+        soft = (cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
+        options |= {"corrected": cfg.use_bias_correction_kl, "sapo_temperatures": soft}
+        terms = partial(token_terms, kind.surrogate, **options)
         return TokenLoss(terms, {name: column for name, column in columns.items() if column is not None})
 
     def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
