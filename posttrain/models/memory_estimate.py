@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from posttrain.errors import ModelError
 from posttrain.models.architecture import inner_size, key_value_width, layer_configs, layer_kinds
 from posttrain.models.attention import attention_inputs
-from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, has_tower, install_token_head
+from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, has_tower, install_token_head, train_score_head
 from posttrain.models.load import add_adapter
 from posttrain.models.memory import keep_last_activations, recompute_activations
 from posttrain.models.recurrent import table as recurrent
@@ -434,7 +434,7 @@ def _build(part: Part) -> Any:
     model.tie_weights()
     if not part.trained:
         return model.requires_grad_(False).eval()
-    adapter = part.peft_config
+    adapter = part.peft_config if part.kind == "causal" else train_score_head(part.peft_config, model)
     if has_tower(model):
         adapter = adapter_of_text(model, adapter, part.freeze_vision)
         for parameter in frozen_parameters(model, part.freeze_vision, images=part.images).values():

@@ -8,9 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import GPTNeoXConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
+from posttrain import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    PPOConfig,
+    PPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)  # fmt: skip
 from posttrain.checks.memory import Lengths, plan
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ModelError
@@ -195,6 +207,13 @@ def test_shards_divide_what_they_name():
     assert zero2.standing["weights"] == whole.standing["weights"] == 4 * zero3.standing["weights"]
     assert whole.standing["optimizer states"] == 4 * zero2.standing["optimizer states"]
     assert ddp.standing["gradient buckets"] == 4 * WEIGHTS
+
+
+def test_an_adapter_of_a_classifier_is_the_one_that_its_trainer_makes():
+    """The command line's default task is CAUSAL_LM, with which peft expects a language-model head."""
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    found = estimate_memory(planned(RewardTrainer, args(RewardConfig), LLAMA, peft_config=lora, lengths=Lengths(0, 64)))
+    assert found.trainable == 3 * 2 * (64 + 64) + 64  # Three layers, and the classifier's head.
 
 
 def test_fsdp_divides_as_its_config_says():
