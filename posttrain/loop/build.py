@@ -404,9 +404,7 @@ def refuse_untrainable(
     strategy = transformers.IntervalStrategy(args.eval_strategy).value
     if eval_dataset is None and (strategy != "no" or args.eval_on_start):
         option = f"eval_strategy={strategy!r}" if strategy != "no" else "eval_on_start=True"
-        raise ConfigError(
-            f"{option} needs eval_dataset, and it is None. Fix: pass eval_dataset, or remove the option."
-        )
+        raise ConfigError(f"{option} needs eval_dataset, and it is None. Fix: pass eval_dataset, or remove the option.")
     if isinstance(train_dataset, datasets.IterableDataset):
         if args.max_steps <= 0:
             raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
@@ -442,7 +440,9 @@ def loading_options(args: PostTrainingConfig, quantization_config: Any) -> dict[
     """
     init = dict(args.model_init_kwargs or {})
     if quantization_config is not None and init.get("quantization_config") is not None:
-        raise ConfigError("quantization_config is set both as an argument and in model_init_kwargs. Fix: set it only once.")
+        raise ConfigError(
+            "quantization_config is set both as an argument and in model_init_kwargs. Fix: set it only once."
+        )
     if quantization_config is not None:
         init["quantization_config"] = quantization_config
     init.setdefault("trust_remote_code", args.trust_remote_code)

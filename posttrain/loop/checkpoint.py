@@ -360,9 +360,7 @@ def _last(folder: Path) -> Path:
 
 def _offer(folder: Path, but: Path | None = None) -> str:
     whole = [path for path in complete_checkpoints(folder) if path != but and not damage(path)]
-    return (
-        f"Complete: {', '.join(p.name for p in whole)}." if whole else f"{str(folder)!r} has no complete checkpoint."
-    )
+    return f"Complete: {', '.join(p.name for p in whole)}." if whole else f"{str(folder)!r} has no complete checkpoint."
 
 
 def strangers(folder: str | Path, run: str) -> list[Path]:
@@ -403,7 +401,9 @@ def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -
     removable = [path for path in mine[:-1] if path.name != best]
     gone = removable[: max(0, len(mine) - room)]
     gone += [p for p in _named(folder) if mine and marker(p) is None and _owner(p) == run and p.name != best]
-    for path in gone:  # Rename first: if the process is killed during the removal, no partial checkpoint looks complete.
+    for (
+        path
+    ) in gone:  # Rename first: if the process is killed during the removal, no partial checkpoint looks complete.
         old = path.with_name(f"{path.name}.tmp-{run}.old")
         os.rename(path, old)
         shutil.rmtree(old, ignore_errors=True)
@@ -614,7 +614,8 @@ class Checkpointer:
             raise CheckpointError(
                 f"the checkpoint of step {state.global_step} could not be written into {str(part.parent)!r}: {error} "
                 f"({gib(free_disk(part.parent))} are free, a checkpoint needs about {gib(self.size())}). Nothing "
-                "half-written was left; " + (
+                "half-written was left; "
+                + (
                     f"the last complete checkpoint is {whole.name}: free some space and resume from it"
                     if whole
                     else "there is none yet"

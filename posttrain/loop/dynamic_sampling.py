@@ -78,7 +78,9 @@ class DynamicSampler:
             accepted += len(usable)
             batch, table = self._put(batch, table, fresh, judged, list(zip(places, usable, strict=False)))
             places = places[len(usable) :]
-        if accepted and table.raw is not None:  # Transform all rewards again: a transform may divide by group statistics.
+        if (
+            accepted and table.raw is not None
+        ):  # Transform all rewards again: a transform may divide by group statistics.
             values = self.rewards.transformed(table.raw, torch.arange(len(table.raw)) // size)
             table = dataclasses.replace(table, values=values)
         groups = len(table.values) // size

@@ -249,8 +249,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return build.choose_layout(model, self.args, padded=any(one is not None for one in wanted))
 
     def read_also_by(self, other: nn.Module | None) -> None:
-        """Choose a row layout that is exact for both the policy and ``other``, a model that reads the same passes.
-        """
+        """Choose a row layout that is exact for both the policy and ``other``, a model that reads the same passes."""
         if other is not None:
             self.layout = build.joint_layout(self.layout, other, self.args)
 
