@@ -440,9 +440,7 @@ def loading_options(args: PostTrainingConfig, quantization_config: Any) -> dict[
     """
     init = dict(args.model_init_kwargs or {})
     if quantization_config is not None and init.get("quantization_config") is not None:
-        raise ConfigError(
-            "quantization_config is set both as an argument and in model_init_kwargs. Fix: set it only once."
-        )
+        raise ConfigError("quantization_config is set as an argument and in model_init_kwargs. Fix: set it only once.")
     if quantization_config is not None:
         init["quantization_config"] = quantization_config
     init.setdefault("trust_remote_code", args.trust_remote_code)

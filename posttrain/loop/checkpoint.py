@@ -401,9 +401,7 @@ def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -
     removable = [path for path in mine[:-1] if path.name != best]
     gone = removable[: max(0, len(mine) - room)]
     gone += [p for p in _named(folder) if mine and marker(p) is None and _owner(p) == run and p.name != best]
-    for (
-        path
-    ) in gone:  # Rename first: if the process is killed during the removal, no partial checkpoint looks complete.
+    for path in gone:  # Rename first. If the process is killed meanwhile, no partial checkpoint looks complete.
         old = path.with_name(f"{path.name}.tmp-{run}.old")
         os.rename(path, old)
         shutil.rmtree(old, ignore_errors=True)

@@ -309,9 +309,7 @@ class ReferenceSums(transformers.TrainerCallback):
         self.run, self.sums = run, dict[bytes, bytes]()
         self._new: list[bytes] = []  # Keys of values that other ranks do not have yet.
         self._key = ""
-        self._reference: Reference | None = (
-            None  # Also None after sums were loaded from a checkpoint, until `of` is called.
-        )
+        self._reference: Reference | None = None  # Also None after sums were loaded, until `of` is called.
 
     def of(self, reference: Reference) -> ReferenceSums:
         """Return the cache. It is cleared first if it belongs to another reference."""

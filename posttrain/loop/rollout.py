@@ -273,9 +273,7 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
             columns["ref_logp"] = logps(run, reference, rollouts.every_row())
     else:
         given = not (run.method.traits.beta_is_kl and run.args.beta)
-        check_rules(
-            run.args, [("beta", given, "needs a reference model: set it in the config before the trainer is created")]
-        )
+        check_rules(run.args, [("beta", given, "needs a reference model: set it before the trainer is created")])
     return columns
 
 

@@ -180,9 +180,7 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
 
 
 PAIR_LOSSES = {"sigmoid": sigmoid, "ipo": squared_gap}  # The losses use sums of log-ratios, without division by length.
-TIES_MOST = (
-    0.5  # A warning is logged if more than this fraction of pairs are ties, because ties do not contribute to the loss.
-)
+TIES_MOST = 0.5  # A warning is logged if more than this fraction of pairs are ties, because ties have no loss.
 
 
 def sequence_sums(out: ModelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:

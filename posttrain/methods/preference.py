@@ -24,9 +24,8 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 logger = logging.getLogger(__name__)
 
 
-SORTED = (
-    10  # A dataset counts as sorted by label if it has more than this many consecutive batches with the same label.
-)
+# A dataset counts as sorted by label if it has more than this many consecutive batches with the same label.
+SORTED = 10
 BALANCED = 1.33  # Maximum ratio of the total weights of good and bad answers (KTO, section 4.2).
 
 

@@ -167,9 +167,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         if tokenizer is None and not isinstance(model, str):
             raise ConfigError("processing_class is missing. Pass the model's tokenizer.")
         if data_collator is not None:
-            raise ConfigError(
-                "data_collator must be None, because batches are only built after completions are sampled."
-            )
+            raise ConfigError("data_collator must be None, because batches are built after completions are sampled.")
         if self._given_reference is not None:
             check_reference(self._given_reference, model)
         of_rewards = {

@@ -208,9 +208,7 @@ class ToolLoop:
         except DataError as error:
             if not any(isinstance(message["content"], list) for message in messages):
                 raise
-            logger.warning(
-                "the images of a tool result cannot be used, so the episode is excluded from training: %s", error
-            )
+            logger.warning("the images of a tool result cannot be used, so the episode is excluded: %s", error)
             episode.masked = True
             return None
 
