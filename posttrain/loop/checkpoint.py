@@ -158,7 +158,7 @@ def damage(checkpoint: Path, *, bytes_too: bool = False) -> str:
         if path.stat().st_size != written:
             return f"{name} has {path.stat().st_size} of {written} bytes"
         if name in hashes and (now := _hash(path)) != hashes[name]:
-            return f"the content of {name} has changed (hash {now[:12]}, when written {hashes[name][:12]})"
+            return f"the bytes of {name} have changed (hash {now[:12]}, when written {hashes[name][:12]})"
     return ""
 
 
