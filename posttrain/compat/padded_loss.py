@@ -221,7 +221,7 @@ def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str
 def _not_followed(what: str, why: str) -> ConfigError:
     """Return the error for a change of the dict that cannot be applied to the batch."""
     return ConfigError(
-        f"{what} before super(), which cannot use it: {why}. Labels may only be set to be ignored, and numeric columns may change. "
+        f"{what} before super(), which cannot use it: {why}. Labels may only be set to be ignored. Numeric columns may change. "
         "Fix: override rows(examples), or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
     )
 

@@ -185,5 +185,7 @@ def run(argv: list[str]) -> int:
     if notes:
         sys.stdout.write("\nTo change manually:\n" + "".join(f"  {note}\n" for note in notes))
     verb = "changed" if arguments.write else "to change (--write)"
-    sys.stdout.write(f"\n{changed} file{'s' * (changed != 1)} {verb}, {len(notes)} to do manually, {failed} not read.\n")
+    sys.stdout.write(
+        f"\n{changed} file{'s' * (changed != 1)} {verb}, {len(notes)} to do manually, {failed} not read.\n"
+    )
     return 1 if failed else 0
