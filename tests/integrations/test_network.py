@@ -50,11 +50,11 @@ def test_each_failure_has_its_own_advice(monkeypatch):
         closed = free.getsockname()[1]
     assert advice(f"http://127.0.0.1:{closed}/v1").startswith(f"Nothing listens on port {closed} of 127.0.0.1:")
     with listening() as port:
-        assert advice(f"http://127.0.0.1:{port}").startswith("The server took the request and is slow:")
+        assert advice(f"http://127.0.0.1:{port}").startswith("The server is slow:")
     with listening(b"") as port:
-        assert advice(f"http://127.0.0.1:{port}").startswith("The server ended the connection without an answer:")
+        assert advice(f"http://127.0.0.1:{port}").startswith("The server closed the connection without a response:")
     with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        assert advice(f"https://127.0.0.1:{port}").startswith("A server without TLS is asked by http://;")
+        assert advice(f"https://127.0.0.1:{port}").startswith("For a server without TLS use http://.")
     with listening(b"HTTP/1.1 403 Forbidden\r\n\r\n") as port:
         said = advice("https://judge.example/v1", proxy=f"http://127.0.0.1:{port}")
         assert "HTTPS_PROXY" in said and "let NO_PROXY name judge.example" in said
