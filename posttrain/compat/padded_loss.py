@@ -298,7 +298,7 @@ class BeforeUser(Trainer):
         return samples, count
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Same as the parent's method, but ``inputs`` may also be a dict."""
+        """Return the same as the parent's method. ``inputs`` may also be a dict."""
         return super().floating_point_ops([inputs.batch] if isinstance(inputs, PaddedInputs) else inputs)
 
     def compute_loss(
@@ -325,7 +325,7 @@ class BeforeUser(Trainer):
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
     def as_batch(self, inputs: Any) -> Batch:
-        """Same as the parent's method, but accept TRL's dict too. A subclass may call a method of the library's classes
+        """Return the same as the parent's method. TRL's dict is accepted too. A subclass may call a method of the library's classes
         directly.
         """
         return to_batch(inputs)
