@@ -1,4 +1,6 @@
-"""`posttrain check grpo --config x.yaml`: check a training command, and try its first step without keeping anything."""
+"""`posttrain check grpo --config x.yaml`: check a training command, and try its first step without writing to the run's
+folder.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ FEW_TOKENS = 8  # Length of completions in a step that is tried.
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
-# Intentional differences from TRL's defaults. Config, field: TRL's value, why ours differs, how to restore TRL's.
+# Intentional differences from TRL's defaults. Each entry maps a config and a field to TRL's value, the reason for the
+# difference, and how to restore TRL's value.
 DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
     ("KTO", "train_sampling_strategy"): (
         "sequential",
@@ -103,7 +106,8 @@ class Stage:
 
 @dataclass
 class Checkup:
-    """Stage-by-stage check of a training command. A failed stage does not stop the others, except the config.
+    """Stage-by-stage check of a training command. If a stage fails, the remaining stages still run, unless the failed
+    stage is the config.
 
     Attributes:
         command: Name of the training command.
@@ -161,7 +165,7 @@ class Checkup:
 
     @property
     def failed(self) -> list[str]:
-        """Return the checks that raised an error. It is unknown what they would have found."""
+        """Return the checks that raised an error themselves, so that their findings are unknown."""
         results = {} if self.preflight is None else self.preflight.results
         return [f"{code}: {result.failed}" for code, result in sorted(results.items()) if result.failed]
 
@@ -283,7 +287,9 @@ class Checkup:
         return _described(prepared.rows)
 
     def _output(self) -> str:
-        """Check that the run's folder can be written, that the checkpoint to resume from is there, and that the Hub answers."""
+        """Check that the run's folder is writable, that the checkpoint to resume from exists, and that the Hub accepts
+        uploads.
+        """
         from huggingface_hub import HfApi
 
         from posttrain.loop.checkpoint import resolve_resume
@@ -365,7 +371,7 @@ def _count(data: Any) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Disable log lines and progress bars inside the block: a step that is tried is not a run."""
+    """Disable log lines and progress bars inside the block, because a trial step is not a real run."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -376,14 +382,14 @@ def quiet() -> Iterator[None]:
 
 
 def try_step(trainer: Any, resume: str | None = None) -> None:
-    """Train one step, with completions of a few tokens, and evaluate one batch; nothing is saved.
+    """Train one step, with completions of a few tokens, and evaluate one batch. Nothing is saved.
 
     Args:
-        trainer: Made for this purpose; its model changes.
+        trainer: Trainer that is only used for this trial, because its model changes.
         resume: Checkpoint from which the run resumes. The step is the one after it.
 
     Raises:
-        Exception: Whatever would end the run before its second step.
+        Exception: Any error that would end the run before its second step.
     """
     from transformers import IntervalStrategy
     from transformers.integrations import INTEGRATION_TO_CALLBACK
@@ -433,7 +439,7 @@ def _described(rows: Sequence[Any]) -> str:
 
     sequences = sequences_of(rows)
     if not sequences:
-        return "no row is left"
+        return "no rows remain"
     sizes = quantiles(len(sequence.ids) for sequence in sequences)
     trained = sum(sum(sequence.trained) for sequence in sequences)
     tokens = sum(len(sequence.ids) for sequence in sequences)

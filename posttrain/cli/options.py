@@ -181,7 +181,7 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
     headings: dict[str, list[str]] = {}
     for heading, nodes in parts.items():
         for options in map(_declared, nodes):
-            # Fields of a base class, which more methods have, come first.
+            # List fields of base classes first, because more methods have them.
             headings[heading] = [name for name in options if name not in declared] + headings.get(heading, [])
             for name, option in options.items():
                 first = declared.get(name, option)
@@ -268,7 +268,8 @@ def _write(text: str, output: str | None) -> int:
     return 0
 
 
-# For commands without an example: the line that selects the teacher, or a comment if there is none.
+# Lines of starter configs for commands without an example config: how the teacher is selected, or a comment if there is
+# no teacher.
 TEACHERS = {
     "server-distillation": "teacher_model_server_url: http://localhost:8001",
     "async-distillation": "teacher_server_urls: http://localhost:8001",
@@ -278,12 +279,14 @@ TEACHERS = {
 }
 
 
-# Columns of their rows in addition to prompts. For other commands, the student generates the answers.
+# Columns that these commands need in addition to prompts. With all other commands, the student generates the answers.
 BESIDE_PROMPTS = {"gkd": ("completion",), "gold": ("completion",), "sdft": ("privileged_context",)}
 
 
 def starter(command: str) -> str:
-    """Write a config that runs once model and data are set: active settings, then the command's other options as comments."""
+    """Write a starter config, which runs after model and data are set. The first lines are active settings. The
+    command's other options follow as comments.
+    """
     example = _configs() / f"{command}.yaml"
     if example.is_file():
         begun = example.read_text(encoding="utf-8").partition("\n")[2]

@@ -1,4 +1,6 @@
-"""Parser that turns dataclasses into flags and YAML files into the same flags, with one converter for both."""
+"""Parser for dataclasses. Their fields become command-line flags, and entries of YAML files are converted like these
+flags.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,9 @@ class PosttrainArgumentParser(HfArgumentParser):
         return rest + [token for key, value in given.items() for token in to_tokens(key, value)], kept
 
     def parse_known_args(self, args: PostTrainingConfig | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse like argparse. An option that two classes share sets the first one's field; the second keeps its default."""
+        """Parse like argparse. If two classes have the same option, it sets the field of the first class, and the
+        second class keeps its default.
+        """
         return super().parse_known_args(args, _Shared() if namespace is None else namespace)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
@@ -166,7 +170,9 @@ class PosttrainArgumentParser(HfArgumentParser):
         return [token for key, value in others for token in to_tokens(key, value)]
 
     def _meant(self, key: str, value: object, path: str | None) -> object:
-        """Return the intended value of a file entry. YAML reads no and off as false, which becomes the word that is a choice."""
+        """Return the intended value of a file entry. YAML reads ``no`` and ``off`` as false. If one of these words is a
+        valid choice, false is converted back to it.
+        """
         if isinstance(value, list) and None in value:
             raise ConfigError(f"{path}: {key}={value!r} has an empty item. Fix: remove the item.")
         words = [word for word in ("no", "off") if word in self.choices.get(key, ())]
@@ -191,7 +197,7 @@ class _Shared(Namespace):
 
 
 def _value(text: str) -> Any:
-    """Convert the text of an option to the value that it stands for; a word stays text."""
+    """Convert the text of an option to a number, bool or other literal. Other text is returned unchanged."""
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except ValueError:

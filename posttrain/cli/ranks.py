@@ -55,7 +55,9 @@ def leave_code(code: int) -> None:
 
 
 def launch() -> None:
-    """Run ``accelerate launch``, and store the signal of each process that was killed and could not store a code itself."""
+    """Run ``accelerate launch``. For each process that was killed, and so could not store its exit code, store the
+    signal.
+    """
     from accelerate.commands.launch import main
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -101,7 +103,7 @@ def _signal_name(code: int) -> str:
 
 
 def first_failure(folder: Path, code: int) -> Failure | None:
-    """Return the launched process that failed first; None if no process left a record.
+    """Return the launched process that failed first. Return None if no process stored an exit code.
 
     Args:
         folder: Folder in which processes stored their codes and stderr.

@@ -1,4 +1,6 @@
-"""Components of a training command that ``check``, ``inspect`` and ``estimate`` examine without training. Each is loaded once."""
+"""Components of a training command, for the commands ``check``, ``inspect`` and ``estimate``, which examine them
+without training. Each component is loaded once.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,8 @@ class Subject:
         return self.splits.get(self.split)
 
     def drawn(self, dataset: AnyDataset, count: int) -> tuple[Any, int | None, list[int]]:
-        """Sample up to ``count`` examples; return them in dataset order, the total (None for a stream), and their indices.
+        """Sample up to ``count`` examples. Return the examples in dataset order, the number of all examples (None for a
+        stream), and the indices of the sampled examples.
 
         Raises:
             DataError: There are no examples.

@@ -138,7 +138,7 @@ def _callable(value: Any, name: str, option: str) -> Callable:
 
 # 128 + SIGINT, as in shells.
 INTERRUPTED = 130
-# Seconds that processes have to save after Ctrl-C.
+# Maximum number of seconds for processes to save after Ctrl-C.
 SAVE_SECONDS = 15.0
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 # Loggers whose INFO messages are shown on the terminal.
@@ -210,7 +210,8 @@ def parser_for(name: str) -> Any:
     rewarded = command.plugin is not None and command.trainer.METHOD.traits.samples
     script_args = GRPOScriptArguments if rewarded else globals()[command.script_args]
     types = (script_args, command.config, ModelConfig, DatasetMixtureConfig)
-    # Asynchronous trainers also have a dtype field. The one of `ModelConfig`, which comes later, is for other commands.
+    # Configs of asynchronous trainers have a dtype field. For all other commands, `ModelConfig`, which comes later,
+    # provides it.
     shared = {"conflict_handler": "resolve"} if name.startswith("async-") else {}
     return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)
 
@@ -246,7 +247,7 @@ def run(name: str, argv: list[str]) -> int:
 
 
 def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> bool:
-    """Load data, build the trainer, train, save and push; return True if Ctrl-C ended training early."""
+    """Load data, build the trainer, train, save and push. Return True if Ctrl-C ended training early."""
     import transformers
 
     from posttrain.loop.checkpoint import last_complete_checkpoint
@@ -400,7 +401,7 @@ def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _launch_flags(rest: list[str], name: str) -> list[str]:
-    """Check that the remaining tokens are flags of ``accelerate launch``; raise for anything else."""
+    """Check that the remaining tokens are flags of ``accelerate launch``. Raise an error for other tokens."""
     if not rest:
         return []
     from accelerate.commands.launch import launch_command_parser
@@ -436,7 +437,7 @@ def _refuse_launch_flag(message: str) -> NoReturn:
 
 
 def _launch(name: str, argv: list[str], launch: list[str]) -> int:
-    """Run this command in every process that accelerate starts; return the exit code of the first one that failed.
+    """Run this command in every process that accelerate starts. Return the exit code of the process that failed first.
 
     The processes get all options, and ignore those of the launcher.
     """
@@ -503,7 +504,9 @@ def launched(launch: list[str]) -> tuple[int, int]:
 
 
 def _end(process: subprocess.Popen, *, tell: bool) -> None:
-    """Let processes finish their step and save. ``tell``: interrupt them, unless the terminal has already done so."""
+    """Wait until processes have finished their step and saved. With ``tell``, interrupt them first; otherwise the
+    terminal has already done so.
+    """
     if tell:
         process.send_signal(signal.SIGINT)
     try:

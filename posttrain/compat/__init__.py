@@ -1,1 +1,3 @@
-"""Compatibility with TRL: refused overrides, losses on padded batches, module paths and names."""
+"""Compatibility with TRL: overrides that are an error here, losses on padded batches, and TRL's module paths and
+names.
+"""

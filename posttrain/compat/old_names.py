@@ -1,4 +1,5 @@
-"""Options and arguments of older TRL and transformers releases: converted with a warning, or refused with what replaces them.
+"""Options and arguments of older TRL and transformers releases: they are converted with a warning, or an error names
+the replacement.
 
 The table in `posttrain.compat.trl_names` has rows of kind ``option`` for options of configs, and of kind ``argument`` for
 arguments of trainers. ``Config.NAME`` and ``Trainer.NAME`` apply to every config and trainer.
@@ -29,7 +30,7 @@ def _table() -> dict[str, list[TRLName]]:
 
 
 def _config_of(cls: type) -> Any:
-    """Return the config class of a trainer; None for configs."""
+    """Return the config class of a trainer. Return None for a config."""
     return getattr(cls, "config_class", None)
 
 
@@ -43,7 +44,9 @@ def _owners(cls: type) -> list[str]:
 
 
 def row_of(cls: type, name: str, value: object = ANY) -> TRLName | None:
-    """Return the row of an old option of a config, or of an old argument of a trainer; None for other names."""
+    """Return the table's row for an old option of a config or an old argument of a trainer. Return None for other
+    names.
+    """
     found = (row for owner in _owners(cls) for row in _table().get(f"{owner}.{name}", ()))
     row = next((row for row in found if row.holds(value)), None)
     if row is not None and row.action == "refuse" and row.name == row.plain and (value is None or value is False):
@@ -57,16 +60,16 @@ def options() -> frozenset[str]:
 
 
 def owner(kinds: Sequence[type], name: str) -> type | None:
-    """Return the dataclass that has an old option; the one that has a row of its own, if several have it."""
+    """Return the dataclass that has an old option. If several have it, prefer a class with its own row in the table."""
     found = {row.plain.startswith("Config."): kind for kind in reversed(kinds) if (row := row_of(kind, name))}
     return found.get(False) or found.get(True)
 
 
 def convert_option(cls: type, name: str, options: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Replace an old option in a mapping of options by its present name. Attributes for the config go into ``kept``.
+    """Replace an old option in a mapping by its current name. Attributes to set on the config are added to ``kept``.
 
     Raises:
-        ConfigError: It has no equivalent; names what replaces it.
+        ConfigError: The option has no equivalent. The message contains the replacement.
     """
     value = options.pop(name)
     check_arguments(cls, {name: value})
@@ -77,7 +80,7 @@ def convert_option(cls: type, name: str, options: dict[str, Any], kept: dict[str
 
 
 def fix_of(cls: type, name: str) -> str:
-    """Return what to write instead of an old name, or "" for other names."""
+    """Return the replacement of an old name as text, or "" for other names."""
     row = row_of(cls, name)
     return "" if row is None else _fix(row)
 
@@ -87,10 +90,11 @@ def _fix(row: TRLName) -> str:
 
 
 def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
-    """Refuse keywords that a constructor neither has nor converts, all of them in one error.
+    """Raise one error for all keywords that a constructor neither has nor converts.
 
     Raises:
-        ArgumentTypeError: Names them, with what replaces them. A `ConfigError` if they are old options of a config.
+        ArgumentTypeError: There are such keywords. The message contains their replacements. For old options of a config
+            it is a `ConfigError`.
     """
     config = _config_of(cls)
     unknown, fixes = [], {}
@@ -106,7 +110,7 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
 
 
 def is_accepted(cls: type, name: str, value: object = ANY) -> bool:
-    """Return whether a constructor accepts an old name, or a trainer an option of its config."""
+    """Return whether a constructor accepts an old name, or, for a trainer, an option of its config."""
     row, config = row_of(cls, name, value), _config_of(cls)
     if row is None and config is not None:
         return name in {item.name for item in fields(config)} or is_accepted(config, name, value)
@@ -114,7 +118,7 @@ def is_accepted(cls: type, name: str, value: object = ANY) -> bool:
 
 
 def is_unknown(cls: type, name: str) -> bool:
-    """Return whether a constructor neither has nor converts nor refuses a name by the table."""
+    """Return whether a name is neither a parameter of a constructor nor in the table."""
     config = _config_of(cls)
     return bool(unknown_arguments(cls, [name])) and not (
         is_accepted(cls, name) or any(row_of(kind, name) for kind in (cls, config) if kind)
@@ -125,7 +129,7 @@ def attribute(config: object, name: str) -> Any:
     """Return an option of a config by its name in older releases.
 
     Raises:
-        AttributeError: There is no such option. Names what replaces it.
+        AttributeError: There is no such option. The message contains the replacement, if there is one.
     """
     row = row_of(type(config), name)
     if row is not None and row.action in ("rename", "convert"):
@@ -163,7 +167,9 @@ def convert(
 
 
 def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Put old names into ``kwargs``. Return options for a trainer's config, and attributes for the finished object."""
+    """Convert old names and add the results to ``kwargs``. Return options for a trainer's config, and attributes to set
+    on the finished object.
+    """
     moved: dict[str, Any] = {}
     kept: dict[str, Any] = {}
     for name, value in old.items():
@@ -181,9 +187,10 @@ def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple
 
 
 def apply(cls: type, row: TRLName, name: str, value: object, kwargs: dict[str, Any], kept: dict[str, Any]) -> str:
-    """Put an old name into ``kwargs`` by its present name, and return that name; "" if the old name has no effect.
+    """Add the value of an old name to ``kwargs`` under the current name. Return the current name, or "" if the old name
+    has no effect.
 
-    None is the value of an option that was not set in older releases.
+    In older releases, None meant that an option was not set.
     """
     if row.action == "keep":
         kept[name] = value
@@ -193,7 +200,7 @@ def apply(cls: type, row: TRLName, name: str, value: object, kwargs: dict[str, A
         return "loss_type and loss_weights"
     elif row.action in ("rename", "convert"):
         target, _, literal = row.replacement.partition("=")
-        if target == "warmup_steps" and kwargs.get(target) == 0:  # Its old default, which left the ratio in force.
+        if target == "warmup_steps" and kwargs.get(target) == 0:  # 0 was the old default. The ratio then applied.
             del kwargs[target]
         if value is not None and (value or not literal):
             _put(cls, name, ast.literal_eval(literal) if literal else value, target, kwargs)
@@ -219,13 +226,15 @@ def _put(cls: type, name: str, value: object, target: str, kwargs: dict[str, Any
     if (key or option) in given and given[key or option] != value:
         raise ArgumentTypeError(
             f"{cls.__name__} got {target}={given[key or option]!r:.60} and {name}={value!r:.60}, its name in older releases. "
-            f"Fix: give {target} only."
+            f"Fix: set only {target}."
         )
     kwargs[option] = {**given, key: value} if key else value
 
 
 def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
-    """Return a config with further options. Its constructor runs again, so that derived fields follow."""
+    """Return a copy of a config with further options. The constructor runs again, so that derived fields are
+    recomputed.
+    """
     if config is None or isinstance(config, str):
         return kind(*([] if config is None else [config]), **options)
     plain = not isinstance(config, kind)  # transformers.TrainingArguments, whose defaults may be overridden.
@@ -238,7 +247,7 @@ def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
         if given[name] != options[name]:
             raise ConfigError(
                 f"{name} is given twice: {given[name]!r} in args and {options[name]!r} as an argument of the trainer. Fix: "
-                "leave the argument out, which older releases had."
+                "remove the argument, which only older releases had."
             )
     changed = kind(config.output_dir, **given)
     later = {f.name: value for f in fields(kind) if (value := getattr(config, f.name)) != getattr(changed, f.name)}

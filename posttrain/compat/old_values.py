@@ -1,4 +1,4 @@
-"""`converted`: values that options had in older releases: converted or ignored with a warning, or refused."""
+"""`converted`, for option values of older releases. They are converted or ignored with a warning, or raise an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def converted(cls: type, given: Mapping[str, Any]) -> dict[str, Any] | None:
     """Replace old values among the options of a config, also within lists. Return None if there are none.
 
     Raises:
-        ConfigError: A value has no equivalent. Names what replaces it.
+        ConfigError: A value has no equivalent. The message contains the replacement.
     """
     new = dict(given)
     for name in values().keys() & given.keys():

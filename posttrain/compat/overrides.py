@@ -1,8 +1,10 @@
-"""Methods that a subclass overrides by TRL's and transformers' names: called, or refused with the hook to use.
+"""Methods of TRL's and transformers' trainers that a user's subclass overrides. They are called, or an error names the
+hook to use.
 
-Only subclasses of users are checked. Methods that a trainer of TRL had in any release and ours does not call are refused (the
-table `trl_names`), as are hooks that a trainer of ours does not call (`UNCALLED`). Methods of transformers whose arguments differ
-here are called by an adapter, and the loop calls the rest.
+Only subclasses of users are checked. An override raises an error if no trainer here calls the method. These methods are
+those of TRL's trainers in any release (listed in the table `trl_names`), and hooks that some trainers here do not call
+(`UNCALLED`). If a method of transformers has different arguments here, an adapter calls the override. The training loop
+calls all other overrides directly.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ PARTS = f"{SAMPLE}, score(rollouts, mode) or advantages(rollouts, rewards, logps
 
 
 def _rows(methods: dict[str, str]) -> dict[str, str]:
-    """Return the hook for each method, from hooks and the methods that each replaces (separated by spaces)."""
+    """Return a mapping from methods to hooks. ``methods`` maps each hook to the methods that it replaces, separated by
+    spaces.
+    """
     return {name: hook for hook, names in methods.items() for name in names.split()}
 
 
-# Hooks of base classes that our class does not call, by class, with what to use instead.
+# For each trainer class: hooks of its base classes that it does not call, and what to use instead.
 OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": PARTS}
 TAKEN = "taken(batch), which gets what the workers wrote, or objective(outputs, batch)"
 WORKERS = "reward_funcs, tools and rollout_func, which the workers call, or objective(outputs, batch)"
@@ -56,17 +60,19 @@ UNCALLED: dict[str, dict[str, str]] = {
     | _rows({WORKERS: "generate_and_score generate roll_out sample tokenize score measured_logps advantages"}),
     "AsyncDistillationTrainer": _rows({TAKEN: "rows generate_and_score generate roll_out sample tokenize"}),
 }
-DESCRIPTORS = (property, functools.cached_property, classmethod)  # Which are not callable themselves.
+DESCRIPTORS = (property, functools.cached_property, classmethod)  # Objects of these types are not callable.
 
 
 def hook_for(cls: type, name: str) -> str | None:
-    """Return what to use instead of a method of TRL's that is never called in a trainer; None if it is called."""
+    """Return the replacement of a TRL method that a trainer never calls. Return None if the trainer calls it."""
     hooks, ours = trl_names.refused("method"), (base for base in cls.__mro__ if is_ours(base))
     return next((hooks[key] for base in ours if (key := f"{base.__name__}.{name}") in hooks), None)
 
 
 def missing(cls: type, name: str) -> AttributeError:
-    """Return the error for an attribute that a trainer does not have. It names the hook or the present name."""
+    """Return the error for an attribute that a trainer does not have. The message contains the hook or the current
+    name.
+    """
     hook, present = hook_for(cls, name), trl_names.renamed_arguments().get(f"Trainer.{name}")
     fix = "" if hook is None else f": TRL's method has no twin here. Fix: use {hook} (docs/hooks.md)."
     if present is not None:
@@ -105,8 +111,9 @@ def refuse(trainer: Any) -> None:
         trainer: Trainer of a user's class, before its model is loaded.
 
     Raises:
-        ConfigError: A TRL method that is never called here, or one of `UNCALLED`, is overridden; or a count that
-            divides nothing. The message contains the method, its class and the hook to use.
+        ConfigError: A TRL method that is never called here, or one of `UNCALLED`, is overridden; or
+            `_get_num_items_in_batch` is overridden although the loss is not divided by it. The message contains the
+            method, its class and the hook to use.
     """
     kind = type(trainer)
     rows = {name: hook for name in _defined(kind) if (hook := hook_for(kind, name))}
@@ -115,7 +122,7 @@ def refuse(trainer: Any) -> None:
     for name, hook in rows.items():
         if owner := user_override(kind, name):
             raise ConfigError(
-                f"{owner.__name__} overrides {name}, which is never called here: another method does its job. Fix: use {hook} "
+                f"{owner.__name__} overrides {name}, which is never called here. Fix: use {hook} "
                 "instead (docs/hooks.md)."
             )
     if (owner := user_override(kind, "_get_num_items_in_batch")) and not trainer.method.traits.takes_loss_func:

@@ -67,11 +67,12 @@ class PaddedInputs(dict):
 
 
 class PaddedOutputs:
-    """Result of ``super().compute_loss(..., return_outputs=True)``: our outputs with TRL's ``logits`` and ``loss``.
+    """Result of ``super().compute_loss(..., return_outputs=True)``: the model outputs of this library, with ``logits``
+    and ``loss`` as in TRL.
 
     Attributes:
         loss: The loss that is returned with it.
-        outputs: Our outputs. Their fields can also be read from this object.
+        outputs: Model outputs of this library. Their fields can also be read from this object.
     """
 
     def __init__(self, loss: Tensor, outputs: ModelOutputs, full: Callable[[], Tensor]) -> None:
@@ -100,7 +101,7 @@ def log_cost(kind: type) -> None:
     """
     names = [name for name in PADDED_STEPS if user_override(kind, name)]
     logger.warning(
-        "%s overrides %s: rows hold one padded sequence each and prompts are not shared, to build TRL's inputs. This "
+        "%s overrides %s, so TRL's inputs are built: each row has one padded sequence, and prompts are not shared. This "
         "costs time and memory. objective(outputs, batch) keeps the fast layout (docs/hooks.md).",
         kind.__name__,
         ", ".join(names),
@@ -192,7 +193,7 @@ def to_batch(inputs: Any) -> Batch:
     for name, before in inputs.made.items():
         value = inputs.get(name)
         if name == ITEMS or (value is None and name in batch.columns):
-            continue  # Taken out, so that model(**inputs) does not get it.
+            continue  # The subclass removed it, so that model(**inputs) does not receive it.
         changed = f"inputs[{name!r}] was changed from shape {tuple(before.shape)}"
         if not isinstance(value, Tensor) or value.shape != before.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else value
@@ -220,13 +221,13 @@ def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str
 def _not_followed(what: str, why: str) -> ConfigError:
     """Return the error for a change of the dict that cannot be applied to the batch."""
     return ConfigError(
-        f"{what} before super(), which cannot follow: {why}. Only labels may be ignored, and numbers of a row changed. Fix: "
-        "override rows(examples), or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
+        f"{what} before super(), which cannot use it: {why}. Labels may only be set to be ignored. Numeric columns may change. "
+        "Fix: override rows(examples), or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
     )
 
 
 def _reads(owner: type, method: str, *names: str) -> bool:
-    """Return whether the body of a method mentions one of some names. True if there is no source."""
+    """Return whether the source of a method contains one of the names. Return True if the source is not available."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.getattr_static(owner, method))))
     except (OSError, TypeError, SyntaxError):
@@ -236,8 +237,8 @@ def _reads(owner: type, method: str, *names: str) -> bool:
 
 
 def label_tokens(counts: Denominators, divides: bool) -> Tensor | None:
-    """Return the number of label tokens of the optimizer step over all ranks if the loss is divided by it. None
-    otherwise, as in TRL.
+    """Return the number of label tokens of the optimizer step over all ranks. If the loss is not divided by it, return
+    None, as in TRL.
     """
     tokens = counts.tokens
     return torch.tensor(round(tokens) if tokens == round(tokens) else tokens) if divides else None
@@ -253,7 +254,7 @@ def _as_said(inputs: Any, counts: Denominators) -> Denominators:
 
 
 def _shared(whole: Denominators, parts: float) -> Denominators:
-    """Return the counts of one of several equal parts of an optimizer step."""
+    """Divide the counts of an optimizer step by the number of its parts, so that each part has equal counts."""
     named = {name: count / parts for name, count in whole.named.items()}
     return Denominators(whole.tokens / parts, whole.sequences / parts, whole.passes / parts, whole.world_size, named)
 
@@ -282,10 +283,10 @@ class BeforeUser(Trainer):
         return inputs
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Call the subclass's method, which must call ours, because drawn rows are counted there.
+        """Call the subclass's method. It must call ``super()``, because rows are counted there.
 
         Raises:
-            ConfigError: It does not call ours.
+            ConfigError: The subclass's method does not call ``super()``.
         """
         before = self.denominators
         samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -297,7 +298,7 @@ class BeforeUser(Trainer):
         return samples, count
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Accept a dict too."""
+        """Return the same as the parent's method. ``inputs`` may also be a dict."""
         return super().floating_point_ops([inputs.batch] if isinstance(inputs, PaddedInputs) else inputs)
 
     def compute_loss(
@@ -324,7 +325,9 @@ class BeforeUser(Trainer):
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
     def as_batch(self, inputs: Any) -> Batch:
-        """Accept the dict too, for a subclass that calls a method of our classes by name."""
+        """Return the same as the parent's method. TRL's dict is accepted too. A subclass may call a method of the library's classes
+        directly.
+        """
         return to_batch(inputs)
 
     @property
@@ -340,7 +343,7 @@ class BeforeUser(Trainer):
         return 1.0 if _reads(owner, "compute_loss", *names) else passes
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Call the subclass's step with a micro-batch as one dict. Without an override, call ours."""
+        """Call the subclass's step with a micro-batch as one dict. Without an override, call the library's step."""
         own = user_override(type(self), "training_step")
         if isinstance(inputs, list):
             if not inputs or not own:
@@ -359,7 +362,9 @@ class BehindUser(Trainer):
     _dict: Callable[[Batch], PaddedInputs]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Return one dict per micro-batch if the subclass reads those of a step, and the count of label tokens."""
+        """Return the micro-batches of a step and the count of label tokens. If the subclass reads the micro-batches,
+        each is converted to one dict.
+        """
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if any(user_override(type(self), name) for name in OF_A_STEP):
             samples = [self._dict(batches[0].to(self.args.device)) if batches else [] for batches in samples]
@@ -416,13 +421,13 @@ class BehindUser(Trainer):
         return loss.detach(), outputs.logits, inputs.get("labels", inputs.get("completion_mask"))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # On the device already.
+        return inputs  # They are already on the device.
 
 
 @functools.cache
 def between(kind: type) -> type:
-    """Return a class that combines `BeforeUser`, the user's class and `BehindUser`. The last precedes our classes, so
-    that the user's ``super()`` reaches it.
+    """Return a class that combines `BeforeUser`, the user's class and `BehindUser`. `BehindUser` precedes the library's
+    classes, so that ``super()`` in the user's class calls it.
     """
     ours = next(base for base in kind.__mro__ if base.__module__.split(".")[0] == "posttrain")
     behind = type(BehindUser.__name__, (BehindUser, ours), {"__module__": __name__})

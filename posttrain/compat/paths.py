@@ -20,9 +20,9 @@ from typing import Any
 from posttrain.compat import trl_names
 from posttrain.errors import did_you_mean
 
-# Every module of TRL 1.16 whose names are public, those that the release page of 1.18 names, and those of older versions that
-# scripts still import. For a trainer ``X`` under ``trainer``, ``X_trainer`` and ``X_config`` are meant; under ``experimental``
-# also ``X`` itself.
+# All modules of TRL 1.16 with public names, modules on the release page of 1.18, and older modules that scripts still
+# import. A trainer ``X`` under ``trainer`` stands for the modules ``X_trainer`` and ``X_config``. Under
+# ``experimental`` it also stands for the module ``X``.
 _PATHS = """
 chat_template_utils core data_utils distributed experimental extras generation import_utils kernels mergekit_utils
 scripts trainer
@@ -73,7 +73,7 @@ MOVED = {
     "posttrain.report.inspect": "posttrain.extensions.page.inspect",
 }
 
-# Names that TRL has in two modules with two meanings.
+# Names that have different meanings in two modules of TRL.
 BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "DataCollatorForReward"}
 
 
@@ -134,10 +134,10 @@ def missing_of_statement(module: str) -> list[str]:
 
 
 def refuse(module: str, name: str) -> None:
-    """Raise for a name that is not here, and for the other such names of the import statement.
+    """Raise one error for a name that does not exist here, and for all other such names in the same import statement.
 
     Raises:
-        ImportError: Names what does the job of each.
+        ImportError: Always. The message contains the replacement of each name.
     """
     names = dict.fromkeys([name, *missing_of_statement(module)])
     raise ImportError("\n".join(_text(module, each) for each in names), name=name)
@@ -167,5 +167,5 @@ class Loader(importlib.abc.Loader):
     """Load a module of `MODULES` or `MOVED` as an empty package whose ``__getattr__`` is `public_name`."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the empty module a ``__getattr__``."""
+        """Set ``__getattr__`` of the empty module."""
         module.__getattr__ = lambda name: public_name(module.__name__, name)  # pyright: ignore[reportAttributeAccessIssue]

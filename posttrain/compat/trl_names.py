@@ -1,4 +1,4 @@
-"""Table of TRL's names that differ here, by release, with what replaces them: `rows`.
+"""Table of TRL's names that differ here, with their releases and replacements. `rows` returns its rows.
 
 The table is the file `trl_names.tsv`. `tools/trl_names.py` lists names in TRL's wheels that are missing in the table,
 and corrects its releases. The table is read when a name is looked up, but not on ``import posttrain``.
@@ -85,7 +85,7 @@ def values() -> dict[str, list[TRLName]]:
 
 
 def value_row(cls: type, name: str, value: object) -> TRLName | None:
-    """Return the row of an old value of an option of a config; None for other values."""
+    """Return the table's row for an old value of a config's option. Return None for other values."""
     owners = {base.__name__ for base in cls.__mro__} | {"Config"}
     found = (row for row in values().get(name, ()) if row.plain.partition(".")[0] in owners)
     return next((row for row in found if row.holds(value)), None)
@@ -93,7 +93,7 @@ def value_row(cls: type, name: str, value: object) -> TRLName | None:
 
 @functools.cache
 def refused(kind: str) -> dict[str, str]:
-    """Return the replacements of refused names of a kind, by name."""
+    """Return a mapping from names of one kind that raise an error to their replacements."""
     return {row.name: row.replacement for row in rows() if row.kind == kind and row.action == "refuse"}
 
 

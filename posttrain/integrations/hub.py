@@ -21,7 +21,7 @@ RUN_RECORD = (
 )  # fmt: skip
 # training_args.bin contains the hub token, and nothing reads it again. The other pattern matches the folder's lock.
 NEVER_UPLOADED = ("training_args.bin", ".posttrain*")
-# Files of a checkpoint that are copied into the output_dir when it is uploaded during training.
+# Files that are copied from a checkpoint into the output_dir when it is uploaded during training.
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -93,7 +93,8 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
 
 
 def refuse_unreachable(kind: str, name: str) -> None:
-    """Raise if a hub id is not cached and the hub does not answer. The loaders would retry each file for half a minute.
+    """Raise an error if a hub id is not cached and the hub does not respond. The loaders would retry each file for half
+    a minute.
 
     Raises:
         ModelError: The id is a model or tokenizer.

@@ -72,7 +72,9 @@ def as_formula(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def parse_gold(text: str) -> tuple:
-    r"""Parse a reference as `as_formula`, unchanged, as ``$text$`` or as ``\boxed{text}``: the first form with a result."""
+    r"""Parse a reference. These forms are tried until one has a result: `as_formula`, the unchanged text, ``$text$``,
+    ``\boxed{text}``.
+    """
     parse = importlib.import_module("math_verify").parse
     for form in dict.fromkeys((as_formula(text), text, f"${text}$", f"\\boxed{{{text}}}")):
         expressions = parse(form, parsing_timeout=None)

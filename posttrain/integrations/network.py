@@ -33,26 +33,29 @@ def network_advice(error: BaseException, url: str) -> str:
     port = parts.port or (443 if secure else 80)
     failures = list(_chain(error))
     advice: tuple[tuple[type[BaseException], str], ...] = (
-        (socket.gaierror, f"The name {host!r} is not known here: check its spelling, the DNS and the VPN."),
+        (socket.gaierror, f"The name {host!r} cannot be resolved: check its spelling, the DNS and the VPN."),
         (
             ConnectionRefusedError,
             f"Nothing listens on port {port} of {host}: start the server there, or correct the port.",
         ),
         (
             ssl.SSLError,
-            "A server without TLS is asked by http://; one with a certificate of its own wants SSL_CERT_FILE to name it."
+            "For a server without TLS use http://. For a self-signed certificate set SSL_CERT_FILE to its path."
             if secure
-            else "A server with TLS is asked by https://.",
+            else "For a server with TLS use https://.",
         ),
         (
             httpx2.ProxyError,
-            f"The proxy of HTTPS_PROXY or HTTP_PROXY refuses: correct it, or let NO_PROXY name {host}.",
+            f"The proxy of HTTPS_PROXY or HTTP_PROXY rejected the request: correct the proxy, or add {host} to NO_PROXY.",
         ),
-        (httpx2.ConnectTimeout, f"{host} does not answer at all: check the address, the firewall and the VPN."),
-        (httpx2.TimeoutException, "The server took the request and is slow: raise the timeout, or ask less at a time."),
+        (httpx2.ConnectTimeout, f"{host} does not respond: check the address, the firewall and the VPN."),
+        (
+            httpx2.TimeoutException,
+            "The server is slow: raise the timeout, or send fewer requests at a time.",
+        ),
         (
             httpx2.RemoteProtocolError,
-            "The server ended the connection without an answer: its log says why (a crash, a restart, a proxy before it).",
+            "The server closed the connection without a response: see its log for the cause (a crash, a restart, a proxy).",
         ),
     )
     for kind, said in advice:

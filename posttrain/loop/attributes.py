@@ -118,7 +118,7 @@ def write(trainer: object, name: str, value: object) -> bool:
         return False
     if name in FIXED:
         raise AttributeError(
-            f"{type(trainer).__name__} has read {paths[0]} already. Fix: set it before the trainer is made."
+            f"{type(trainer).__name__} has already read {paths[0]}. Fix: set it before you create the trainer."
         )
     *holder, last = paths[0].split(".")
     setattr(_at(trainer, ".".join(holder)) if holder else trainer, last, value)

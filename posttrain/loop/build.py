@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 
 def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = None) -> Hooks:
-    """Return the functions of the loop if no subclass replaces one."""
+    """Return the default functions of the loop, for runs where no subclass replaces one of them."""
     return Hooks(
         objective=None,
         comparison=None,
@@ -83,7 +83,9 @@ def plain_hooks(method: Method[Any], loss_function: Callable[..., Any] | None = 
 
 
 def as_yielded(run: Run, batches: Sequence[Batch], index: int = 0) -> list[Batch]:
-    """Return what the loader yields, for methods whose collator makes batches."""
+    """Return batches in the form in which the data loader yields them, for methods whose collator creates the
+    batches.
+    """
     return list(batches)
 
 
@@ -119,7 +121,7 @@ class Spec:
         data_collator: The user's collator.
         compute_loss_func: The user's loss function.
         name: Name of the trainer's class, for messages and for names of files.
-        images: Whether rows may hold images, and whether tools or environments may return images.
+        images: Two flags: whether dataset rows may contain images, and whether tools or environments may return images.
         rewards: Reward functions, for methods that sample: callables, reward models, or a `RewardRunner` of them.
         environments: Environments that write prompts.
         rollout_engine: Engine that samples. None: created from the config.
@@ -181,10 +183,10 @@ class Plan:
 def plan(spec: Spec) -> Plan:
     """Check the arguments of a run, load its tokenizer and prepare its data. No weights are loaded.
 
-    Only a chat template that changes the vocabulary needs the model's embeddings.
+    The model's embeddings are loaded only if a chat template changes the vocabulary.
 
     Raises:
-        PosttrainError: Arguments, config or data cannot be trained.
+        PosttrainError: Training is not possible with these arguments, this config or this data.
     """
     args, model = spec.args, spec.model
     if spec.method.traits.samples and not isinstance(spec.rewards, RewardRunner):
@@ -315,7 +317,7 @@ def build(
 
 
 def padding_id(tokenizer: Tokenizer, model: nn.Module) -> int:
-    """Return the id that fills rows: the tokenizer's pad token, or 0 if it was added without an embedding.
+    """Return the token id used as padding: the tokenizer's pad token, or 0 if the model has no embedding for that token.
 
     Padding is identified by position, so any id with an embedding serves.
     """
@@ -324,8 +326,8 @@ def padding_id(tokenizer: Tokenizer, model: nn.Module) -> int:
 
 
 def refuse_without_trainer(method: Method[Any]) -> None:
-    """Raise an error for features that need a trainer: references, own rollouts, and options that act outside the
-    functions of a step.
+    """Raise an error if the run uses a feature that only trainers support: a reference model, rollouts that the method
+    generates itself, or options that act outside of a training step.
     """
     traits, options = method.traits, vars(method.cfg)
     names = ("dynamic_sampling", "neftune_noise_alpha", "label_smoothing_factor", "sync_ref_model")
@@ -334,7 +336,7 @@ def refuse_without_trainer(method: Method[Any]) -> None:
         needs.append(type(method).__name__)
     if needs:
         raise ConfigError(
-            f"{', '.join(needs)} needs functions of a trainer, which build() does not have. Fix: use the trainer."
+            f"{', '.join(needs)} works only in a trainer, not in a loop created with build(). Fix: use the trainer."
         )
 
 
@@ -373,7 +375,7 @@ def refuse_untrainable(
     collator: Any,
     eval_dataset: EvalSets | None = None,
 ) -> None:
-    """Raise an error for arguments that cannot be trained, before anything is loaded.
+    """Raise an error for arguments with which training is not possible, before anything is loaded.
 
     Args:
         traits: Traits of the method.
@@ -391,8 +393,8 @@ def refuse_untrainable(
     """
     if collator is not None and not traits.takes_collator:
         raise ConfigError(
-            f"{name} makes its own batches of tokenised rows, and data_collator={collator!r:.80} "
-            "has no place there. Leave it out; pad_to_multiple_of and max_row_tokens shape batches."
+            f"{name} creates batches from tokenized rows itself, so data_collator={collator!r:.80} "
+            "would not be used. Fix: remove it. Use pad_to_multiple_of and max_row_tokens to control the batches."
         )
     if train_dataset is None:
         raise DataError(f"{name} needs train_dataset, and it is None.")
@@ -402,14 +404,12 @@ def refuse_untrainable(
     strategy = transformers.IntervalStrategy(args.eval_strategy).value
     if eval_dataset is None and (strategy != "no" or args.eval_on_start):
         option = f"eval_strategy={strategy!r}" if strategy != "no" else "eval_on_start=True"
-        raise ConfigError(
-            f"{option} needs eval_dataset, and it is None. Fix: pass eval_dataset, or leave the option out."
-        )
+        raise ConfigError(f"{option} needs eval_dataset, and it is None. Fix: pass eval_dataset, or remove the option.")
     if isinstance(train_dataset, datasets.IterableDataset):
         if args.max_steps <= 0:
             raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
         if args.accelerator_config.dispatch_batches:
-            logger.warning("dispatch_batches=True with a streaming train_dataset is set to False: ranks read alone.")
+            logger.warning("dispatch_batches=True is set to False: each rank reads a streaming train_dataset itself.")
         args.accelerator_config.dispatch_batches = False
     if args.label_smoothing_factor and not traits.takes_loss_func:
         raise ConfigError(
@@ -418,8 +418,8 @@ def refuse_untrainable(
         )
     if not args.average_tokens_across_devices and args.world_size > 1:
         logger.warning(
-            "average_tokens_across_devices=False is not read: a loss is a mean over the tokens of all processes, however they "
-            "are spread over them."
+            "average_tokens_across_devices=False is ignored: the loss is always the mean over the tokens of all processes, "
+            "however the tokens are distributed."
         )
     check_offloading(args)
     check_writable(args.output_dir)
@@ -429,7 +429,7 @@ def refuse_untrainable(
 def warn_of_unused(options: Mapping[str, Any]) -> None:
     """Log a warning for loading options if the model was passed as an object."""
     for name in [name for name, value in options.items() if value]:
-        logger.warning("%s is ignored: the model was given as an object, already loaded.", name)
+        logger.warning("%s is ignored because the model was passed as an object, so it is already loaded.", name)
 
 
 def loading_options(args: PostTrainingConfig, quantization_config: Any) -> dict[str, Any]:
@@ -440,7 +440,7 @@ def loading_options(args: PostTrainingConfig, quantization_config: Any) -> dict[
     """
     init = dict(args.model_init_kwargs or {})
     if quantization_config is not None and init.get("quantization_config") is not None:
-        raise ConfigError("quantization_config is given both as an argument and in model_init_kwargs. Give it once.")
+        raise ConfigError("quantization_config is set as an argument and in model_init_kwargs. Fix: set it only once.")
     if quantization_config is not None:
         init["quantization_config"] = quantization_config
     init.setdefault("trust_remote_code", args.trust_remote_code)
@@ -461,7 +461,7 @@ def prepared_model(
         model: The loaded model.
         args: The trainer's config.
         peft_config: Config of a new adapter, or None.
-        added_tokens: New rows of the vocabulary, which are trained in addition to an adapter.
+        added_tokens: Ids of new tokens. Their embeddings are trained in addition to an adapter.
         generative: Whether it has a language-model head. Otherwise its score head is trained.
     """
     if args.disable_dropout:
@@ -524,7 +524,7 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
     Args:
         layout: Layout of the policy.
         other: Model that is ready to run.
-        args: As in `choose_layout`.
+        args: The trainer's config; the same fields as in `choose_layout` are used.
 
     Raises:
         ModelError: The rotary frequencies of the two models change at different lengths.
@@ -534,7 +534,7 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
     if len(switches) > 1:
         raise ModelError(
             f"{type(causal_lm(other)).__name__} reads the rows of the policy, but the rotary frequencies of the two "
-            f"change at different lengths {sorted(switches)} (longrope), so no pass is right for both. Fix: use two "
+            f"change at different lengths {sorted(switches)} (longrope), so no pass is correct for both. Fix: use two "
             "models of one family."
         )
     careful = max(layout, theirs, key=lambda one: (one.kind == "padded", one.dense_mask))
@@ -568,7 +568,7 @@ def watchers(checks: Checks, accelerator: Accelerator) -> dict[str, list[Callabl
     return {"step": on_step, "log": on_log, "gradient": [] if sharded else [checks.first_gradients]}
 
 
-# Methods of transformers' trainer whose overrides are written for dicts of padded tensors.
+# Methods of transformers' trainer. User code that overrides them expects dicts of padded tensors.
 PADDED_STEPS = (
     "compute_loss",
     "training_step",
@@ -593,7 +593,9 @@ def user_override(kind: type, name: str) -> type | None:
 
 
 def adapted(kind: type) -> type:
-    """Return the class to create for ``kind``. A user's class that overrides steps on padded dicts gets adapters."""
+    """Return the class to create for ``kind``. If a user's class overrides methods that expect dicts of padded tensors,
+    adapters are added to it.
+    """
     if kind.__module__.split(".")[0] == "posttrain" or not any(user_override(kind, name) for name in PADDED_STEPS):
         return kind
     return importlib.import_module("posttrain.compat.padded_loss").between(kind)
@@ -627,7 +629,7 @@ PADDING = -1e9
 
 
 def ranks_of(accelerator: Accelerator) -> Ranks:
-    """Return the processes of a run."""
+    """Return the process ranks of a run and the collective operations between them."""
 
     def join(values: Tensor) -> Tensor:
         padded = accelerator.pad_across_processes(values, dim=0, pad_index=PADDING)

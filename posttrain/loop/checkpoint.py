@@ -54,7 +54,9 @@ UNFINISHED = re.compile(r"checkpoint-\d+\.tmp-.+")
 
 
 def staging(folder: Path, step: int, run: str) -> Path:
-    """Return the folder in which the checkpoint of a step is written. No program mistakes it for a checkpoint."""
+    """Return the folder in which the checkpoint of a step is written. Its name does not match the pattern of checkpoint
+    folders.
+    """
     return folder / f"checkpoint-{step}.tmp-{run}"
 
 
@@ -84,8 +86,8 @@ def publish(part: Path, final: Path, run: str) -> None:
 
 
 def mark(checkpoint: Path, run: str) -> None:
-    """Mark a checkpoint as complete, with a file that holds its run, its time, and the size and hash of every other
-    file.
+    """Mark a checkpoint as complete. The marker file contains the run id, the time, and the size and hash of every
+    other file.
     """
     _flush_tree(checkpoint)
     step = CHECKPOINT_NAME.fullmatch(checkpoint.name)
@@ -156,15 +158,15 @@ def damage(checkpoint: Path, *, bytes_too: bool = False) -> str:
         if path.stat().st_size != written:
             return f"{name} has {path.stat().st_size} of {written} bytes"
         if name in hashes and (now := _hash(path)) != hashes[name]:
-            return f"the bytes of {name} are not those that were written (hash {now[:12]}, written {hashes[name][:12]})"
+            return f"the bytes of {name} have changed (hash {now[:12]}, when written {hashes[name][:12]})"
     return ""
 
 
 def resolve_resume(resume: Any, folder: str | Path) -> str | None:
-    """Return the checkpoint that ``resume_from_checkpoint`` means: a path unchanged, or for True the last complete one
-    in the folder.
+    """Return the checkpoint selected by ``resume_from_checkpoint``. A path is returned unchanged; True selects the last
+    complete checkpoint in the folder.
 
-    ``"auto"`` means True if the folder has a checkpoint, and otherwise None.
+    ``"auto"`` is the same as True if the folder has a checkpoint, and the same as None otherwise.
 
     Raises:
         CheckpointError: There is no checkpoint, there are only unmarked ones, or the named one is damaged.
@@ -263,9 +265,9 @@ def _written(value: object) -> object:
 
 
 # Effects of a setting that differs from the checkpoint's.
-OPTIMIZERS = "the optimizer goes on with the checkpoint's"
-ORDER = "rows come in another order from here, so that some are trained twice and others never"
-SCHEDULE = "the first step has the learning rate that the checkpoint's schedule was at, those after it have this run's"
+OPTIMIZERS = "the optimizer continues with the checkpoint's value"
+ORDER = "rows come in a different order from now on, so the run trains on some rows twice and on others never"
+SCHEDULE = "the first step uses the learning rate of the checkpoint's schedule, and later steps that of this run's"
 KEPT_SETTINGS = {
     "learning_rate": OPTIMIZERS, "weight_decay": OPTIMIZERS, "adam_beta1": OPTIMIZERS, "adam_beta2": OPTIMIZERS,
     "adam_epsilon": OPTIMIZERS, "seed": ORDER, "data_seed": ORDER, "max_steps": SCHEDULE, "lr_scheduler_type": SCHEDULE,
@@ -289,7 +291,7 @@ def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, object]) 
             by_effect.setdefault(effect, []).append(f"{name}={now[name]} (the checkpoint's: {before[name]})")
     for effect, names in by_effect.items():
         logger.warning(
-            "%s: %s. Fix: use the checkpoint's values. If you want other ones, start a new run with the "
+            "%s: %s. Fix: use the checkpoint's values. To use other values, start a new run with the "
                 "checkpoint as its model.",
             ", ".join(names), effect,
         )  # fmt: skip
@@ -301,8 +303,8 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
     Args:
         state: The saved state, see `saved_state`.
         now: Result of `rows_fingerprint` for the current rows.
-        skips: Whether the run continues at its position in the rows. With ``ignore_data_skip`` it starts them again, so
-            other rows are allowed.
+        skips: Whether the run continues at its position in the rows. With ``ignore_data_skip`` it starts again at the
+            first row, so other rows are allowed.
 
     Raises:
         CheckpointError: The rows differ.
@@ -310,13 +312,13 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
     before = state.get("rows")
     if before == now or before is None or now is None:
         return
-    text = f"the run began with other training rows ({before}) than it has now ({now})"
+    text = f"the training rows have changed since the run began (then: {before}; now: {now})"
     if skips:
         raise CheckpointError(
-            f"{text}: its place in them means nothing here, and rows would be passed over or trained twice. Fix: give the same "
-            "rows; or ignore_data_skip=True to begin these at their start; or start a new run from the checkpoint as the model."
+            f"{text}. The saved position is not valid for the new rows: some would be skipped or used twice. Fix: pass the same "
+            "rows; or set ignore_data_skip=True to start at the first row; or start a new run with the checkpoint as its model."
         )
-    logger.warning("%s. With ignore_data_skip=True they start from the first row.", text)
+    logger.warning("%s. With ignore_data_skip=True the run starts at the first row.", text)
 
 
 def rows_fingerprint(dataset: object) -> str | None:
@@ -343,8 +345,8 @@ def _last(folder: Path) -> Path:
     unmarked = [path for path in _named(folder) if marker(path) is None]
     if unmarked:
         hint = (
-            f"{len(unmarked)} without the file {MARKER} are there ({', '.join(p.name for p in unmarked[:5])}): their writing was "
-            f"interrupted, or another program wrote them. Name one to use it: resume_from_checkpoint={str(unmarked[-1])!r}."
+            f"{len(unmarked)} checkpoints have no file {MARKER} ({', '.join(p.name for p in unmarked[:5])}): their writing was "
+            f"interrupted, or another program wrote them. To use one: resume_from_checkpoint={str(unmarked[-1])!r}."
         )
     elif damaged:
         hint = (
@@ -358,9 +360,7 @@ def _last(folder: Path) -> Path:
 
 def _offer(folder: Path, but: Path | None = None) -> str:
     whole = [path for path in complete_checkpoints(folder) if path != but and not damage(path)]
-    return (
-        f"Complete there: {', '.join(p.name for p in whole)}." if whole else f"No complete one is in {str(folder)!r}."
-    )
+    return f"Complete: {', '.join(p.name for p in whole)}." if whole else f"{str(folder)!r} has no complete checkpoint."
 
 
 def strangers(folder: str | Path, run: str) -> list[Path]:
@@ -401,7 +401,7 @@ def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -
     removable = [path for path in mine[:-1] if path.name != best]
     gone = removable[: max(0, len(mine) - room)]
     gone += [p for p in _named(folder) if mine and marker(p) is None and _owner(p) == run and p.name != best]
-    for path in gone:  # Its name goes first: a process killed meanwhile leaves no torn checkpoint that looks whole.
+    for path in gone:  # Rename first. If the process is killed meanwhile, no partial checkpoint looks complete.
         old = path.with_name(f"{path.name}.tmp-{run}.old")
         os.rename(path, old)
         shutil.rmtree(old, ignore_errors=True)
@@ -427,7 +427,7 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # Not every system lets a folder be opened.
+    with contextlib.suppress(OSError):  # Some systems cannot open folders.
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -492,7 +492,7 @@ class Checkpointer:
         return self._run or self.lock.run
 
     def resolve(self, resume_from_checkpoint: Any, model: nn.Module) -> str | None:
-        """Return the checkpoint to resume from, equal on all ranks. A resumed run keeps the id of its first part."""
+        """Return the checkpoint to resume from, equal on all ranks. A resumed run keeps its original run id."""
         with parallel.failing_together(self.accelerator):
             resume = resolve_resume(resume_from_checkpoint, self.args.output_dir)
             if resume:
@@ -614,7 +614,7 @@ class Checkpointer:
                 f"({gib(free_disk(part.parent))} are free, a checkpoint needs about {gib(self.size())}). Nothing "
                 "half-written was left; "
                 + (
-                    f"the last whole one is {whole.name}: free some space and resume from it"
+                    f"the last complete checkpoint is {whole.name}: free some space and resume from it"
                     if whole
                     else "there is none yet"
                 )
@@ -629,11 +629,12 @@ def save_state(folder: Path, state: dict[str, Any], accelerator: Accelerator) ->
 
 
 def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
-    """Return the state that `save_state` wrote for this process. If the number of processes changed, return that of the
-    first process. Empty if there is no file.
+    """Return the state that `save_state` wrote for this process. If the number of processes changed, return the first
+    process's state. Empty if there is no file.
 
-    Processes differ only in three things: unused rollouts (`OnlineTrainer` raises an error if their number of processes
-    differs), logged rows, and cached reference log-probs that were not exchanged yet. The last are computed again.
+    The states of processes differ only in three things: unused rollouts, logged rows, and cached reference log-probs
+    that were not exchanged yet. If the number of processes changed, `OnlineTrainer` raises an error for unused
+    rollouts, and the log-probs are computed again.
     """
     files = [] if folder is None else sorted(Path(folder).glob(f"*_{STATE_FILE}"))
     if not files:
@@ -660,8 +661,8 @@ class Place:
         self._iterator: Any = None
 
     def begin(self, start: tuple[int, int], dataset: AnyDataset, *, skips: bool) -> tuple[int, int]:
-        """Return the pass, and the number of its micro-batches to skip (0 if ``skips`` is False). For a stream these
-        are the saved ones, otherwise ``start``.
+        """Return the number of the pass to continue, and how many of its micro-batches to skip (0 if ``skips`` is
+        False). For a stream these are the saved ones, otherwise ``start``.
         """
         if self._saved is None or not isinstance(dataset, IterableDataset):
             return start
@@ -692,12 +693,12 @@ class Place:
 
 
 def warn_of_other_rows(state: dict[str, Any], now: int) -> None:
-    """Log a warning if an optimizer step takes a different number of rows from when the checkpoint was written."""
+    """Log a warning if the number of rows per optimizer step has changed since the checkpoint was written."""
     before = state.get("step_rows", now)
     if before != now:
         logger.warning(
             "a step of this checkpoint took %d rows, and one of this run takes %d. The position in the epoch is "
-            "counted in steps, so rows are skipped or trained twice. Fix: choose per_device_train_batch_size * "
+            "counted in steps, so rows are skipped or used twice. Fix: choose per_device_train_batch_size * "
             "gradient_accumulation_steps * processes = %d.", before, now, before,
         )  # fmt: skip
 
@@ -725,12 +726,14 @@ def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Findi
 
 
 def checkpoint_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
-    """Estimate the disk space of a checkpoint: weights (of an adapter only its own) and optimizer state."""
+    """Estimate the disk space of a checkpoint: optimizer state and weights (for an adapter, only the adapter's
+    weights).
+    """
     return weight_bytes(model) + (0 if args.save_only_model else _state_bytes(model, args))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the size of the weights that are saved. For an adapter these are only its own weights."""
+    """Return the size in bytes of the weights that are saved. For an adapter, only the adapter's weights are saved."""
     adapter = bool(adapters_of(model))
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not adapter)
 
@@ -851,7 +854,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._evaluates = False
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._process:  # A fork, of a reward function say, whom somebody terminates.
+        if os.getpid() != self._process:  # A forked process, of a reward function for example, received the signal.
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)

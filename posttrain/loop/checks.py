@@ -66,10 +66,11 @@ class Checks:
         args: The trainer's config.
         command: The trainer's command name, such as ``"grpo"``.
         ignored_codes: Codes of findings that do not apply to this method's rows.
-        log_area: First letter of the codes that the log rules (`posttrain.checks.rules`) may report. Empty for none.
+        log_area: First letter of the finding codes that the log rules (`posttrain.checks.rules`) may report. If empty,
+            the log rules report nothing.
         log_codes: Codes that are checked at every log line.
-        zero_gradient_is_normal: Whether a step may have a zero gradient. Online methods have one if all rewards of each
-            group are equal.
+        zero_gradient_is_normal: Whether a step may have a zero gradient. In online methods the gradient is zero if the
+            rewards within each group are equal.
         fills_prompts: Whether environments write the prompts, so that prompts in the dataset may be empty or equal.
     """
 
@@ -98,11 +99,11 @@ class Checks:
         self.largest_seen = (0, 0)
         # Length of the longest training sequence, once it is known.
         self.longest_of_data = 0
-        # Maximum sequence length for which every model has positions.
+        # Maximum sequence length that all models support.
         self.positions = math.inf
         self._steps = self._empty = 0
         self._written = False
-        self._early: list[Finding] = []  # Until there is a record of the run.
+        self._early: list[Finding] = []  # Findings reported before the run record exists.
 
     def saved_tokens(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Check padding and stop tokens in the saved configs, once per run."""
@@ -112,7 +113,7 @@ class Checks:
                 self.report(special_token_findings(model, tokenizer))
 
     def knows(self, *, parts: Mapping[str, Any] | None = None, **fields: Any) -> None:
-        """Give probes new information about the run: fields of `Context`, and parts by name."""
+        """Set fields of the probes' `Context`, and components of the run by name."""
         for name, value in fields.items():
             setattr(self.context, name, value)
         self.context.parts = {**self.context.parts, **(parts or {})}
@@ -200,10 +201,10 @@ class Checks:
             self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
 
     def empty_steps(self, run: Run, batches: Sequence[Batch], counts: Denominators) -> bool:
-        """Count consecutive steps without a trained token. The third one ends the run.
+        """Count consecutive steps in which no token contributes to the loss. The third such step ends the run.
 
-        In online methods such steps are normal, because all completions may be masked. Runs whose completions never end
-        are found by the checks of rewards, lengths and gradients.
+        In online methods such steps are normal, because all completions may be masked. The checks of rewards, lengths
+        and gradients detect runs whose completions never end.
         """
         self._empty = 0 if counts.tokens else self._empty + 1
         if self._empty >= EMPTY_STEPS and not self.zero_gradient_is_normal:
@@ -328,7 +329,7 @@ class Checks:
             self._early = []
 
     def finish(self) -> None:
-        """Write the findings if the run already has its folder, which is from the first step on."""
+        """Write the findings if the run's folder already exists. It is created at the first step."""
         if self._written:
             self.write()
 
@@ -352,8 +353,8 @@ class Checks:
 
 @cache
 def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the codes with these letters that are checked at log lines, without the codes in ``apart``, which are
-    checked elsewhere.
+    """Return the codes that start with one of these letters and are checked at each log line. Codes in ``apart`` are
+    excluded because they are checked elsewhere.
     """
     return tuple(code for letter in letters for code in codes_of(letter, "log_step") if code not in apart)
 
@@ -397,7 +398,7 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
             "error",
             "no parameter of the model requires a gradient.",
             "the model",
-            "the run would take time and train nothing.",
+            "the run would take time, but no parameter would change.",
             "check what froze the parameters: a reference that shares all layers, a loaded adapter without "
             "is_trainable=True, or target_modules that match nothing.",
         )
@@ -406,7 +407,7 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
         return Finding(
             "PT-B002",
             "error",
-            f"{len(odd)} of {len(norms)} gradients are not finite, {odd[0]!r} among them.",
+            f"{len(odd)} of {len(norms)} gradients are not finite, for example that of {odd[0]!r}.",
             "the first step",
             "one such step sets every weight to NaN.",
             "look for rows without a trained token, lower learning_rate, or compute in float32 (bf16=False, fp16=False).",
@@ -417,8 +418,8 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
             "error",
             f"none of the {len(norms)} trained parameters got a gradient.",
             "the first step",
-            "either frozen embeddings cut the graph before the first checkpointed layer, or no token of the batch is "
-            "trained. The loss stays flat.",
+            "either frozen embeddings cut the graph before the first checkpointed layer, or no token of the batch "
+            "contributes to the loss. The loss will stay constant.",
             "call model.enable_input_require_grads() or set gradient_checkpointing=False; check the labels of the first rows.",
         )
     return None
@@ -449,11 +450,11 @@ def check_tower_gradients(norms: Mapping[str, float | None], model: nn.Module) -
 
 
 def nothing_trained(steps: int) -> Finding:
-    """Return the finding of consecutive optimizer steps without a trained token."""
+    """Return the finding about consecutive optimizer steps in which no token contributes to the loss."""
     return Finding(
         "PT-T001",
         "error",
-        f"{steps} consecutive steps had no trained token.",
+        f"in {steps} consecutive steps no token contributed to the loss.",
         "the latest steps",
         "their loss is 0 and nothing is learned, but the log looks as if the run had converged.",
         "raise max_length, or check completion_mask, assistant_masks and labels: posttrain inspect shows them.",
@@ -547,7 +548,7 @@ def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name
             "warning",
             f"the tokenizer has {tokens} tokens, but the embedding of {name} has {rows} rows.",
             name,
-            f"ids from {rows} on have no embedding. The first text that contains such a token would end the run.",
+            f"ids from {rows} on have no embedding. The run would fail at the first text that contains such a token.",
             fix,
         )
     return None

@@ -87,12 +87,12 @@ class DataReport:
             stream.
         dropped: Number of dropped rows by reason.
         sampled: Number of rows, spread over the set, from which the following values are computed.
-        tokens, trained_tokens: Number of tokens and of trained tokens in the sampled sequences.
+        tokens, trained_tokens: Number of tokens in the sampled sequences, and how many of them contribute to the loss.
         lengths: Sequence length in tokens: min, median, p95, max.
         packing_fill: Share of ``max_length`` that a packed row fills. None without packing.
         shown: Decoded sequences as ``[text, trained]`` pieces, one per token.
-        first_trained, last_trained: Most frequent tokens at the beginning and end of the trained part, with their
-            counts.
+        first_trained, last_trained: Most frequent first and last tokens of the part that contributes to the loss, with
+            their counts.
         equal_pairs: Number of pairs whose two answers have the same tokens.
         labels: Number of rows by label (unpaired preferences).
         findings: Findings about the rows and the chat template.
@@ -125,9 +125,9 @@ class DataReport:
     def __str__(self) -> str:
         rows = f"{self.rows_out} of {self.rows_in} rows" if self.rows_in is not None else "a stream of rows"
         left_out = "".join(f", {count} left out: {why}" for why, count in self.dropped.items())
-        share = f"{self.trained_tokens} of {self.tokens} tokens are trained ({self.trained_share:.1%})"
+        share = f"{self.trained_tokens} of {self.tokens} tokens contribute to the loss ({self.trained_share:.1%})"
         lines = [
-            f"data: {rows}{left_out}; of {self.sampled} looked at, {share}",
+            f"data: {rows}{left_out}; in {self.sampled} sampled rows, {share}",
             "lengths in tokens: " + ", ".join(f"{name} {value:g}" for name, value in self.lengths.items()),
         ]
         if self.packing_fill is not None:
@@ -136,7 +136,7 @@ class DataReport:
             lines.append("labels: " + ", ".join(f"{count} {label}" for label, count in self.labels.items()))
         for title, counts in (("begins", self.first_trained), ("ends", self.last_trained)):
             if counts:
-                lines.append(f"what is trained {title} with " + ", ".join(f"{t!r} ({n})" for t, n in counts.items()))
+                lines.append(f"the trained part {title} with " + ", ".join(f"{t!r} ({n})" for t, n in counts.items()))
         lines += ["".join(f"[[{text}]]" if trained else text for text, trained in piece) for piece in self.shown]
         lines += [f"{f.severity} {f.code}: {f.what} ({f.where}) {f.fix}" for f in self.findings]
         return "\n".join(lines).replace("]][[", "")
@@ -193,8 +193,8 @@ class DatasetHead:
 
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
-        """Prepared examples spread over the set, or the first ones of a stream. Rows that an environment fills are left
-        out.
+        """Prepared examples spread over the set, or the first ones of a stream. Rows whose prompt is written by an
+        environment are excluded.
         """
         if self.streams:
             chosen = islice(self.prepared, EXAMPLES_OF_STREAM)
@@ -206,7 +206,7 @@ class DatasetHead:
 
     @cached_property
     def sample(self) -> RowSample:
-        """Rows of these examples, with the findings of the row checks."""
+        """Rows created from `examples`, with the findings of the row checks."""
         return RowSample(self.rows_of(self.examples), self.tokenizer, self.limit)
 
     @cached_property
@@ -218,7 +218,7 @@ class DatasetHead:
         """Return the summary of the training set.
 
         Args:
-            prepared_by: Counts of the preparation (``rows_out``, ``dropped``), if it made any.
+            prepared_by: Counts reported by the preparation (``rows_out``, ``dropped``). None if it reported none.
             ignored_codes: Codes of findings that do not apply to these rows.
 
         Raises:
@@ -384,7 +384,7 @@ def _shown(sequence: TokenSequence, row: Row, tokenizer: Tokenizer) -> dict[str,
     }
 
 
-# Rows that cannot be trained --------------------------------------------------------------------------------------
+# Rows that cannot be used for training ------------------------------------------------------------------------------
 
 ROWS_NAMED = 5  # Maximum number of row numbers in a message.
 ROWS_READ_WHOLE, READ_OF_STREAM = (
@@ -394,7 +394,7 @@ ROWS_READ_WHOLE, READ_OF_STREAM = (
 ARROW_BATCH = 20_000
 PAIRS_COMPARED = 100_000  # Maximum number of pairs that are compared with each other.
 EXCERPT = 200
-JUDGED = frozenset(("label", "reference"))  # In datasets of other tasks these columns may hold anything.
+JUDGED = frozenset(("label", "reference"))  # Datasets of other tasks may use these column names for other content.
 
 
 def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
@@ -406,7 +406,7 @@ def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
 def usable_rows(
     dataset: AnyDataset, args: PostTrainingConfig, method: Method[Any], *, main: bool, filled: bool = False
 ) -> tuple[Any, list[Finding]]:
-    """Return the rows that can be trained, and findings about the others.
+    """Return the rows that can be used for training, and findings about the remaining rows.
 
     Args:
         dataset: Dataset that was passed to the trainer.
@@ -469,7 +469,7 @@ def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, 
     """Find missing values and empty lists with Arrow, without reading rows."""
     reasons: dict[int, str] = {}
     pair = _is_pairs(columns)
-    several = len(columns) > 1 and bool(set(columns) & set(WHOLE))  # Alternative columns, of which a row needs one.
+    several = len(columns) > 1 and bool(set(columns) & set(WHOLE))  # Alternative columns: a row needs only one of them.
     for name in columns:
         if name == "prompt" and pair:
             continue
@@ -515,14 +515,14 @@ def _write_suspects(dataset: datasets.Dataset, scan: PairScan, folder: str | Non
 
 
 def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> list[Finding]:
-    """Return the finding about rows that cannot be trained. It is an error unless they were dropped.
+    """Return the finding about rows that cannot be used for training. It is an error unless they were dropped.
 
     Args:
         reasons: Reason by row number.
         total: Number of rows that were read.
         dropped: Whether the rows were dropped.
     """
-    why = "such a row trains nothing, and alone in a batch it would make the loss 0 or NaN."
+    why = "such a row does not contribute to the loss. A batch with only such rows has a loss of 0 or NaN."
     if dropped:
         fix = "nothing, if this is intended. bad_rows.jsonl lists the rows."
         return _about("PT-D030", "warning", reasons, total, "were dropped", why, fix)
@@ -531,7 +531,9 @@ def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -
 
 
 def doubtful_rows(reasons: Mapping[int, str], total: int) -> list[Finding]:
-    """Return the warning about rows that can be trained but are not useful. Arguments as in `bad_rows`."""
+    """Return the warning about rows that can be used for training but teach the model nothing. The arguments are the
+    same as in `bad_rows`.
+    """
     why = (
         "a conversation without an answer, a blank answer or two equal answers teach the model nothing, or teach it "
         "to say nothing."

@@ -1,5 +1,5 @@
-"""A trial step with the longest rows before step 0. It shows whether the run fits in memory, and finds the batch size
-if asked to.
+"""A trial step with the longest rows before step 0. It shows whether the run fits in memory, and can choose the batch
+size.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class DryStep:
 def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
     """Choose the batch size if ``per_device_train_batch_size='auto'``, and run a dry step if ``dry_step`` is set.
 
-    A dry step is the default on a GPU. It takes as long as one step and shows at once whether the run would run out of
-    memory later. It is off by default on a CPU, where a step is slow and the system kills a process that runs out of
-    memory. During training `MemoryProfile` reports the memory.
+    A dry step is the default on a GPU. It takes as long as one training step, and shows before training whether the run
+    would run out of memory. It is off by default on a CPU, where a step is slow and the system kills a process that
+    runs out of memory. During training `MemoryProfile` reports the memory.
 
     Args:
         run: Run before its first step.
@@ -212,13 +212,15 @@ def _check_dry(run: Run, step: DryStep) -> None:
             )
         ])  # fmt: skip
     logger.info(
-        "dry step: %d tokens in %.1f s, at most %s with the optimizer's states, of %s",
+        "dry step: %d tokens in %.1f s, peak memory %s including optimizer states, of %s",
         step.tokens, step.seconds, gib(step.needed), gib(has.free),
     )  # fmt: skip
 
 
 def largest_pass(run: Run, head: DatasetHead, batch_size: int) -> Batch:
-    """Return the pass with the most tokens of a micro-batch with ``batch_size`` rows of maximum length."""
+    """Split a micro-batch of ``batch_size`` rows of maximum length into passes, and return the pass with the most
+    tokens.
+    """
     batches = run.collate(longest_rows(run, head, batch_size))
     return max(batches, key=lambda batch: (batch.input_ids.numel(), int(batch.loss_mask.sum())))
 
@@ -234,7 +236,7 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
         prompt = max(rows, key=lambda row: len(row.prompt_ids), default=Row([0], [], []))
         longest = prompt.prompt_ids or [0]
         length = int(run.method.cfg.max_completion_length)
-        # Only tokens of the prompt are used, so that none is an image placeholder without an image.
+        # Random completions use only tokens of the prompt, so that they contain no image placeholder without an image.
         draw, words = random.Random(0), [int(run.pad_token_id)] if any(prompt.pictures) else longest
         counts = checks.group_sizes(run.args, batch_size)
         drawn = [[draw.choices(words, k=length) for _ in range(n)] for n in counts]
@@ -295,8 +297,8 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
 
 
 def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
-    """Predict a step that is far beyond the limit from smaller passes. On a CPU such a step would be killed by the
-    system.
+    """Predict the memory of a step that would far exceed the limit from the memory of smaller passes. On a CPU the
+    system would kill the process if it ran such a step.
     """
     last = max((step for step in tried if not step.failed), key=lambda step: step.tokens, default=None)
     if last is None:

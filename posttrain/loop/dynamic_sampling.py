@@ -28,10 +28,11 @@ class DynamicSampler:
         group_size: Completions per prompt, G.
         prompts: New prompts, in a separate order from training.
         accelerator: Accelerator of the run.
-        rewards: Reward functions; `RewardRunner.transformed` is used.
+        rewards: Reward functions. Only `RewardRunner.transformed` is called.
         sample: Maps dataset rows, each repeated G times, to completions of this rank and rewards of all ranks. It is a
             collective operation.
-        flat: Maps the rewards of all ranks to a bool tensor ``(n / G,)``: True for groups that train nothing.
+        flat: Maps the rewards of all ranks to a bool tensor ``(n / G,)``: True for groups that do not contribute to the
+            loss.
 
     Reference: DAPO, arXiv:2503.14476, section 3.2.
     """
@@ -52,8 +53,8 @@ class DynamicSampler:
         self.sample, self.flat = sample, flat
 
     def replace(self, batch: RolloutBatch, table: RewardTable) -> tuple[RolloutBatch, RewardTable, dict[str, Metric]]:
-        """Sample new prompts, as many per round as there are groups to replace, and replace groups by those with
-        variance.
+        """Replace groups whose rewards are all equal. Each round samples one new prompt per group that must be
+        replaced, and uses the new groups whose rewards differ.
 
         Every rank computes the same plan from the gathered rewards, generates the same number of whole groups, and
         calls each collective equally often.
@@ -77,7 +78,7 @@ class DynamicSampler:
             accepted += len(usable)
             batch, table = self._put(batch, table, fresh, judged, list(zip(places, usable, strict=False)))
             places = places[len(usable) :]
-        if accepted and table.raw is not None:  # Anew for all: what a transform divides by may be other rewards.
+        if accepted and table.raw is not None:  # Transform all rewards again, because a transform may use all of them.
             values = self.rewards.transformed(table.raw, torch.arange(len(table.raw)) // size)
             table = dataclasses.replace(table, values=values)
         groups = len(table.values) // size

@@ -40,7 +40,7 @@ def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
     Returns:
         The model's output with ``logits (B, T, V)``, and ``labels (B, T)`` with -100 for tokens without loss.
     """
-    assert batch.one_sequence_a_row, "full logits need one sequence a row"
+    assert batch.one_sequence_a_row, "full logits need one sequence per row"
     output = model(input_ids=batch.input_ids, attention_mask=batch.real.long(), use_cache=False)
     output.logits = output.logits[:, virtual_tokens(model) :]
     return output, torch.where(batch.loss_mask, batch.input_ids, IGNORED)
@@ -262,7 +262,7 @@ def evaluate(
         model = accelerator.prepare_model(model, evaluation_mode=True)
     evaluation = _Evaluation(run, model, compute_metrics, keeps_predictions=predicts, after_batch=after_batch)
     metrics = {"loss": evaluation.run(dataloader)} | run.reduced_metrics("eval")
-    # Number of tokens trained so far. Evaluation adds none.
+    # Number of tokens trained on so far. Evaluation does not increase it.
     metrics["num_tokens"] = run.progress.counters["num_tokens"]
     metrics = {f"{prefix}_{name}": value for name, value in metrics.items()}
     predictions, labels, own = evaluation.results()
@@ -345,7 +345,7 @@ def predicted_rows(
 
 
 def _loss_sums(terms: LossTerms) -> dict[str, float]:
-    """Return the sums of a pass by the count that divides them."""
+    """Return the loss sums of a pass, keyed by the name of the count that divides them."""
     sums: dict[str, float] = {}
     for part in [terms, *terms.extra]:
         key = part.count or part.reduction
@@ -378,7 +378,7 @@ def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def _of_row(values: Any, row: int, length: int, width: int) -> Any:
-    """Return one row of a tensor, or of each tensor of several, without padding."""
+    """Return one row of a tensor, or of each tensor in a tuple, without padding."""
     if isinstance(values, tuple | list):
         return tuple(_of_row(value, row, length, width) for value in values)
     own = values[row]
@@ -387,7 +387,7 @@ def _of_row(values: Any, row: int, length: int, width: int) -> Any:
 
 
 def _stacked(arrays: list[Any]) -> Any:
-    """Stack arrays with different first lengths, padded with -100. For tuples, stack each position separately."""
+    """Stack arrays whose first dimensions differ, padded with -100. For tuples, stack each position separately."""
     if arrays and isinstance(arrays[0], tuple):
         return tuple(_stacked(list(column)) for column in zip(*arrays, strict=True))
     if not arrays or arrays[0].ndim == 0 or len({a.shape for a in arrays}) == 1:

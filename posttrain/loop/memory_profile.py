@@ -38,7 +38,7 @@ PEAKS = {"H100": 989.5e12, "H200": 989.5e12, "A100": 312e12, "L40S": 362e12, "A1
 
 
 class MemoryProfile(transformers.TrainerCallback):
-    """Logs memory use and the distribution of time after 3 and 50 steps, then every 1,000 steps.
+    """Logs memory use and speed after 3 and 50 steps, then every 1,000 steps.
 
     The metrics are ``memory/peak_gib``, ``memory/peak_share``, ``memory/fragmentation``, ``health/tokens_per_second``,
     ``health/mfu`` (if the device's peak is known), ``health/rank_imbalance`` and ``health/generation_share``.

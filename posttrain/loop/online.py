@@ -59,11 +59,11 @@ class OnlineTrainer(PostTrainer):
 
     `posttrain.loop.rollout` creates rollout batches. A subclass may replace three of its functions: `sample` (dataset
     rows to completions), `score` (completions to rewards of all ranks) and `advantages` (rewards to advantages). The
-    window stores the rows of a rollout batch until they are trained.
+    window stores the rows of a rollout batch until the model has been trained on them.
 
     The parts are `prompt_source` (prompts and their order), `sampler` (rows to completions), `weight_sync` (the engine
     and its weights), `driver` (episodes with tools, environments or a rollout function), `reward_watch` (checks of
-    rewards) and `dynamic_sampler` (new groups instead of those without variance).
+    rewards) and `dynamic_sampler` (replacement of groups whose rewards are all equal).
     """
 
     runner_class: ClassVar[type[RewardRunner]] = RewardRunner
@@ -95,7 +95,7 @@ class OnlineTrainer(PostTrainer):
         _, given["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
         given = {name: value for name, value in given.items() if value is not None}
         self.driver = make_driver(self.METHOD.traits, type(self).__name__, args, given)
-        # Tools and environments may return images. A rollout function reads them itself.
+        # Tools and environments may return images. A rollout function processes images itself.
         self.harness = None if self.driver is None else self.driver.harness
         calls = self.driver is not None and rollout_func is None and self.harness is None
         self._returns_images = calls and is_processor(kwargs.get("processing_class"))
@@ -147,7 +147,9 @@ class OnlineTrainer(PostTrainer):
         return training_engine(model, self.args, tokenizer=self.processing_class, pad_token_id=self.pad_token_id)
 
     def make_sampler(self) -> Sampler:
-        """Create the sampler of completions: the engine alone, or tools, a harness or a rollout function."""
+        """Create the sampler of completions. It uses the engine alone, or also tools, a harness or a rollout
+        function.
+        """
         single = SingleTurn(self.weight_sync, self.prompt_source, self.processing_class)
         if self.driver is None:
             return single
@@ -160,8 +162,8 @@ class OnlineTrainer(PostTrainer):
         return samplers.Tools(self.driver, single, self.stop_ids)
 
     def make_online(self) -> Online:
-        """Create the components for `posttrain.loop.rollout`, with replacements of a subclass, or of the user on this
-        object.
+        """Create the components for `posttrain.loop.rollout`. Functions that a subclass overrides, or that the user set
+        on this object, replace the defaults.
         """
         own = partial(self._replaced, OnlineTrainer)
         return rollout.online_of(
@@ -207,7 +209,7 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def engine(self) -> Any:
-        """Samples completions; another one may be put in its place."""
+        """Engine that samples completions. It can be replaced by assignment."""
         return self.weight_sync.engine
 
     @engine.setter
@@ -246,7 +248,7 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def may_read_images(self) -> bool:
-        """Whether prompts may have images, which are read here, by a rollout function or by an environment."""
+        """Whether prompts may have images, read by this trainer, by a rollout function or by an environment."""
         return self.vision.images or not self.can_dry_run
 
     @property
@@ -255,7 +257,9 @@ class OnlineTrainer(PostTrainer):
         return self.environments is None and self.rollout_func is None and self.harness is None
 
     def announce(self) -> None:
-        """Log the schedule and the first prompt as the model reads it. Raise an error for prompts that leave no room."""
+        """Log the schedule and the first prompt as the model reads it. Raise an error for prompts that leave no room
+        for a completion.
+        """
         length = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
         schedule = self.schedule_text(length) if isinstance(self.args, OnlineConfig) else None
         self.prompt_source.announce(
@@ -338,12 +342,14 @@ class OnlineTrainer(PostTrainer):
 
     @functools.cached_property
     def spare_example(self) -> dict[str, Any]:
-        """Example from which a rank without examples samples: the first training row."""
+        """Example that a rank without examples uses for sampling: the first training row."""
         return next(iter(self.train_dataset))
 
     @property
     def prompt_limit(self) -> int | None:
-        """Maximum number of tokens of a prompt. A longer one loses its beginning. None: no prompt is truncated."""
+        """Maximum number of tokens of a prompt. Longer prompts are truncated at the beginning. None: no prompt is
+        truncated.
+        """
         return vars(self.args).get("max_prompt_length")  # A field of older releases.
 
     # Logs and checks ---------------------------------------------------------------------------------------------
@@ -373,8 +379,8 @@ class OnlineTrainer(PostTrainer):
             if self.state.global_step > 0:
                 self._save_checkpoint(self.model_wrapped, trial=None)
                 error.add_note(
-                    f"A checkpoint of step {self.state.global_step} was saved in {self.args.output_dir}; go on with "
-                    "resume_from_checkpoint=True once the servers are back."
+                    f"A checkpoint of step {self.state.global_step} was saved in {self.args.output_dir}. Continue with "
+                    "resume_from_checkpoint=True when the servers are running again."
                 )
             raise
         finally:
@@ -388,7 +394,7 @@ class OnlineTrainer(PostTrainer):
         self.weight_sync.forget_push()
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the position in the window, with the scored rollouts that are not trained yet."""
+        """Return the position in the window, and the scored rollouts that were not used for training yet."""
         state = super().state_to_save() | {"online": self.window.state(), "rewards": self.rewards.transforms_state()}
         if self.args.dynamic_sampling:
             state["fresh_prompts"] = self.dynamic_sampler.prompts.state()

@@ -46,8 +46,8 @@ def run_again(
     """Compute the gradient of an optimizer step again with smaller passes, after its last micro-batch ran out of
     memory.
 
-    The loss is a sum over completions divided by counts of the whole step, so the gradients of the parts add up to that
-    of the step. `Progress.max_tokens` stores the size of passes that fit.
+    The loss is a sum over completions divided by counts of the whole step, so the sum of the gradients of the smaller
+    passes is the gradient of the step. `Progress.max_tokens` stores the size of passes that fit.
 
     Args:
         run: Run of the trainer.
@@ -70,7 +70,7 @@ def run_again(
             raise problem
         run.progress.max_tokens = max(1, size // 2)
         logger.warning(
-            "out of memory in a pass of %d tokens (step %d). It is split, and later passes have at most %d tokens. "
+            "out of memory in a pass of %d tokens (step %d). The pass is split, and later passes have at most %d tokens. "
             "The gradient does not change. Fix: lower max_row_tokens, per_device_train_batch_size or "
             "max_completion_length.",
             size, run.progress.state.global_step + 1, run.progress.max_tokens,

@@ -1,4 +1,4 @@
-"""Training on images: options, rows with images as token ids, and everything else that text trainers do not need."""
+"""Training on images: options, tokenized rows with images, and everything else that text trainers do not need."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROWS_TRIED = 2  # Number of rows whose images are fully read at the start.
-ROLLOUTS_A_COMPARISON = 64  # One in this many rollouts is checked: its images must be those of its row.
+ROLLOUTS_A_COMPARISON = 64  # One in this many rollouts is checked: it must have the same images as its row.
 SHARE_UNFIT = 0.005  # Maximum share of rows that may be dropped because they do not fit. A larger share is an error.
 
 NO_BOS = (
     "the chat template writes no bos token, but the processor adds one to prompts for sampling (GRPO, generate). "
-    "Rows are trained without it. Fix: begin the template with {{ bos_token }}."
+    "Training uses rows without the bos token. Fix: begin the template with {{ bos_token }}."
 )
 NO_IMAGES = "has no effect, because this run reads only text. Fix: remove it"
 # Files of a multimodal checkpoint besides weights and tokenizer.
@@ -102,7 +102,8 @@ class Vision:
         model_id: Model path or id, to load its processor.
         sets: Training and evaluation sets that were passed to the trainer.
         takes: Whether the method trains on images. If not, this class does nothing.
-        returned: Whether tools or environments may return images: then a processor in place of a tokenizer is enough.
+        returned: Whether tools or environments may return images. In that case images are supported even if no row has
+            one, as long as a processor was passed.
 
     Attributes:
         images: Whether rows have images, or get them from tools and environments.
@@ -128,7 +129,7 @@ class Vision:
     ) -> None:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
         if not takes and isinstance(args, PictureConfig):
-            # A vision tower is frozen or trained for text rows too.
+            # A vision tower is also frozen or trained in runs whose rows are text.
             unread = [option for option in fields(PictureConfig) if option.name != "freeze_vision"]
             check_rules(
                 args, [(option.name, getattr(args, option.name) == option.default, NO_IMAGES) for option in unread]
@@ -162,7 +163,7 @@ class Vision:
         if self.processor is not None:
             self.tokenizer = self.processor.tokenizer
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
-        # A text run that only read the tokenizer keeps the image settings of its checkpoint.
+        # A text run uses only the tokenizer, but it saves the image settings of its checkpoint again.
         alone = self.processor is None and bool(model_id)
         self._counted: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
@@ -189,7 +190,7 @@ class Vision:
             name: Name of the dataset, for messages.
             num_proc: Number of processes.
             keep: Columns to keep.
-            packs: Whether whole rows are packed up to ``max_length``.
+            packs: Whether several whole rows are packed into one row of up to ``max_length`` tokens.
             more: ``branches`` and ``begins`` of `PictureOptions`. The other fields are taken from the run.
 
         Returns:
@@ -198,7 +199,7 @@ class Vision:
 
         Raises:
             DataError: A row cannot be read (the message gives number and column), more than 0.5 % of the rows do not
-                fit, or no row is left.
+                fit, or no row remains.
         """
         first_row(dataset, name, images=True)
         dataset = undecoded(dataset)
@@ -231,7 +232,7 @@ class Vision:
         return kept, report
 
     def _report_changed(self, mapped: Any, counts: Mapping[str, Any], report: PreparationReport) -> None:
-        """Warn about changed rows, and raise an error if too many rows are left out."""
+        """Warn about changed rows, and raise an error if too many rows were dropped."""
         lost = {reason: count for reason, count in report.dropped.items() if reason in LOST}
         resized, escaped = (int(counts[name].sum()) for name in ("_resized", "_escaped"))
         if resized:
@@ -345,8 +346,8 @@ class Vision:
     def look_at(
         self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], model: nn.Module, pad_token_id: int
     ) -> tuple[list[Rollout], set[int], dict[str, Metric]]:
-        """Replace image placeholders that an engine sampled anyway by padding. Return the rollouts, the changed
-        indices, and metrics.
+        """Replace image placeholders by padding if an engine sampled them despite `sampling`. Return the rollouts, the
+        changed indices, and metrics.
 
         The metrics are images per row, their tokens, the number of images encoded and reused since the last call, the
         seconds this took, and the number of masked completions.
@@ -439,11 +440,12 @@ class Vision:
         return peft_config
 
     def show(self, model: str | nn.Module, processor: ProcessorMixin | None = None) -> bool:
-        """Let another model (a teacher or a reference) see the run's images, prepared by its own processor.
+        """Let another model (a teacher or a reference) read the run's images, prepared by its own processor.
 
         Args:
             model: Model that reads the policy's ids.
-            processor: Processor of that model. None: loaded from the model's folder or id, otherwise the policy's.
+            processor: Processor of that model. None: the processor is loaded from the model's folder or id; if that
+                fails, the policy's processor is used.
 
         Returns:
             Whether it uses the same pixels as the policy.
@@ -466,11 +468,11 @@ class Vision:
         return alike
 
     def check_shards(self, model: nn.Module, accelerator: Accelerator) -> None:
-        """Raise an error if a model with images is sharded and some processes may have no image. For DDP, freeze
-        parameters that no loss reaches.
+        """Raise an error if a model that reads images is sharded and some processes may have no image. For DDP, freeze
+        parameters that no loss depends on.
 
-        DDP waits for a gradient of every trained parameter. Tower parameters that no loss reaches never have a
-        gradient, so freezing them changes nothing.
+        DDP waits for a gradient of every trained parameter. Parameters of the vision tower that no loss depends on
+        never have a gradient, so freezing them changes nothing.
         """
         encoder, inner = picture_encoder(model), causal_lm(model)
         if encoder is not None:
@@ -483,7 +485,7 @@ class Vision:
             tower[name].requires_grad_(False)
         if idle:
             logger.info(
-                "vision: %d parameters that no loss reaches are frozen, because DDP would wait for their gradients.",
+                "vision: %d parameters that no loss depends on are frozen, because DDP would wait for their gradients.",
                 len(idle),
             )
 

@@ -130,7 +130,7 @@ def _keep(path: Path, values: np.ndarray) -> None:
         with part.open("wb") as file:
             np.save(file, values)
         os.replace(part, path)
-    except OSError as error:  # The numbers are here; only the next run will have to compute them again.
+    except OSError as error:  # This run has the values in memory. Only the next run must compute them again.
         logger.warning(
             "%s could not be written (%s). The run continues without this cache file.", path, error.strerror or error
         )
@@ -208,8 +208,8 @@ def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
 
     Args:
         run: Run of a method that compares the policy with a reference.
-        batch: One forward pass. Sums that its rows bring are kept.
-        own: Whether the policy before its first update is the reference, if the run has no other.
+        batch: One forward pass. Reference sums that its rows already contain are kept.
+        own: Whether to use the policy before its first update as the reference if the run has no reference model.
     """
     if "ref_logps" in batch.columns or (run.reference is None and (not own or run.progress.state.global_step)):
         return batch
@@ -226,7 +226,7 @@ def log_ratios(run: Run, batches: list[Batch]) -> list[Tensor]:
 
     Args:
         run: Run of a method that compares the policy with a reference.
-        batches: Batches of this rank with the reference's log-probs, maybe none.
+        batches: Batches of this rank with the reference's log-probs. The list may be empty.
     """
     ratios = []
     for source, counts in parallel.in_step(batches, run.accelerator, run.spare_batch):
@@ -241,13 +241,14 @@ def log_ratios(run: Run, batches: list[Batch]) -> list[Tensor]:
 def with_references(
     run: Run, batches: list[Batch], mode: str, kept: ReferenceSums | None, refer: Callable[[Run, Batch], Batch]
 ) -> list[Batch]:
-    """Return batches with the reference's sums if all rows of a batch were kept, else with its log-probs; a collective.
+    """Return batches with reference values: cached sums if all rows of a batch are cached, otherwise log-probs. This is
+    a collective operation.
 
     Args:
         run: Run of a method that compares the policy with a reference.
-        batches: Batches of this rank, maybe none.
+        batches: Batches of this rank. The list may be empty.
         mode: ``train`` or ``eval``, for the log.
-        kept: Sums of the same reference. None computes all log-probs.
+        kept: Cached sums of the same reference. None: all log-probs are computed.
         refer: `with_reference`, or a subclass's replacement.
     """
     names = [[] if kept is None else row_names(batch) for batch in batches]
@@ -275,14 +276,14 @@ def prepare_references(
     kept: Mapping[str, ReferenceSums],
     refer: Callable[[Run, Batch], Batch],
 ) -> list[list[Batch]]:
-    """Return micro-batches with what the loss reads of the reference, see `Hooks.prepare`.
+    """Return micro-batches with the reference values that the loss needs, see `Hooks.prepare`.
 
     Args:
         run: Run of a method that compares the policy with a reference.
         inputs: Items of the loader; not used.
         micro_batches: Their batches.
         mode: ``train`` or ``eval``.
-        kept: By mode, sums of rows that come again.
+        kept: Caches of reference sums, by mode, for rows that are used more than once.
         refer: `with_reference`, or a subclass's replacement.
     """
     sums = kept.get(mode) if mode == "eval" or run.progress.state.num_train_epochs > 1 else None
@@ -306,9 +307,9 @@ class ReferenceSums(transformers.TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self.run, self.sums = run, dict[bytes, bytes]()
-        self._new: list[bytes] = []  # Names that other ranks do not have yet.
+        self._new: list[bytes] = []  # Keys of values that other ranks do not have yet.
         self._key = ""
-        self._reference: Reference | None = None  # None also where sums were loaded, and none was asked for yet.
+        self._reference: Reference | None = None  # Also None after sums were loaded, until `of` is called.
 
     def of(self, reference: Reference) -> ReferenceSums:
         """Return the cache. It is cleared first if it belongs to another reference."""

@@ -40,7 +40,7 @@ IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "
 TOKENS_QUOTED = 40
 # Number of prompts that are tokenized before anything is generated.
 PROMPTS_TRIED = 256
-# Number of characters of the first prompt that are logged, and of its end if it is longer.
+# Number of logged characters from the beginning of the first prompt, and from the end of a longer prompt.
 CHARACTERS_SHOWN, CHARACTERS_AT_END = 400, 60
 
 
@@ -52,7 +52,8 @@ class PromptSource:
         tokenizer: Tokenizer of the policy.
         length_option: Name of the config field with the maximum completion length, for messages.
         tokenized: Converts rows to prompts as the model reads them. None: the tokenizer is used.
-        most: Maximum number of tokens of a prompt; a longer one loses its beginning. None: prompts are not truncated.
+        most: Maximum number of tokens of a prompt. Longer prompts are truncated at the beginning. None: prompts are not
+            truncated.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class PromptSource:
         row: dict[str, Any] = next(iter(train), {}) if driver.calls_tools else {}
         if "prompt" in row and not is_conversational({"prompt": row["prompt"]}):
             raise DataError(
-                "tools need conversational prompts, but train_dataset has text in 'prompt'. Use lists of messages: "
+                "tools need conversational prompts, but train_dataset has text in its column 'prompt'. Use lists of messages: "
                 "[{'role': 'user', 'content': ...}]."
             )
         driver.use_tokenizer(self.tokenizer, reader)
@@ -157,13 +158,13 @@ class PromptSource:
         if len(train) < wanted:
             raise ConfigError(
                 f"train_dataset has {len(train)} prompts, but one generation takes {wanted} (generation_batch_size="
-                f"{args.generation_batch_size} / num_generations={args.num_generations}): nothing would ever be trained. "
+                f"{args.generation_batch_size} / num_generations={args.num_generations}): no step could be trained. "
                 f"Give at least {wanted} prompts, or lower per_device_train_batch_size or gradient_accumulation_steps."
             )
         dropped = len(train) % wanted
         if dropped > 0.05 * len(train):
             logger.warning(
-                "%d of %d prompts do not fill a last generation of %d and are skipped in every epoch.",
+                "the last %d of %d prompts are skipped in every epoch, because they do not fill a generation of %d prompts.",
                 dropped,
                 len(train),
                 wanted,
@@ -196,7 +197,9 @@ class PromptSource:
         return repeat_iterable_dataset(stream.shuffle(seed=self.args.seed), self.group_size("eval"))
 
     def train_sampler(self, dataset: AnyDataset) -> RepeatSampler:
-        """Return a sampler that yields every prompt G times, and every generation as often as it is trained."""
+        """Return a sampler that yields every prompt G times, and repeats every generation once for each micro-batch
+        that trains on it.
+        """
         prompts, repeats = self.repeats()
         return RepeatSampler(
             dataset,
@@ -208,7 +211,7 @@ class PromptSource:
         )
 
     def eval_sampler(self, dataset: AnyDataset) -> RepeatSampler:
-        """Return a sampler that yields every prompt as often as evaluation completes it."""
+        """Return a sampler that yields every prompt once per completion in evaluation."""
         return RepeatSampler(dataset, mini_repeat_count=self.group_size("eval"), seed=self.args.seed)
 
     # Lengths -----------------------------------------------------------------------------------------------------
@@ -226,7 +229,7 @@ class PromptSource:
 
         Args:
             requests: Requests of one engine call.
-            limit: Maximum number of tokens of prompt and completion. None is no limit.
+            limit: Maximum number of tokens of prompt and completion together. None: no limit.
             completion: Maximum number of tokens of a completion. None: the value of the config.
         """
         completion = self.args.max_completion_length if completion is None else completion
@@ -239,14 +242,14 @@ class PromptSource:
             )
 
     def token_ids(self, rows: list[dict[str, Any]]) -> list[Any]:
-        """Return prompts as the engine reads them, which are the last ``most`` tokens of each. The first truncation is
-        logged.
+        """Return the token ids of prompts for the engine: the last ``most`` tokens of each prompt. The first truncation
+        is logged.
         """
         prompts, most = self.tokenized(rows), self.most
         long = sum(most is not None and len(prompt) > most for prompt in prompts)
         if long and not self._cut_told:
             self._cut_told = True
-            text = "%d of %d prompts lose their beginning: max_length or max_prompt_length leaves them %d tokens."
+            text = "%d of %d prompts lose their first tokens: max_length or max_prompt_length limits a prompt to %d tokens."
             logger.warning(text, long, len(prompts), most)
         return [cut_prompt(prompt, most) for prompt in prompts] if long else prompts
 
@@ -327,7 +330,7 @@ def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingCon
         ConfigError: Rows must choose an environment, or ``max_steps`` is not set.
     """
     if pool is None:
-        raise DataError(f"{name} needs train_dataset, and it is None: only an environment_factory can do without.")
+        raise DataError(f"{name} needs train_dataset, and it is None. It may only be None with an environment_factory.")
     if pool.routed:
         raise ConfigError(
             "train_dataset=None with a dict of environments: each row must choose one in a column 'environment'. "
@@ -380,16 +383,16 @@ def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
     groups = (args.generation_batch_size or 0) // args.num_generations
     lines = [
         f"each generation is {groups} prompts x {args.num_generations} completions = {args.generation_batch_size}, in "
-        f"{slices} slices, each trained {passes} time{'s' if passes > 1 else ''}: {_updates(updates)} a generation."
+        f"{slices} slices, each used {passes} time{'s' if passes > 1 else ''}: {_updates(updates)} per generation."
     ]
     if args.gradient_accumulation_steps % (slices * passes) == 0:
         lines.append(
-            "Every slice is trained before the weights change, so the importance ratio is 1. A loss near 0 and a "
+            "The weights change only after every slice was used, so the importance ratio is 1. A loss near 0 and a "
             "clip ratio of 0 are normal, and grad_norm shows whether the model learns."
         )
     else:
         lines.append(
-            f"The last slice is {_updates(max(updates - 1, 0))} old when it is trained (staleness/mean_updates)."
+            f"The last slice is trained on {_updates(max(updates - 1, 0))} after it was sampled (staleness/mean_updates)."
         )
     if prompts:
         generations = prompts // groups

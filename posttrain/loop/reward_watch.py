@@ -1,4 +1,4 @@
-"""The watch over the rewards of a run: it logs them, and logs or raises what `checks.rewards` finds in them."""
+"""`RewardWatch`, which logs the rewards of a run, and logs or raises the findings of `checks.rewards` about them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 class RewardWatch:
-    """Logs the rewards of a run, and what `checks.rewards` finds in them. It changes no rewards.
+    """Logs the rewards of a run, and the findings of `checks.rewards` about them. It never changes a reward.
 
     Args:
         rewards: Reward functions of the run.
-        run: Run whose metrics and findings these are.
+        run: Run that receives the metrics and findings.
         scaled: Whether advantages are divided by a standard deviation.
-        stop_after: Number of consecutive rollout batches without a signal that end the run; None ends no run.
+        stop_after: The run ends after this many consecutive rollout batches without reward variance. None: it never
+            ends for this reason.
 
     Attributes:
         history: Rewards of the training batches so far.
-        min_group_std: Spread below which a group has no advantage; None if groups are not divided by their own spread.
+        min_group_std: Groups whose rewards have a smaller standard deviation get no advantage. None if advantages are
+            not divided by the group's standard deviation.
     """
 
     def __init__(self, rewards: RewardRunner, run: Run, *, scaled: bool, stop_after: int | None = None) -> None:
@@ -44,10 +46,11 @@ class RewardWatch:
         self._counts: dict[str, int] = {}
 
     def start(self, device: torch.device | str, longest: int | None) -> None:
-        """Place and try reward models; check length punishments against the longest completion.
+        """Move reward models to their device and try them, and check that length penalties fit the longest possible
+        completion.
 
         Args:
-            device: For reward models.
+            device: Device of the reward models.
             longest: Maximum number of tokens of a completion; None if there is no bound.
         """
         self.rewards.start(device)
@@ -57,16 +60,16 @@ class RewardWatch:
                     self._log([check_overlong(function.limit, function.cache, longest)])
 
     def log(self, run: Run, batch: RolloutBatch, table: RewardTable, made: Advantages) -> bool:
-        """Log the rewards of all ranks' completions, and what is found in them.
+        """Log the rewards of all ranks' completions, and the findings about them.
 
         Args:
             run: Run of the trainer.
-            batch: This rank's completions, with the loss masks that rewards saw.
+            batch: Completions of this rank, with the loss masks that the reward functions received.
             table: ``values (n, K)``.
             made: Advantages that the method made of them.
 
         Returns:
-            True: it looks at every rollout batch.
+            True, so that the watcher is called again for the next rollout batch.
         """
         lengths = parallel.all_gather_objects(completion_lengths(batch), run.accelerator)
         run.log(reward_metrics(table, made, lengths), batch.mode)
@@ -91,7 +94,7 @@ class RewardWatch:
         *,
         training: bool = True,
     ) -> None:
-        """Report what is found in the rewards of one rollout batch of all ranks.
+        """Report the findings about the rewards of one rollout batch of all ranks.
 
         Args:
             table: ``values (n, K)``.
@@ -103,7 +106,7 @@ class RewardWatch:
             training: Whether the batch is for training. Others do not change the history.
 
         Raises:
-            RewardError: The rewards have stopped, or `stop_after` consecutive batches had no signal.
+            RewardError: A check of the rewards failed, or `stop_after` consecutive batches had no reward variance.
         """
         columns = columns or {}
         if bool(table.values.isnan().any()):

@@ -41,7 +41,7 @@ class Online:
 
     Attributes:
         sync: Pushes weights to the engine and requests completions.
-        window: Slices that are not trained yet, and the number of rollout batches so far.
+        window: Slices that were not used for training yet, and the number of rollout batches so far.
         prompts: Tokenizes prompts, repeats them and distributes them to ranks.
         rewards: The reward functions.
         ids_without_token: Ids that the model can sample but the tokenizer has no token for.
@@ -51,13 +51,13 @@ class Online:
         follows_truncation: Whether log-probs are compared with those of a sampler that excludes tokens, see
             `Progress.truncation`.
         sampling: Returns the current settings of engine calls, without a seed.
-        spare: Returns rows for a rank without examples, by mode, because sampling is a collective operation. May be
-            empty.
+        spare: Functions by mode that return rows for a rank without examples, because all ranks must take part in
+            sampling. May be empty.
         sample: Completes dataset rows, see `Sampler.sample`.
         logps: Computes log-probs of completions under older or frozen weights, by name.
         slices: Splits completions into the rows of each micro-batch.
         score: A subclass's replacement of `score`, without its first argument.
-        resample: Replaces groups that train nothing, and returns metrics. None: no group is replaced.
+        resample: Replaces groups that do not contribute to the loss, and returns metrics. None: no group is replaced.
         advantages: A subclass's replacement of `Method.advantages`, without its last argument.
     """
 
@@ -201,7 +201,9 @@ def sample(run: Run, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
 
 
 def with_images(run: Run, batch: RolloutBatch, mode: str) -> RolloutBatch:
-    """Return completions of rows with images: images opened, and no loss on completions with a sampled placeholder."""
+    """Return completions of rows with images. Images are opened, and completions that contain a sampled image
+    placeholder get no loss.
+    """
     rollouts, masked, metrics = run.vision.look_at(batch.rollouts, batch.examples, run.model, run.pad_token_id)
     run.log(metrics, mode)
     examples = run.vision.opened(batch.examples)
@@ -209,7 +211,9 @@ def with_images(run: Run, batch: RolloutBatch, mode: str) -> RolloutBatch:
 
 
 def truncation_of(online: Online, sampling: Sampling) -> Truncation:
-    """Return the truncation of the sampler, if the objective needs the remaining probability mass."""
+    """Return the truncation settings of the sampler if the objective needs the probability mass that remains after
+    truncation.
+    """
     return sampling.left_out if online.follows_truncation else WHOLE
 
 
@@ -242,8 +246,8 @@ def batch_number(run: Run, mode: str) -> int:
 
 
 def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-    """Compute log-probs of completions: old ones if slices outlive their weights, an engine's, and a reference's for a
-    KL penalty.
+    """Compute the log-probs of completions that the loss needs: under the old weights if slices are used after an
+    update, under the engine, and under the reference for a KL penalty.
     """
     online, can = run.online, run.online.sync.engine.capabilities
     sampled = logps_of_sampler(run, rollouts)
@@ -269,7 +273,7 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
             columns["ref_logp"] = logps(run, reference, rollouts.every_row())
     else:
         given = not (run.method.traits.beta_is_kl and run.args.beta)
-        check_rules(run.args, [("beta", given, "needs a reference, made with the trainer: set it in the config")])
+        check_rules(run.args, [("beta", given, "needs a reference model: set it before the trainer is created")])
     return columns
 
 
@@ -277,7 +281,7 @@ def old_is_sampled(run: Run) -> bool:
     """Return whether the engine's log-probs equal the trainer's up to rounding, so that they need not be computed
     again.
 
-    In half precision the two round differently (0.01 nats a token), and ratios would begin away from 1. Log-probs
+    In half precision the two round differently (0.01 nats per token), so ratios would not start at 1. Log-probs
     returned by a user's ``rollout_func`` are never used.
     """
     exact = run.online.sync.engine.capabilities.logprobs_match_training and not (run.args.bf16 or run.args.fp16)
@@ -285,11 +289,12 @@ def old_is_sampled(run: Run) -> bool:
 
 
 def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
-    """Return the log-probs that the engine reported: before truncation for the policy itself, after truncation for
-    another engine.
+    """Return the log-probs that the engine reported. They are from before truncation if the engine samples with the
+    policy's weights, and from after truncation otherwise.
 
     Raises:
-        RolloutError: A correction is needed, but the log-probs are those before truncation.
+        RolloutError: A correction needs log-probs from after truncation, but the engine only reports those from before
+            it.
     """
     # A rollout function only reports log-probs of the distribution it sampled from.
     cut = WHOLE if run.online.rollout_func else run.progress.truncation
@@ -298,7 +303,7 @@ def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
     if sampled is None and run.args.vllm_importance_sampling_correction:
         raise RolloutError(
             f"the engine {run.online.sync.engine.name!r} reports log-probs of the distribution before {cut}, but "
-            "tokens were sampled after it, so ratios would be wrong by the excluded mass. Fix: use an engine that "
+            "tokens were sampled after it, so the excluded mass would distort the ratios. Fix: use an engine that "
             "fills Rollout.processed_logp (native, hf, vLLM), sample without truncation, or set "
             "vllm_importance_sampling_correction=False."
         )
@@ -313,7 +318,9 @@ def logps(run: Run, model: nn.Module, rows: list[Row], temperature: float | None
 def logps_and_mass(
     run: Run, model: nn.Module, rows: list[Row], temperature: float | None = None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Compute log-probs, and the log of the mass that truncation leaves. Without truncation there are no masses."""
+    """Compute log-probs, and the log of the probability mass that remains after truncation. Without truncation no
+    masses are returned.
+    """
     batches = collate(rows, pad_token_id=run.pad_token_id, layout=run.layout) if rows else []
     passes = parallel.in_step(batches, run.accelerator, run.spare_batch)
     placed = ((batch.to(run.args.device), counts) for batch, counts in passes)
@@ -344,7 +351,9 @@ def training_batches(run: Run, examples: list[dict[str, Any]], index: int) -> li
 
 
 def evaluation_batches(run: Run, examples: list[dict[str, Any]]) -> list[Batch]:
-    """Sample completions of one evaluation batch, score them, and return their forward passes; a collective."""
+    """Sample completions of one evaluation batch, score them, and return their forward passes. This is a collective
+    operation.
+    """
     rollouts = rollout_step(run, examples, "eval")
     if run.vision.images:
         run.log(exchanged_reward(run, examples), "eval")
@@ -353,12 +362,12 @@ def evaluation_batches(run: Run, examples: list[dict[str, Any]]) -> list[Batch]:
 
 
 def collated(run: Run, rows: list[Row]) -> list[Batch]:
-    """Return rows as forward passes, of which there may be none."""
+    """Collate rows into forward passes. The result may be empty."""
     return run.collate(rows) if rows else []
 
 
 def exchanged_reward(run: Run, examples: list[dict[str, Any]]) -> dict[str, Metric]:
-    """Return the rewards of completions whose prompts show another prompt's images; see `Vision.control`."""
+    """Return the rewards of completions that were sampled with the images of other prompts; see `Vision.control`."""
     size = run.online.prompts.group_size("eval")
 
     def roll_out(rows: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
@@ -385,7 +394,7 @@ def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]
     if window.used_up:
         try:
             rollouts = rollout_step(run, examples, "train")
-        except RolloutServerError:  # A checkpoint is saved because of it.
+        except RolloutServerError:  # `OnlineTrainer.train` saves a checkpoint after this error.
             window.rewind()
             raise
         window.fill(run.online.slices(run, rollouts), run.progress.state.global_step)
@@ -395,7 +404,7 @@ def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]
 
 
 def shuffled_slices(run: Run, rollouts: RolloutBatch) -> list[list[Row]]:
-    """Return whole groups in random order, divided into slices, and exchanged with other ranks if it saves time."""
+    """Shuffle whole groups and divide them into slices. Groups are exchanged with other ranks if that saves time."""
     args = run.args
     seed, skip = args.seed + run.online.window.generations, args.mask_truncated_completions
     slices = rollouts.slices(args.steps_per_generation or 1, seed=seed, skip_truncated=skip)

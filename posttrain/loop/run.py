@@ -1,4 +1,6 @@
-"""Components of one run (`Run`), what changes while it trains (`Progress`), and replaceable functions of the loop (`Hooks`)."""
+"""Components of one run (`Run`), state that changes during training (`Progress`), and replaceable functions of the loop
+(`Hooks`).
+"""
 
 from __future__ import annotations
 
@@ -79,13 +81,13 @@ class Progress:
         state: Steps, epochs and log lines so far.
         own: State that the method keeps between steps, see `State.own`.
         counters: Totals that are logged.
-        buffers: Metrics of the log window, ``train`` and ``eval``.
+        buffers: Metrics of the current log window, for ``train`` and ``eval``.
         denominators: Counts of the current optimizer step.
         sums: Statistics of the method, summed over the passes of the current optimizer step.
         truncation: Truncation of the current rollout batch's sampler. The objective needs the mass that remains.
         reduced_by: Reduction of the loss that was computed last.
         max_tokens: Maximum number of tokens per pass, including padding. None until the device runs out of memory.
-        tokens_seen: Number of trained tokens of this rank's sequences, and of computed tokens including padding.
+        tokens_seen: Two numbers for this rank: tokens of its sequences, and computed tokens including padding.
         bad_steps: Number of consecutive steps whose gradient was not finite.
         shown: One row per completion of this rank's last generation, as in the completions table.
         watchers: Functions that observe a moment. ``step`` gets the run, batches and counts; ``pass`` the batch, loss terms and
@@ -168,7 +170,9 @@ class Run:
         return State(state.global_step, float(state.epoch or 0.0), self.ranks, self.progress.own)
 
     def watch(self, moment: str, *values: Any) -> None:
-        """Call the watchers of a moment, which change nothing. A watcher that returns False is removed."""
+        """Call the watchers that are registered for a moment. Watchers only observe. A watcher that returns False is
+        removed.
+        """
         self.progress.watchers[moment] = [look for look in self.progress.watchers.get(moment, ()) if look(*values)]
 
     def log(self, metrics: Mapping[str, Metric], mode: str = "train") -> None:

@@ -34,7 +34,7 @@ class Sampler(Protocol):
         """Return one completion per row, in the same order. This is a collective operation.
 
         Args:
-            examples: Dataset rows, groups consecutive.
+            examples: Dataset rows. The rows of a group are consecutive.
             settings: Settings of this rollout batch.
         """
         ...
@@ -102,7 +102,7 @@ def make_driver(
 
 
 def place_of(count: int, sync: WeightSync) -> int:
-    """Return how many rows precede the ``count`` rows of this process. This is a collective operation."""
+    """Return the total number of rows of the processes before this one. This is a collective operation."""
     return sum(parallel.all_gather_objects([count], sync.accelerator)[: sync.accelerator.process_index])
 
 
@@ -171,7 +171,7 @@ class Tools:
 
 
 class Harness:
-    """Completes rows with episodes of the user's own code, whose model calls are captured.
+    """Completes rows by running the user's own code. The model calls of that code are captured as episodes.
 
     Args:
         driver: Runs the episodes of this process.
@@ -245,7 +245,7 @@ class Function:
         if args.vllm_importance_sampling_correction and not any(r.logp for r in rollouts) and not self._warned:
             self._warned = True
             logger.warning(
-                "rollout_func returned no log-probs (logprobs=None), so nothing corrects for the difference between "
+                "rollout_func returned no log-probs (logprobs=None), so there is no correction for the difference between "
                 "its sampler and the policy. Return the log-probs of the sampler."
             )
         return RolloutBatch(examples, rollouts, completions, extra=extra)

@@ -43,7 +43,7 @@ def completion_metrics(
 
     Args:
         batch: Completions of this rank, with consecutive groups.
-        masks_truncated: Whether truncated completions are not trained.
+        masks_truncated: Whether truncated completions are excluded from the loss.
         without_token: Ids that the model can sample and the tokenizer has no token for.
     """
     lengths = torch.tensor(completion_lengths(batch), dtype=torch.float32)  # (n,)
@@ -76,7 +76,9 @@ def share_without_token(batch: RolloutBatch, without_token: Collection[int]) -> 
 
 
 def duplicates(batch: RolloutBatch) -> Metric:
-    """Return the share of completions, after the first of each group, that repeat another one. 1 if all are equal."""
+    """Return the share of completions that repeat an earlier completion of their group. The first completion of each
+    group is not counted, so the share is 1 if all are equal.
+    """
     repeated, others = 0, 0
     for group in batch.groups():
         different = {tuple(batch.rollouts[i].token_ids) for i in group}
@@ -93,7 +95,8 @@ def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int])
     Args:
         table: ``values (n, K)``.
         made: Advantages, with the weighted rewards before any penalty.
-        lengths: Number of tokens of each completion. If their count is not n, they are not compared with the rewards.
+        lengths: Number of tokens of each completion. If there are not exactly n lengths, they are not compared with the
+            rewards.
     """
     totals, metrics = made.totals, {}
     if made.unbounded is not None:
@@ -119,7 +122,7 @@ def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int])
 
 
 def reward_spread(totals: Tensor) -> Metric:
-    """Compute the standard deviation of the ``(n,)`` known rewards. 0 for fewer than two."""
+    """Compute the standard deviation of rewards ``(n,)``, without missing ones. Return 0 for fewer than two."""
     scored = totals[~totals.isnan()]
     return mean(float(scored.std()) if scored.numel() > 1 else 0.0, weight=scored.numel())
 
@@ -207,8 +210,8 @@ def reward_runner(
     Args:
         runner_class: `RewardRunner` or a subclass.
         options: See `reward_options`.
-        pool: Environments. Those with ``get_reward`` are also reward functions, which run in the tools' threads with
-            their timeout.
+        pool: Environments. Environments with ``get_reward`` are also reward functions. They run in the tools' threads,
+            with the tools' timeout.
     """
     return runner_class(**options, of_environments=() if pool is None else pool.rewards())
 
@@ -236,7 +239,7 @@ def score_rollouts(
         prompt_suffixes=prompt_suffixes(tokenizer, batch.rollouts),
         environments=batch.environments,
     )
-    # A failed episode is not scored by its text. It has no reward, or the reward that is configured.
+    # The text of a failed episode is not scored. The episode has no reward, or the reward set in the config.
     failed = torch.tensor([error is not None for error in batch.extra.get("harness_error", ())])  # (n,)
     if not failed.any():
         return table
@@ -245,8 +248,8 @@ def score_rollouts(
 
 
 def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Return rows of completions by column, as TRL's trainers store the last generation in ``_logs``. ``names`` are the
-    rewards.
+    """Convert rows of completions to a dict of columns, the format in which TRL's trainers store the last generation in
+    ``_logs``. ``names`` are the names of the rewards.
     """
     own = {"step", "prompt", "completion", "advantage", *names}
     columns = {key: [row.get(key) for row in rows] for row in rows for key in row}

@@ -1,4 +1,6 @@
-"""One optimizer step as functions: count what it holds, then compute the loss and the gradient pass by pass."""
+"""One optimizer step as functions: count its tokens and sequences, then compute the loss and the gradient pass by
+pass.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def count(run: Run, batches: Sequence[Batch], overlong: float = 0.0) -> tuple[De
         overlong: A flag that is summed over ranks together with the counts.
 
     Returns:
-        The divisors of the terms, the number of tokens of all sequences (trained or not), and the sum of the flags.
+        The divisors of the terms, the number of all tokens (including those without loss), and the sum of the flags.
     """
     named = run.method.counts(batches)
     local = [
@@ -131,10 +133,12 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, stat
 
 
 def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: State) -> Batch:
-    """Return the batch with `Batch.expected_grad` if the method knows it before the pass, or token by token.
+    """Return the batch with `Batch.expected_grad`, if the method's gradient can be computed before the pass or
+    separately for each token.
 
-    It is computed from the objective itself, at the reference's log-probs or 0. A subclass's objective may have side effects,
-    so it is called once only. For the output layer's use on a CPU, see `posttrain.models.logprob.token_logprobs`.
+    It is computed from the objective itself, at the reference's log-probs or 0. The objective of a subclass may have
+    side effects, so such an objective is called only once. `posttrain.models.logprob.token_logprobs` describes how the
+    output layer uses the gradient on a CPU.
     """
     known = not (run.hooks.objective or run.loss_function) and run.method.knows_gradient(batch)
     if not known or batch.input_ids.device.type != "cpu":
@@ -177,12 +181,12 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
     passes = parallel.equal_passes(len(batches), accelerator)
     with memory.gradients_first(model, passes=passes * (1 if split is None else split.size)):
         for index in range(passes):
-            # A rank without a remaining batch runs its last one with weight 0, because a pass may be a collective
-            # operation.
+            # A rank without remaining batches runs its last batch again with weight 0, because a pass may be a
+            # collective operation.
             batch, weight = batches[min(index, len(batches) - 1)], 1.0 if index < len(batches) else 0.0
             for helped, last in token_split.turns(index == passes - 1):
                 with offloading, parallel.no_sync(model, last=last):
-                    if helped is not None:  # Columns of a pass of another process of the group.
+                    if helped is not None:  # This process computes a part of the columns of another process's pass.
                         parallel.backward(accelerator, help_with(model, helped, device))
                         continue
                     batch = with_expected_gradient(run, batch.to(device), counts, state)
@@ -255,8 +259,8 @@ def skip(run: Run, model: nn.Module, norm: Any) -> None:
     )  # fmt: skip
     if run.progress.bad_steps == BAD_STEPS:
         raise PosttrainError(
-            f"{BAD_STEPS} steps in a row had a gradient norm of {norm}. Fix: lower learning_rate or max_grad_norm, try "
-            "bf16=False, and look at the rows of these steps; the last checkpoint is intact."
+            f"{BAD_STEPS} consecutive steps had a gradient norm of {norm}. Fix: lower learning_rate or max_grad_norm, try "
+            "bf16=False, and inspect the rows of these steps. The last checkpoint is intact."
         )
     for parameter in model.parameters():
         parameter.grad = None

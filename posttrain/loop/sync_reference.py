@@ -37,15 +37,15 @@ SHARD_MARKS = ("ds_id", "_fsdp_flattened", "_is_flat_param", "device_mesh")
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether any parameter is only partly on this process."""
+    """Return whether this process has only a part of some parameter."""
     return any(hasattr(parameter, mark) for parameter in model.parameters() for mark in SHARD_MARKS)
 
 
 def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """Return the checkpoint folder from which this run resumed, which is the one with this trainer state.
+    """Return the checkpoint folder from which this run resumed. It is identified by its trainer state.
 
     Callbacks do not get the folder. The candidates are ``args.resume_from_checkpoint`` and the checkpoint of this step
-    in the output directory. A checkpoint of another run has a different history and is skipped.
+    in the output directory. A checkpoint whose log history differs belongs to another run and is skipped.
     """
     asked = args.resume_from_checkpoint
     candidates = [Path(asked)] if isinstance(asked, str) else []
@@ -172,14 +172,14 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         ours, theirs = _parameters(self.ref_model), _parameters(policy)
         if odd := sorted(ours.keys() ^ theirs.keys()):
             raise ModelError(
-                f"the reference has {len(ours)} parameters and the policy {len(theirs)}. {len(odd)} names are in only "
-                f"one of them, the first is {odd[0]!r}. Both must have the same architecture."
+                f"the reference has {len(ours)} parameters and the policy {len(theirs)}. {len(odd)} names occur in only "
+                f"one of them, for example {odd[0]!r}. Both models must have the same architecture."
             )
         for name, ref in ours.items():
             if _layout(ref) != _layout(theirs[name]):
                 raise ModelError(
                     f"parameter {name!r} has the layout {_layout(ref)} in the reference and {_layout(theirs[name])} "
-                    "in the policy. Shard both the same way (same wrapping and mesh), or neither."
+                    "in the policy. Shard both models in the same way (same wrapping and mesh), or neither."
                 )
         return [(name, ref, theirs[name]) for name, ref in ours.items()]
 
@@ -208,14 +208,14 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         path = folder / STATE_FILE if folder is not None else None
         if path is None or not path.is_file():
             raise CheckpointError(
-                f"resuming at step {step}: the reference had been updated by then, but "
+                f"resuming at step {step}: the reference was updated before this step, but "
                 f"{path or 'the checkpoint folder'} does not exist. Training would continue with the original "
                 "reference. Resume from a checkpoint that this callback saved (in output_dir, or named by "
                 "args.resume_from_checkpoint)."
             )
         saved, named = load_file(path), _parameters(self.ref_model)
         if odd := sorted(saved.keys() ^ named.keys()):
-            raise CheckpointError(f"{path} belongs to another model: {odd[0]!r} is in only one of the two.")
+            raise CheckpointError(f"{path} belongs to another model: only one of the two has a parameter {odd[0]!r}.")
         with _gathered(list(named.values())) as writes:
             for name, parameter in named.items() if writes else ():
                 parameter.copy_(saved[name])

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 # Config fields that do not work with sequence parallelism, with the reason.
 WITHOUT = {
     "neftune_noise_alpha": "the noise would be equal on all processes",
-    "top_entropy_quantile": "the quantile is computed over all processes, but only one group runs the pass",
+    "top_entropy_quantile": "the quantile is computed over all processes, but each pass is run by only one group",
     "label_smoothing_factor": "the logits of all tokens would be gathered on one process",
 }
 
@@ -67,7 +67,8 @@ def check_heads(config: Any, size: int) -> None:
         size: Number of processes in a group.
 
     Raises:
-        ConfigError: The number of query heads is not divisible, or the attention backend does not support our masks.
+        ConfigError: The number of query heads is not divisible, or the attention backend does not support the masks of
+            this library.
     """
     text = config.get_text_config()
     heads = query_heads(text)
@@ -80,8 +81,8 @@ def check_heads(config: Any, size: int) -> None:
     backend = attention_name(text) or "sdpa"
     if size > 1 and (backend not in MASKABLE or backend == "flex_attention"):
         raise ConfigError(
-            f"sp_size={size} does not work with attn_implementation={backend!r}. Tokens are exchanged for heads only "
-            "around the calls of sdpa and eager. Fix: attn_implementation='sdpa'."
+            f"sp_size={size} does not work with attn_implementation={backend!r}. Only calls of sdpa and eager "
+            "exchange tokens and heads between processes. Fix: set attn_implementation='sdpa'."
         )
 
 
@@ -108,7 +109,7 @@ def check_split(args: PostTrainingConfig, config: PretrainedConfig, *, supported
     for option, why in WITHOUT.items():
         value = getattr(args, option, None)
         if value and value != type(args).__dataclass_fields__[option].default:
-            raise ConfigError(f"sp_size={size} with {option}={value}: {why}. Fix: leave {option} out, or sp_size=1.")
+            raise ConfigError(f"sp_size={size} with {option}={value}: {why}. Fix: remove {option}, or set sp_size=1.")
     if args.dry_step or args.auto_batch_size:
         raise ConfigError(
             f"sp_size={size} does not support a dry step. Fix: set dry_step=False and a fixed batch size."
@@ -147,7 +148,7 @@ def begin_split(
     if encoder is not None and encoder.processor.family.cross:
         raise ConfigError(
             f"sp_size={size} does not work with images outside the text sequence (Mllama), because its layers "
-            "read them whole. Fix: sp_size=1."
+            "need whole images. Fix: set sp_size=1."
         )
     if "DEEPSPEED" in str(accelerator.distributed_type):
         raise ConfigError(
@@ -166,7 +167,7 @@ def begin_split(
     rows = args.per_device_train_batch_size * world * args.gradient_accumulation_steps
     logger.info(
         "sp_size=%d: each of %d groups computes the batches of its processes in turns, and each process computes "
-        "1/%d of the columns. A step has %d rows, because every process brings its own (TRL would use %d).",
+        "1/%d of the columns. A step has %d rows, because every process loads different rows (TRL would use %d).",
         size, world // size, size, rows, rows // size,
     )  # fmt: skip
     return layout
@@ -195,7 +196,7 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
         ModelError: They differ, because a layer mixes tokens outside the exchanged attention.
     """
     parameters = list(model.parameters())
-    if any(p.is_meta for p in parameters):  # Read by one process, and handed out with the shards.
+    if any(p.is_meta for p in parameters):  # One process loads the weights. The others receive them with their shards.
         return
     config: Any = causal_lm(model).config
     first, second, third = random_prompts(config.get_text_config().vocab_size, (2 * size + 3, 7, 5))
@@ -227,7 +228,7 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
 
 
 def _tried(model: nn.Module, batch: Batch, needs: frozenset[str], size: int) -> ModelOutputs:
-    """Run a forward pass and explain its failure. All processes of a group fail in the same way."""
+    """Run a forward pass, and raise a clear error if it fails. All processes of a group fail in the same way."""
     try:
         return forward(model, batch, needs)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
@@ -235,7 +236,7 @@ def _tried(model: nn.Module, batch: Batch, needs: frozenset[str], size: int) -> 
         name, said = type(causal_lm(model)).__name__, str(error).splitlines()[0][:160]
         raise ModelError(
             f"sp_size={size}: {name} does not run with sequence parallelism ({type(error).__name__}: {said}). Its "
-            "layers do not pass on what attention needs, or mix tokens outside it. Fix: set sp_size=1, and shard the "
+            "layers do not pass all arguments to attention, or mix tokens outside it. Fix: set sp_size=1, and shard the "
             "model (FSDP2) for long rows."
         ) from error
 

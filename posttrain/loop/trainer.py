@@ -99,8 +99,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             cls.__init__ = accepting(cls.__init__)
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Raise an error for unknown arguments. A user's subclass whose steps read TRL's padded dicts gets adapters
-        (`posttrain.compat`).
+        """Raise an error for unknown arguments. If a user's subclass overrides methods that expect TRL's padded dicts,
+        adapters are added to it (`posttrain.compat`).
         """
         check_arguments(cls, kwargs)
         return super().__new__(build.adapted(cls))
@@ -228,7 +228,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     @property
     def split_size(self) -> int:
-        """Number of processes that compute each batch together."""
+        """Sequence-parallel group size (``sp_size``): the number of processes that compute each batch together."""
         split = token_split.active()
         return 1 if split is None else split.size
 
@@ -249,9 +249,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return build.choose_layout(model, self.args, padded=any(one is not None for one in wanted))
 
     def read_also_by(self, other: nn.Module | None) -> None:
-        """Choose a row layout for which another model, which gets the same passes, computes each sequence
-        independently.
-        """
+        """Choose a row layout that is exact for both the policy and ``other``, a model that reads the same passes."""
         if other is not None:
             self.layout = build.joint_layout(self.layout, other, self.args)
 
@@ -271,7 +269,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return super()._get_eval_sampler(build.measured(eval_dataset, self.args))
 
     def _remove_unused_columns(self, dataset: AnyDataset, description: str | None = None) -> Any:
-        return dataset  # Rows are read by name; what is not read costs nothing.
+        return dataset  # Columns are read by name, so unused columns cost nothing.
 
     def _get_collator_with_removed_columns(self, data_collator: Callable, description: str | None = None) -> Callable:
         return data_collator
@@ -318,7 +316,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:
             return self.vision.placed(self.rows(examples), examples)
-        except NotImplementedError:  # Completions come later: prompts alone.
+        except NotImplementedError:  # Completions are sampled later, so rows only have prompts.
             about = (self.processing_class, self.args, self.method.traits.id_columns)
             return self.vision.prompt_rows(examples) or prompt_rows(examples, *about)
 
@@ -337,7 +335,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
-        self.resolve()  # A user may have put methods of their own on this trainer.
+        self.resolve()  # The user may have assigned methods on this trainer object.
         fit_memory(self.run, self.head, self.optimizer)
         self.checks.measure_models()
         self._train_batch_size = self.args.train_batch_size
@@ -345,11 +343,11 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         if configured and resume_from_checkpoint is None:
             logger.warning(
                 "resume_from_checkpoint=%r of the config was not passed to train(), as in transformers, so the run "
-                "starts from the beginning. Fix: train(resume_from_checkpoint=%r).", configured, configured,
+                "starts from the beginning. Fix: call train(resume_from_checkpoint=%r).", configured, configured,
             )  # fmt: skip
         resume = self.checkpoints.resolve(resume_from_checkpoint, self.model)
         if resume_from_checkpoint is not None:
-            self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
+            self.args.resume_from_checkpoint = resume  # Callbacks use it to find their own state.
         with parallel.failing_together(self.accelerator):
             if self.accelerator.is_main_process:
                 self.checkpoints.take_folder(self.model, self.checks, resumed=resume is not None)
@@ -379,11 +377,15 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return getattr(self, name) if replaced else default
 
     def resolve(self) -> None:
-        """Store the loop functions that a subclass, or the user on this object, has replaced in the run."""
+        """Store replaced loop functions in the run. They come from a subclass, or were assigned by the user on this
+        object.
+        """
         self.run = replace(self.run, hooks=self._hooks())
 
     def _hooks(self) -> Hooks:
-        """Return the functions of the loop and the method that a subclass, or the user on this object, has replaced."""
+        """Return the functions of the loop and of the method that were replaced by a subclass or assigned by the user
+        on this object.
+        """
         run, own = self.run, partial(self._replaced, PostTrainer)
         return replace(
             run.hooks,
@@ -408,7 +410,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self.checkpoints.place.draw(epoch_iterator, len(drawn), num_batches)
         if self.checkpoints.place.checkpoint is not None:
             self._load_rng_state(self.checkpoints.place.checkpoint)  # Before rollouts are sampled and scored.
-        if not drawn:  # A stream has come to its end; it begins again with the next epoch.
+        if not drawn:  # A stream has ended. It begins again with the next epoch.
             return [], None
         self._window_start = began
         hooks = self.run.hooks
@@ -425,7 +427,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self._passes, self.denominators, self.progress.sums = [], counts, None
         if hooks.prepare is not None:
             micro_batches = hooks.prepare(self.run, drawn, micro_batches, "train")
-        # A step with fewer micro-batches also ends with its last one, so that no gradient is left for the next step.
+        # A step with fewer micro-batches also ends after its last one, so that no gradient remains for the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
@@ -467,7 +469,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             num_items_in_batch: See `Denominators.over`.
 
         Returns:
-            The sum of the pass's terms divided by counts of the whole optimizer step, so that losses can be added.
+            The loss of the pass, divided by counts of the whole optimizer step, so that the losses of its passes can be
+            added.
         """
         run = self.run
         allowed = run.loss_function is not None or run.method.traits.takes_loss_func
@@ -487,8 +490,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return inputs
 
     def _users_loss(self, run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> step.Loss:
-        """Return the loss of the user's ``compute_loss`` or ``compute_loss_func`` for a pass, with the metrics of our
-        losses that it calls.
+        """Return the loss that the user's ``compute_loss`` or ``compute_loss_func`` computes for a pass. If it calls
+        the trainer's own loss, the metrics of that loss are included.
         """
         with with_attributes(self, {"_losses": []}):
             value, losses = self.compute_loss(model, batch), self._losses or ()
@@ -496,8 +499,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return step.Loss(value, tuple(metrics for found in losses for metrics in found.metrics), sums)
 
     def comparison(self, batch: Batch) -> Any:
-        """Return the computation that the output layer does instead of log-probs, see `TokenHead.compare`. None: no
-        such computation.
+        """Return the function that the output layer calls instead of computing log-probs, see `TokenHead.compare`.
+        None: log-probs are computed.
         """
         return None
 
@@ -541,12 +544,16 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.reduced_metrics("eval")
             if self._in_loop:
                 raise
-            return {}  # `eval_on_start`: the first step ends the run.
+            return {}  # With `eval_on_start`, the run ends after the first step.
+        except KeyError as error:  # A learning-rate schedule reads the metric before this function can check it.
+            name = self.args.metric_for_best_model
+            if name not in str(error):
+                raise
+            raise ConfigError(
+                f"metric_for_best_model={name!r}: the evaluation has no such metric. {error.args[0]}"
+            ) from None
+        check_best_metric(self.args, metrics)
         return metrics
-
-    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        check_best_metric(self.args, metrics)  # Some learning-rate schedules read the metric after this call.
-        super()._report_to_hp_search(trial, step, metrics)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any
@@ -555,8 +562,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         create_model_card(self, model_name, dataset_name, tags)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as `transformers.Trainer.save_model` does. The padding and stop tokens of the saved configs
-        are checked once.
+        """Save the model as `transformers.Trainer.save_model` does. The padding and stop tokens in the saved configs
+        are checked at the first call.
         """
         self.checks.saved_tokens(self.model, self.processing_class)
         folder = Path(output_dir or self.args.output_dir)
@@ -684,14 +691,14 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self._unevaluated = self.checkpoints.place.checkpoint if owed else None
         if self.state.global_step >= self.state.max_steps > 0 and self.checkpoints.place.checkpoint:
             logger.warning(
-                "the checkpoint is at step %d and max_steps is %d, so there is nothing left to train.",
+                "the checkpoint is at step %d and max_steps is %d, so the run ends without a step.",
                 self.state.global_step, self.state.max_steps,
             )  # fmt: skip
             return self.state.num_train_epochs, 0
         return self.checkpoints.place.begin(start, self.train_dataset, skips=not self.args.ignore_data_skip)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self.checkpoints.place.restores_random():  # Once: the loop would again, after the first step's rollouts.
+        if self.checkpoints.place.restores_random():  # Only once, before rollouts.
             self._evaluate_resumed()  # It may draw random numbers.
             super()._load_rng_state(checkpoint)
 
@@ -703,7 +710,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.state.best_model_checkpoint = folder
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluate_resumed()  # Needed if no step was left to train.
+        self._evaluate_resumed()  # Needed if no step remained.
         # With a limit of 1 transformers would remove all checkpoints except the best, including those of other runs and
         # the one to resume from.
         with with_attributes(self.args, {"save_total_limit": None}):
@@ -770,8 +777,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self, dataset: AnyDataset, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None = None,
         is_training: bool = False, dataloader_key: str | None = None,
     ) -> DataLoader:  # fmt: skip
-        """Create a data loader. For training it is the parent's, but batches stay on the CPU so that counting does not
-        wait for the GPU. For evaluation it is `evaluation_loader`.
+        """Create a data loader. Training uses the parent's loader, but its batches stay on the CPU so that counting
+        tokens does not wait for the GPU. Evaluation uses `evaluation_loader`.
         """
         if is_training:
             loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
@@ -801,8 +808,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
-        """Compute the loss over the whole set, divided by its own counts, so that it does not depend on the evaluation
-        batch size.
+        """Compute the loss over the whole set, divided by the counts of the set, so that it does not depend on the
+        evaluation batch size.
         """
         self.resolve()
         self.callback_handler.eval_dataloader, self.run.progress.eval_rounds = dataloader, 0
@@ -825,8 +832,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return replaced or self.compute_loss_func is not None
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
-        """Return one (logits, labels) pair per row, in dataset order. ``preprocess_logits_for_metrics`` can make them
-        smaller.
+        """Return one (logits, labels) pair per row, in dataset order. ``preprocess_logits_for_metrics`` can reduce the
+        size of the logits.
         """
         return predicted_rows(model, batches, self.preprocess_logits_for_metrics)
 

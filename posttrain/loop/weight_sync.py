@@ -1,5 +1,5 @@
-"""Weight synchronization: engines are created, receive changed weights, are checked to hold them, and generate
-rollouts.
+"""Weight synchronization. This module creates engines, sends them changed weights, verifies that the weights arrived,
+and requests rollouts.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class WeightSync:
         self._pushed_at: tuple[int, int] | None = None
         self._pushes = 0
         self.parity = Parity(run.args.weight_parity_every)
-        self._adapter_rank: int | None = None  # 0: adapters go merged; None: not settled yet.
+        self._adapter_rank: int | None = None  # 0: adapters are merged before a push. None: not decided yet.
 
     @property
     def needs_weight_sync(self) -> bool:
@@ -193,7 +193,7 @@ class WeightSync:
                 if not engine.capabilities.main_process_only:
                     return [engine.generate(requests, sampling) for requests, sampling in batches]
                 return self._request_on_main(batches)
-            except WeightSyncError as error:  # On every process: they share it.
+            except WeightSyncError as error:  # Raised on every process, because the processes exchange errors.
                 if tried == self.retries:
                     raise
                 logger.warning("%s Pushing the weights again.", error)
@@ -220,7 +220,7 @@ class WeightSync:
             self.engine.sleep()
 
     def forget_push(self) -> None:
-        """Push the weights before the next generation, because they were replaced completely."""
+        """Force a push of the weights before the next generation, after they were replaced completely."""
         self._pushed_at = None
 
     # Weights ---------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class WeightSync:
             except (
                 ServerUnreachable,
                 ServerBusy,
-            ) as error:  # The next generation waits for the server, then pushes and compares again.
+            ) as error:  # The next generation waits for the server, then pushes the weights and compares log-probs again.
                 logger.warning("%s Its weights are compared after the next push.", error)
                 self._pushed_at, self.parity.ended = None, None
 
@@ -284,10 +284,10 @@ class WeightSync:
 
     def outgoing(self, can: Capabilities) -> Weights | AdapterWeights:
         """Return the weights to push: only the adapter if the model and the engine support it, otherwise all weights.
-        Decided at the first push.
+        The choice is made at the first push.
 
         Args:
-            can: Capabilities of the engine. Those on the main process are used.
+            can: Capabilities of the engine. Only the main process's value is used.
 
         Raises:
             ConfigError: ``adapter_sync="adapter"`` is set but the adapter cannot be pushed alone, or its rank is larger
@@ -347,7 +347,7 @@ class WeightSync:
             try:
                 before = self.parity_finding(self.engine, self._pushes)
             except RolloutServerError:
-                return  # Its weights are not whole: nothing is equal to them.
+                return  # The engine has incomplete weights, so a comparison means nothing.
             self.run.checks.report([check_negative_control(self.engine.name, before)])
 
     def probe(self) -> Probe:

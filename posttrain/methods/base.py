@@ -32,12 +32,13 @@ class Traits:
 
     Attributes:
         needs: Names of the `ModelOutputs` fields that the forward pass must produce.
-        answers: Number of sequences per dataset row. Consecutive sequences are compared with each other.
+        answers: Number of sequences per dataset row. The sequences of a row are consecutive, and the loss compares
+            them.
         whole_rows: The loss compares the completions of a row, so a row is never split over forward passes.
         single_pass: The loss compares all rows of a micro-batch, so the micro-batch must be one forward pass.
         generative: The model has a language-model head. False: it has a scalar score head.
         samples: The training data are completions that are sampled during training.
-        own_rollouts: The trainer overrides how completions are sampled, scored or measured.
+        own_rollouts: The trainer has its own code to sample completions, score them, or compute their log-probs.
         workers_sample: Other processes sample the completions. No engine runs in the training process.
         follows_truncation: The loss compares the sampler's log-probs with the policy's. `sampler_logp` corrects for
             top-k, top-p and min-p.
@@ -49,12 +50,12 @@ class Traits:
         takes_collator: `Method.rows` receives the output of a user's ``data_collator``.
         takes_loss_func: The loss is a sum over label tokens, so a user's ``compute_loss_func`` can replace it.
         takes_episodes: The method supports tools, environments and rollout functions.
-        cuts_prompts: A prompt above the limit is truncated. False: it is an error.
+        cuts_prompts: Prompts that are too long are truncated. False: such a prompt is an error.
         splits_tokens: The method supports sequence parallelism (``sp_size > 1``).
         still_steps: A step without a gradient is normal, for example because all rewards of all groups are equal.
         float32_head: The output layer is computed in float32.
         log_area: First letter of the finding codes for log lines of this method. "": no such findings.
-        other_moments: Finding codes with that letter that are checked at another time than at log lines.
+        other_moments: Finding codes with that letter that are not checked at log lines, but at another time.
         ignored_codes: Codes of findings that do not apply to the rows of this method.
     """
 
@@ -176,20 +177,21 @@ class Method(ABC, Generic[Config]):
         """Return whether the loss needs log-probs under the weights that sampled the completion.
 
         Args:
-            outlived: Whether a completion may be trained after the weights that sampled it have changed.
+            outlived: Whether the model may be trained on a completion after the weights that sampled it have changed.
         """
         return outlived
 
     def without_signal(self, rewards: RewardTable, group_size: int) -> Tensor:
-        """Return a boolean tensor ``(n / G,)`` that marks groups in which no completion gets an advantage."""
+        """Return a boolean tensor ``(n / G,)`` that marks groups in which all advantages are 0."""
         return flat_groups(rewards.values, rewards.weights, group_size)
 
     def knows_gradient(self, batch: Batch) -> bool | TokenLoss:
-        """Return True if ``d loss / d logp`` is known before the forward pass, up to one factor per batch.
+        """Return True if ``d loss / d logp`` can be computed before the forward pass, up to one factor per batch.
 
-        If the term of each token depends on its own log-prob only, return the function of these terms. In both cases, the output
-        layer computes its logits once (`posttrain.models.logprob.token_logprobs`). If the answer is wrong, the logits are
-        computed again and the gradient is still correct.
+        If the loss of each token depends only on the log-prob of that token, return the function from log-probs to
+        losses. In both cases, the output layer computes the logits only once
+        (`posttrain.models.logprob.token_logprobs`). If the answer is wrong, the logits are computed again and the
+        gradient is still correct.
         """
         return False
 
@@ -225,7 +227,7 @@ class Method(ABC, Generic[Config]):
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Add metrics that are computed from other metrics of the same log line.
 
-        If no completion ended, the lengths of ended completions are 0.
+        If no completion ended, the metrics about the lengths of ended completions are 0.
         """
         if "completions/mean_length" in metrics:
             for kind in ("mean", "min", "max"):

@@ -124,8 +124,8 @@ class Delta:
 
     Attributes:
         moments: Running moments of all rewards. They include the current step unless ``moves_in_pass`` is set.
-        moves_in_pass: Whether the step has one training pass that contains all rewards of the step and updates delta
-            itself.
+        moves_in_pass: Whether the step has only one training pass. Its rewards are then all rewards of the step, and
+            the pass itself updates delta.
     """
 
     moments: Moments = field(default_factory=Moments)
@@ -157,7 +157,7 @@ class BCO(AnswerMethod[BCOConfig]):
     """
 
     config_class = BCOConfig
-    # The objective updates the running mean with a collective.
+    # The objective updates the running mean with a collective operation.
     traits = replace(JUDGED, splits_tokens=False)
     judged = True
     branches = ("completion",)

@@ -59,7 +59,7 @@ def check_gathering(config: Any) -> None:
     )  # fmt: skip
 
 
-ASKED = "ACCELERATE_USE_PARALLELISM_CONFIG"  # Set by ``accelerate launch`` if its config file has a parallelism config.
+ASKED = "ACCELERATE_USE_PARALLELISM_CONFIG"  # Set by ``accelerate launch`` for a parallelism config.
 SIZES = ("sp_size", "cp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
 
 
@@ -91,9 +91,10 @@ def check_parallelism(config: Any) -> None:
     if max(sizes["cp_size"], sizes["tp_size"]) > 1:
         said = ", ".join(f"{name}={sizes[name]}" for name in ("cp_size", "sp_size", "tp_size"))
         raise ConfigError(
-            f"parallelism_config with {said}: ring attention (cp_size) would drop the mask by which sequences share a prompt, "
-            "and tensor parallelism (tp_size) is not done here. Fix: for rows longer than a device sp_size (Ulysses: tokens of "
-            "a row over processes, heads within attention); for models larger than one FSDP2 or ZeRO-3, with both sizes at 1."
+            f"parallelism_config with {said}: ring attention (cp_size) would ignore the mask with which sequences share a "
+            "prompt, and tensor parallelism (tp_size) is not supported. Fix: if rows do not fit on one device, set sp_size "
+            "(Ulysses, which splits each row over processes). If the model does not fit, use FSDP2 or ZeRO-3 and keep "
+            "both sizes at 1."
         )
 
 
@@ -110,8 +111,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
         *transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "silence_findings"
     ]  # fmt: skip
     _given: ClassVar[tuple[str, ...]] = ()  # Names of the arguments of the constructor, per instance.
-    # Values of options that only some methods have. They are not fields. The training loop, checks and reports read
-    # them from every config.
+    # Default values of options that only some methods have as fields. The training loop, checks and reports read these
+    # options from every config.
     assistant_only_loss = False
     chat_template_kwargs = None
     chat_template_path = None
@@ -230,13 +231,13 @@ class PostTrainingConfig(transformers.TrainingArguments):
     )
     bad_rows: Literal["error", "drop"] = option(
         "error",
-        "How to treat rows that cannot be trained, such as rows with a missing answer. 'error': refuse the dataset. 'drop': "
+        "How to treat rows that cannot be used for training, such as rows without an answer. 'error': raise an error. 'drop': "
         "drop these rows, and also rows without a training signal, such as pairs with equal answers. Dropped rows are listed "
         "in bad_rows.jsonl in the output folder.",
     )
     bad_rows_max: Share = option(
         0.05,
-        "With bad_rows='drop': maximum fraction of rows to drop, from 0 to 1. If more rows are bad, the dataset is refused, "
+        "With bad_rows='drop': maximum fraction of rows to drop, from 0 to 1. If more rows are bad, an error is raised, "
         "because many bad rows usually mean that a wrong column is used.",
     )
     max_row_tokens: PositiveInt | None = option(
@@ -297,7 +298,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     def __setattr__(self, name: str, value: object) -> None:
         """Reject an attribute whose name is similar to an option, because nothing would read it.
 
-        transformers sets attributes of its own; their names are not similar to any option.
+        The names of attributes that transformers sets itself are not similar to any option.
 
         Raises:
             ConfigError: The message contains the most similar option, or the replacement of a removed option.
@@ -370,7 +371,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     def _check_numbers(self) -> None:
         """Validate numbers that transformers does not validate.
 
-        torch would reject them later, or the run would have another number of steps than intended.
+        Without this check, torch would reject them later, or the run would have an unintended number of steps.
         """
         for name in ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps"):
             value: object = vars(self)[name]
@@ -444,7 +445,7 @@ def check_schedule(args: PostTrainingConfig) -> None:
 
 
 def row_multiple(multiple: object) -> int | None:
-    """Return ``pad_to_multiple_of`` as a number, or None if the layout of rows decides ("auto")."""
+    """Return ``pad_to_multiple_of`` as a number. For "auto" return None, so that the row layout sets the multiple."""
     if multiple in (None, "auto", "none", "null"):
         return None
     if not str(multiple).isdigit() or int(multiple) < 1:
@@ -467,7 +468,7 @@ def warn_keep_end(truncation_mode: str) -> None:
 
 @dataclass
 class PictureConfig:
-    """Options of training on images. A config with one of them is refused if the model reads text only."""
+    """Options of training on images. Setting one of them is an error if the model reads only text."""
 
     freeze_vision: Annotated[str, OneOf(("auto", "tower", True, False))] = option(
         "auto",
@@ -480,8 +481,8 @@ class PictureConfig:
         "error",
         "How to treat rows with unreadable images, images that are too large, or too many images. 'error': raise an error for "
         "any unreadable or too large image, and if more than 0.5 % of the rows are too long or have too many images. 'drop': "
-        "drop these rows and log their number. 'resize': same as 'error', but images that are too large, or in rows longer "
-        "than max_length, are made smaller.",
+        "drop these rows and log their number. 'resize': same as 'error', but an image is made smaller if it is too large, or "
+        "if its row is longer than max_length.",
     )
     image_max_tokens: PositiveInt | None = option(
         None,

@@ -28,7 +28,7 @@ class CPOConfig(UnreadFields, AnswerConfig):
 
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = option(
         "sigmoid",
-        "Loss of a pair. The gap is the difference between the log-probs of chosen and rejected answer. 'sigmoid': DPO's loss "
+        "Loss of a pair. The gap is the log-prob of the chosen answer minus that of the rejected answer. 'sigmoid': DPO's loss "
         "without a reference model. 'hinge': ignores pairs whose gap is large enough. 'ipo': moves the gap per token to a "
         "target value. 'simpo': the gap per token must reach the margin simpo_gamma / beta. For plain SimPO, also set "
         "cpo_alpha=0 and beta to 2 to 2.5. 'alphapo': same as 'simpo' with cpo_alpha=0 and a reward shaped by alpha.",

@@ -40,7 +40,7 @@ class DPOConfig(PictureConfig, ComparedConfig):
                 "One loss or a list of losses, which are added with loss_weights. 'sigmoid': DPO. 'hinge': ignores pairs "
                 "with a sufficient gap. 'ipo': a target for the gap. 'exo_pair': reverse KL to the label. 'nca_pair': "
                 "keeps chosen answers likely. 'robust': for labels that are wrong with probability label_smoothing. "
-                "'bco_pair': each side against 0. 'sppo_hard': a target for each side. 'aot' and 'aot_unpaired': compare "
+                "'bco_pair': compares each side with 0. 'sppo_hard': a target for each side. 'aot' and 'aot_unpaired': compare "
                 "sorted gaps or sides of the batch. 'apo_zero': raises chosen, lowers rejected answers. 'apo_down': "
                 "lowers both, rejected answers more. 'discopop': a discovered mixture of losses. 'sft': likelihood of "
                 "chosen answers. 'sigmoid_norm': DPO on log-ratios per token. Formulas are in docs/losses.md."
@@ -204,8 +204,8 @@ def _pair_weight(out: ModelOutputs, batch: Batch, logp: Tensor, length: Tensor) 
 
 
 class DPO(AnswerMethod[DPOConfig]):
-    """Direct preference optimization: the loss compares the policy's log-ratios to the reference of a pair's two
-    answers.
+    """Direct preference optimization: the loss compares the two answers of a pair by their log-ratios of policy and
+    reference.
     """
 
     config_class = DPOConfig
@@ -227,7 +227,7 @@ class DPO(AnswerMethod[DPOConfig]):
     def knows_gradient(self, batch: Batch) -> bool:
         """Return True for one pair and a loss that depends only on the pair's margin.
 
-        The gradient with respect to the log-probs of both answers is then one common factor.
+        The gradients with respect to the log-probs of both answers then have one common factor.
         """
         cfg = self.cfg
         of_margin = len(cfg.loss_type) == 1 and DPO_LOSSES[cfg.loss_type[0]].of_margin

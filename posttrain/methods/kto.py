@@ -61,8 +61,8 @@ class KTOConfig(PictureConfig, ComparedConfig):
 def partners(rows: Sequence[Row]) -> list[int | None]:
     """Return for each row the index of another row with a different prompt, or None.
 
-    The smallest rotation of the batch that works for all rows is used. If there is none, each row is searched
-    separately.
+    The smallest rotation of the batch that works for all rows is used. If there is none, a partner is searched for each
+    row separately.
     """
     n = len(rows)
     prompts = [tuple(row.prompt_ids) for row in rows]

@@ -1,4 +1,6 @@
-"""`OnlineConfig`: sampling, batch arithmetic and logging fields of every method that generates while it trains."""
+"""`OnlineConfig`: fields of all methods that sample completions during training: sampling, batch sizes, rewards and
+logging.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,8 @@ class GenerationFields:
     steps_per_generation: PositiveInt | None = option(
         None,
         "Number of micro-batches into which one generation is split for training. None: same as gradient_accumulation_steps, "
-        "so that each optimizer step trains on new completions. With a larger value, completions are sampled less often and "
-        "are older when they are trained.",
+        "so that each optimizer step trains on new completions. With a larger value, completions are sampled less often, and "
+        "training uses completions of older weights.",
     )
     temperature: PositiveFloat = option(
         1.0,
@@ -125,8 +127,8 @@ class GenerationFields:
     )
     ds3_gather_for_generation: bool = option(
         True,
-        "DeepSpeed ZeRO-3: gather the weights on every device for generation. False is refused with use_vllm and otherwise "
-        "ignored with a warning. For a model larger than one device, use a rollout server.",
+        "DeepSpeed ZeRO-3: gather the weights on every device for generation. False is an error with use_vllm, and otherwise "
+        "ignored with a warning. If the model does not fit on one device, use a rollout server.",
     )
 
 
@@ -192,18 +194,18 @@ class VllmFields:
     )
     vllm_importance_sampling_correction: bool = option(
         True,
-        "Multiply the loss by the ratio between the trainer's and the engine's probabilities, if the engine does not compute "
-        "exactly the same probabilities. This corrects for the numerical difference. False ignores the difference.",
+        "Importance-sampling correction: multiply the loss by the ratio of the trainer's to the engine's probabilities. It has "
+        "no effect if both compute exactly the same probabilities. False ignores the difference.",
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"
     ] = option(
         "sequence_mask",
-        "How vllm_importance_sampling_correction limits the ratio to the range from clip_min to clip_max. 'token_truncate': "
-        "clamp each token's ratio to the range. 'token_mask': set a token's ratio to 0 if it is outside the range. "
-        "'sequence_truncate' and 'sequence_mask': do the same with the product of a completion's ratios. 'geometric': set the "
-        "ratios of a completion to 0 if their geometric mean is outside the range. The default excludes completions for which "
-        "engine and trainer disagree.",
+        "How the ratio of vllm_importance_sampling_correction is limited to the range from clip_min to clip_max. Truncate modes "
+        "clamp the ratio to the range. Mask modes set a ratio outside the range to 0, which excludes it from the loss. "
+        "'token_truncate', 'token_mask': one ratio per token. 'sequence_truncate', 'sequence_mask': one ratio per completion, "
+        "the product of its token ratios. 'geometric': keeps the token ratios, but masks the whole completion if their "
+        "geometric mean is outside the range.",
     )
     vllm_importance_sampling_clip_max: PositiveFloat | None = option(
         3.0,
@@ -327,9 +329,9 @@ class VllmSyncFields:
     )
     weight_parity_every: NonNegativeInt | None = option(
         None,
-        "Number of weight pushes after which the log-probs of engine and trainer are compared. None: as often as possible "
-        "within 1 % of the run's time. The first push is always compared, and so is every push until training has changed the "
-        "weights. 0: no comparison after these.",
+        "Compare the log-probs of engine and trainer after every this many weight pushes. None: as often as possible "
+        "within 1 % of the run's time. They are always compared after the first push, and after each push until training "
+        "has changed the weights. 0: no further comparisons.",
     )
     allow_biased_is: bool = option(
         False,
@@ -339,11 +341,12 @@ class VllmSyncFields:
 
 
 def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
-    """Describe the settings that sample from another distribution than the one of the log-probs; "" if there are none.
+    """Describe the settings that change the sampled distribution but not the trainer's log-probs. Return "" if there
+    are none.
 
     Args:
         cfg: Config of an online trainer.
-        names: Additional settings that the trainer's log-probs ignore.
+        names: Names of additional settings that do not change the trainer's log-probs.
     """
     known = {  # Current value, and the value that disables the option.
         "repetition_penalty": (cfg.repetition_penalty, 1.0), "top_p": (cfg.top_p, 1.0), "top_k": (cfg.top_k, 0),
@@ -354,7 +357,7 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
     changed = [f"{name}={value}" for name, (value, off) in used.items() if value not in (off, off or None)]
     if options.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {options['guide']}")
-    # suppress_tokens is not listed, because log-probs account for it; see `Sampling.left_out`.
+    # suppress_tokens is not listed, because the trainer's log-probs account for it; see `Sampling.left_out`.
     rules = ("min_new_tokens", "no_repeat_ngram_size", "logit_bias")
     changed += [f"generation_kwargs with {name}={options[name]}" for name in rules if options.get(name)]
     if cfg.vllm_structured_outputs_regex:
@@ -380,7 +383,7 @@ def reject_reshaped_sampling(cfg: OnlineConfig) -> None:
 
 
 def check_truncation(cfg: OnlineConfig) -> None:
-    """Reject a truncating mode of the correction without any bound.
+    """Raise an error for a truncate mode of the correction without a bound.
 
     Raises:
         ConfigError: Both bounds are None.
@@ -417,11 +420,10 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
         args.rollout_engine = name
 
 
-# Keys of generation_kwargs: keys that have a field of their own (log-probs and checks read the field), and further
-# keys.
+# Keys of generation_kwargs: keys that are moved to the config field with the same name, and further keys.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed", *GENERATION_NAMES)
-# Fields of losses with a correction for an engine that is not exactly the policy.
+# Config fields of losses with an importance-sampling correction between engine and policy.
 CORRECTION = (
     "allow_biased_is",
     *(f"vllm_importance_sampling_{x}" for x in ("correction", "mode", "clip_max", "clip_min")),
@@ -440,9 +442,9 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         "transformers_continuous_batching_config",
     ]
 
-    _least_generations: ClassVar[int] = 2  # Minimum group size: a single completion has nothing to be compared with.
+    _least_generations: ClassVar[int] = 2  # Minimum group size. Advantages need at least two completions to compare.
     log_ref_kl, samples_per_step = False, None  # Constants, not fields: only some methods have these options.
-    # Whether the loss multiplies by the ratio of the trainer's to the engine's probabilities.
+    # Whether the loss has an importance-sampling correction, the ratio of the trainer's to the engine's probabilities.
     _corrects_sampler: ClassVar[bool] = False
 
     learning_rate: float = option(
@@ -515,7 +517,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         self._resolve_batches()
 
     def _take_overrides(self) -> None:
-        """Move values in ``generation_kwargs`` that have a field of their own to that field.
+        """Move values in ``generation_kwargs`` to the config fields with the same names.
 
         Log-probs then use the temperature that sampling uses.
         """
@@ -586,8 +588,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     def _check_engine(self) -> None:
         engine = ENGINES.get(self.rollout_engine)
         if engine is not None and engine.vllm_mode is not None:
-            # 'vllm' and 'server' are the same as use_vllm=True. Engines of other models (a reference that generates)
-            # stay in process.
+            # 'vllm' and 'server' are the same as use_vllm=True. Engines that sample from other models, such as a
+            # reference, always run in this process.
             self.use_vllm, self.vllm_mode, self.rollout_engine = True, engine.vllm_mode, "auto"
         if self.use_vllm:
             self.check_vllm_settings()
@@ -641,7 +643,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     @property
     def outlives_weights(self) -> bool:
-        """Whether completions may be trained after the weights that sampled them have changed."""
+        """Whether the model may be trained on completions after the weights that sampled them have changed."""
         return self.gradient_accumulation_steps % ((self.steps_per_generation or 1) * self.num_iterations) != 0
 
     @property

@@ -94,8 +94,8 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     )
     num_generations_eval: NonNegativeInt | None = option(
         1,
-        "Number of completions per prompt in evaluation. It must be 1 (or 0 or None, with the same effect), because "
-        "evaluation scores completions without comparing them.",
+        "Number of completions per prompt in evaluation. It must be 1, because "
+        "evaluation scores completions without comparing them. 0 and None mean 1.",
     )
     keep_eos_for_rewards: bool = option(
         False,
@@ -180,7 +180,7 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
 
 
 PAIR_LOSSES = {"sigmoid": sigmoid, "ipo": squared_gap}  # The losses use sums of log-ratios, without division by length.
-TIES_MOST = 0.5  # Fraction of ties in a log window above which a warning is logged, because ties train nothing.
+TIES_MOST = 0.5  # A warning is logged if more than this fraction of pairs are ties, because ties have no loss.
 
 
 def sequence_sums(out: ModelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -232,8 +232,8 @@ def score_metrics(scores: Tensor, known: Tensor, ended: Tensor, *, pairs: bool) 
 
     Args:
         scores: ``(n,)`` scores after penalties. NaN: no reward function applied.
-        known: ``(n,)`` bool, rows that have a score.
-        ended: ``(n,)`` bool.
+        known: ``(n,)`` bool that marks rows with a score.
+        ended: ``(n,)`` bool that marks completions with an end token.
         pairs: Whether consecutive rows are pairs.
     """
     metrics = {"objective/scores": mean(scores, known), "val/contain_eos_token": mean(ended.float())}
@@ -250,7 +250,7 @@ def equal_pairs(rollouts: RolloutBatch, ranks: Ranks) -> Tensor:
 
 
 def preferred(pairs: Tensor, known: Tensor, equal: Tensor, names: Sequence[str]) -> tuple[Tensor, dict[str, Metric]]:
-    """Return 1, -1 or 0 for each completion, ``(2 P,)``, from scores ``(P, 2)``, and metrics.
+    """Compare the scores ``(P, 2)`` of pairs. Return 1, -1 or 0 for each completion, ``(2 P,)``, and metrics.
 
     Raises:
         RewardError: No pair has scores for both completions.

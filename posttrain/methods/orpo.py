@@ -48,7 +48,7 @@ class ORPO(ReferenceFree[ORPOConfig]):
     config_class = ORPOConfig
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert examples to pairs whose prompts are trained once each."""
+        """Convert examples to pairs. The tokens of each prompt contribute to the loss once."""
         return [replace(row, prompt_mask=[1] * len(row.prompt_ids)) for row in super().rows(examples)]
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:

@@ -24,7 +24,8 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 logger = logging.getLogger(__name__)
 
 
-SORTED = 10  # Number of consecutive batches with one label above which a dataset counts as sorted by label.
+# A dataset counts as sorted by label if it has more than this many consecutive batches with the same label.
+SORTED = 10
 BALANCED = 1.33  # Maximum ratio of the total weights of good and bad answers (KTO, section 4.2).
 
 
@@ -32,7 +33,9 @@ BALANCED = 1.33  # Maximum ratio of the total weights of good and bad answers (K
 
 
 def answer_mask(batch: Batch, size: int, which: int) -> Tensor:
-    """Return a mask ``(B, T)`` of the trained tokens of answer number ``which`` of ``size`` in each row."""
+    """Return a mask ``(B, T)`` of loss tokens in one answer of each row, where each row has ``size`` answers and
+    ``which`` is the answer's index.
+    """
     wanted = torch.tensor([origin % size == which for origin in batch.origin], device=batch.sequence.device)
     return batch.loss_mask & (batch.sequence >= 0) & wanted[batch.sequence.clamp_min(0)]
 
@@ -97,7 +100,7 @@ def reference_free_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, log
 def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tensor, good: Tensor) -> dict[str, Metric]:
     """Compute rewards and log-probs by label.
 
-    Metrics are sums and counts, so a batch with one label is weighted by its number of answers.
+    Metrics are sums and counts, so each batch is weighted by its number of answers with the label.
     """
     assert out.entropy is not None
     rewards, logp = rewards.detach(), logp.detach()
@@ -119,7 +122,7 @@ def branch_sums(out: ModelOutputs, batch: Batch, branches: int) -> tuple[Tensor,
 
 
 def likelihood_mask(batch: Batch, branches: int, branch: int) -> Tensor:
-    """Return a mask ``(B, T)`` of tokens in the NLL term: one branch of each row, and prompts that are trained."""
+    """Return a mask ``(B, T)`` of tokens in the NLL term: one branch of each row, and prompt tokens with loss."""
     return answer_mask(batch, branches, branch) | batch.loss_mask & (batch.sequence < 0)
 
 
@@ -232,7 +235,7 @@ class AnswerConfig(PostTrainingConfig):
     )
     mask_inner_turns: bool = option(
         False,
-        "Exclude user and tool turns within an answer from the loss. False trains them like the model's own text, and logs a "
+        "Exclude user and tool turns within an answer from the loss. False includes them like the model's own text, and logs a "
         "warning. Set it for answers with tool calls.",
     )
     dataset_num_proc: PositiveInt | None = option(
@@ -264,7 +267,7 @@ class AnswerConfig(PostTrainingConfig):
             )
 
     def refuse_unread_by_loss(self, **read: bool) -> None:
-        """Raise if an option is set that the chosen loss does not use.
+        """Raise an error if an option is set that the selected loss does not use.
 
         Raises:
             ConfigError: An option is set but ``loss_type`` does not use it.
@@ -287,7 +290,7 @@ UNREAD = {
 
 @dataclass
 class UnreadFields:
-    """Fields of TRL's CPO and ORPO configs that have no effect here. Setting one is an error."""
+    """Fields of TRL's CPO and ORPO configs that are not supported. Setting one of them is an error."""
 
     max_completion_length: int | None = option(
         None, "Not supported. Use max_length, which truncates prompt and answer together, or filter the dataset."

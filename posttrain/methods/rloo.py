@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8. Without this limit one sequence could dominate the loss.
-# Fraction of clipped sequences, and number of consecutive steps, above which a warning is logged.
+# A warning is logged if the fraction of clipped sequences is above the first value for the second number of consecutive
+# steps.
 CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10
 
 
@@ -65,11 +66,11 @@ class RLOOConfig(PictureConfig, OnlineConfig):
         super().__post_init__()
         self._check_clip_range()
         if self.use_liger_kernel:
-            raise ConfigError("use_liger_kernel=True: RLOO has no such option. Leave it at False, or use GRPO.")
+            raise ConfigError("use_liger_kernel=True is not supported by RLOO. Set it to False, or use GRPO.")
         if self.vllm_importance_sampling_mode.startswith("token"):
             raise ConfigError(
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} weighs tokens, and RLOO's ratio is one of "
-                "whole sequences. Use 'sequence_mask', 'sequence_truncate' or 'geometric'."
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} weights tokens, but RLOO has one "
+                "ratio per sequence. Use 'sequence_mask', 'sequence_truncate' or 'geometric'."
             )
 
     def check_foreign_logprobs(self) -> None:
@@ -84,7 +85,7 @@ class RLOOConfig(PictureConfig, OnlineConfig):
         numbers = [x for x in given if isinstance(x, int | float) and not isinstance(x, bool)]
         if len(given) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
             raise ConfigError(
-                f"reward_clip_range={clip!r} must be two numbers, the lowest reward and a higher one: (-5.0, 5.0)."
+                f"reward_clip_range={clip!r} must be two numbers, the minimum and a larger maximum, for example (-5.0, 5.0)."
             )
         self.reward_clip_range = [float(numbers[0]), float(numbers[1])]
 
@@ -154,7 +155,7 @@ class RLOO(Method[RLOOConfig]):
     traits = replace(SAMPLES, follows_truncation=True, splits_tokens=True, beta_is_kl=True, reads_images=True)
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return True, because the KL in the reward is computed from them."""
+        """Return True, because the KL in the reward is computed from the old log-probs."""
         return True
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
@@ -182,8 +183,9 @@ class RLOO(Method[RLOOConfig]):
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `rloo_objective`."""
-        # The ratio is 1 until the weights change. Stored log-probs would add the rounding of every token in half
-        # precision: ratios of up to 2.9 were seen for 8 tokens in bfloat16, and they would be clipped.
+        # The ratio is exactly 1 until the weights change, so it is not computed from stored log-probs. In half
+        # precision their rounding errors add up over the tokens: ratios of up to 2.9 were measured for 8 tokens in
+        # bfloat16, and they would be clipped.
         if not self.cfg.outlives_weights:
             batch = replace(batch, old_logp=None)
         return rloo_objective(outputs, batch, self.cfg)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: maximize the likelihood of the trained tokens."""
+"""Supervised fine-tuning: maximize the likelihood of the tokens that contribute to the loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ OLD_DATASET_KWARGS = {"add_special_tokens", "append_concat_token"}
 
 @config
 class SFTConfig(PictureConfig, PostTrainingConfig):
-    """Arguments of `SFTTrainer`: which tokens are trained, how rows are truncated and packed, and which loss is used."""
+    """Arguments of `SFTTrainer`: which tokens contribute to the loss, how rows are truncated and packed, and which loss
+    is used.
+    """
 
     _VALID_DICT_FIELDS = [*PostTrainingConfig._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012
 
@@ -69,23 +71,23 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
     )
     completion_only_loss: bool | None = option(
         None,
-        "Whether to train only the completion of rows with prompt and completion. True or None: only the completion is "
-        "trained. False: the prompt is trained too. In rows without a prompt, all tokens are trained.",
+        "Whether the loss of rows with prompt and completion is on the completion only. True or None: only on the completion. "
+        "False: on the prompt too. In rows without a prompt, all tokens contribute to the loss.",
     )
     assistant_only_loss: bool = option(
         False,
-        "Train only the assistant's turns of a conversation, including the token that ends each turn. False trains all "
+        "Train only on the assistant's turns of a conversation, including the token that ends each turn. False trains on all "
         "tokens. If the chat template does not mark assistant turns, rows are tokenized with an equivalent template that "
         "does.",
     )
     allow_untrained_stop: bool = option(
         False,
-        "Continue if assistant_only_loss trains no token that ends a turn. By default this is an error, because the model "
+        "Continue if assistant_only_loss includes no token that ends a turn. By default this is an error, because the model "
         "would not learn to stop.",
     )
     loss_type: Literal["nll", "chunked_nll", "dft"] | None = option(
         "nll",
-        "Loss. 'nll': negative log-likelihood, averaged over the trained tokens of the optimizer step and computed in chunks "
+        "Loss. 'nll': negative log-likelihood, averaged over the loss tokens of the optimizer step and computed in chunks "
         "of logits. 'chunked_nll': alias of 'nll'. 'dft': Dynamic Fine-Tuning (arXiv:2508.05629), which weights each token's "
         "loss by its probability, treated as a constant. None: 'nll'.",
     )
@@ -146,7 +148,7 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
             self.packing_strategy = "bfd_split"
 
     def supervised_options(self, *, training: bool) -> SupervisedOptions:
-        """Return the options that convert the training set or an evaluation set to token ids and labels."""
+        """Return the options for converting a training or evaluation set to token ids and labels."""
         packing = self.packing if training or self.eval_packing is None else self.eval_packing
         return SupervisedOptions(
             dataset_text_field=self.dataset_text_field,
@@ -160,7 +162,7 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
 
 
 class SFT(Method[SFTConfig]):
-    """Negative log-likelihood of the trained tokens of documents, conversations or completions."""
+    """Negative log-likelihood of the loss tokens of documents, conversations or completions."""
 
     config_class = SFTConfig
     traits = Traits(
@@ -189,7 +191,7 @@ class SFT(Method[SFTConfig]):
         return self.cfg.loss_type != "dft" and not self.cfg.label_smoothing_factor
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """Return the negative log-likelihood of the trained tokens, averaged over the optimizer step.
+        """Return the negative log-likelihood of the loss tokens, averaged over the optimizer step.
 
         With ``label_smoothing_factor`` e the loss is ``(1 - e) nll + e u``. u is the mean of ``-log p`` over the
         vocabulary.

@@ -84,7 +84,7 @@ class TPO(ReferenceFree[TPOConfig]):
         """Compute the preference loss and the NLL of the gold answers."""
         cfg, size = self.cfg, len(self.branches)
         given = size == 3 or not cfg.tpo_alpha
-        check_rules(cfg, [("tpo_alpha", given, "needs gold answers, and 0 left them out: set it in the config")])
+        check_rules(cfg, [("tpo_alpha", given, "needs gold answers, which tpo_alpha=0 excluded: set it in the config")])
         formula = TPO_LOSSES[cfg.loss_type]
         logp, length = branch_sums(outputs, batch, size)
         read = mean_logp(logp, length) if formula.per_token else logp

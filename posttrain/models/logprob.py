@@ -318,9 +318,9 @@ def token_logprobs(
             without gradient. See `posttrain.losses.truncation`.
         chunk_size: Positions per chunk. None selects 24 MiB of logits on a CPU and 64 MiB elsewhere, but at least 128 positions.
         expected_grad: ``(N,)`` gradient that the log-probs will receive, up to a constant factor, if it is known. Or a
-            `TokenLoss` of the N tokens. The gradients of hidden states and output layer are then computed in the forward pass.
-            The backward pass recomputes them if the actual gradient differs. Used only on a CPU, because the comparison would
-            synchronize with other devices.
+            `TokenLoss` of the N tokens. The gradients of hidden states and output layer are then computed in the forward
+            pass. The backward pass recomputes them if the actual gradient differs. Used only on a CPU, because the
+            comparison would synchronize with other devices.
         need_entropy: Whether to return the entropy in nats, at ``temperature``.
         entropy_grad: Whether to return the entropy with gradient.
         need_correct: Whether to return if the target was the most likely token.

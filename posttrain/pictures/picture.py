@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 # Keys of a block that may hold its image.
 ALIASES = ("image", "image_url", "image_pil", "path", "url", "base64", "bytes")
 WIDE = ("F", "I")  # Modes with more than 8 bits. Processors convert them to black, white or noise.
-OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Modes that a PNG keeps.
-# File formats that are opened. For others PIL may start a program, such as Ghostscript for EPS.
+OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Modes that the PNG format supports.
+# File formats that are opened. For other formats PIL may start a program, such as Ghostscript for EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 ORIENTATION = 274  # The EXIF tag.
 TURNED = (5, 6, 7, 8)  # Orientations that swap width and height.
@@ -186,7 +186,7 @@ def read_picture(
         turned = with_header.getexif().get(ORIENTATION) in TURNED
         frames = getattr(with_header, "n_frames", 1)
         digest = _digest(source)
-    except Exception as error:  # As above.
+    except Exception as error:  # Image libraries raise errors of many types.
         raise DataError(
             f"{where}: this is not a readable image (PT-G003, {type(error).__name__}: {error}). Fix: remove this row, "
             f"or write the file again as one of {', '.join(FORMATS)}."
@@ -248,7 +248,7 @@ def is_image(value: object) -> bool:
 
 def _source(value: object, where: str) -> Any:
     """Convert a value to encoded bytes, a path, or a PIL image. Pixel arrays become PIL images."""
-    if isinstance(value, Mapping):  # As `datasets` keeps an image that it has not decoded.
+    if isinstance(value, Mapping):  # `datasets` represents an image that it has not decoded as a dict.
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes | bytearray):
         return bytes(value)
@@ -340,8 +340,8 @@ def conversation_pictures(
         pictures, empty = [*pictures[:before], *(None for _ in loose), *pictures[before:]], len(loose)
     if empty != len(loose):
         raise DataError(
-            f"the messages have {empty} empty image blocks and there are {len(loose)} images (PT-G002). Fix: one {{'type': "
-            "'image'}} block an image, or none of these blocks."
+            f"the messages have {empty} empty image blocks and there are {len(loose)} images (PT-G002). Fix: use one {{'type': "
+            "'image'}} block per image, or no such block."
         )
     filling = iter(loose)
     return converted, [next(filling) if picture is None else picture for picture in pictures]
@@ -360,8 +360,8 @@ def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
         return {"type": "text", "text": block.get("text", "")}, NOTHING
     if kind not in PICTURE_BLOCKS:
         raise DataError(
-            f"a {role} message has a block of type {kind!r}; known are 'text' and 'image'. Fix: leave this row out; video and "
-            "audio are not trained on."
+            f"a {role} message has a block of type {kind!r}; supported are 'text' and 'image', not video or "
+            "audio. Fix: remove this row."
         )
     return {"type": "image"}, picture_in(block)
 

@@ -29,8 +29,8 @@ class Family:
 
     Attributes:
         models: Model types of their configs. Empty: unknown, so the model is tested with images before training.
-        tiled: Whether an image's tensors are ``(1, tiles, ...)`` and are concatenated along tiles. Otherwise they are
-            concatenated along images.
+        tiled: Whether the tensors of an image have the shape ``(1, tiles, ...)``, so that images are concatenated along
+            the dimension of tiles. Otherwise they are concatenated along the first dimension.
         positions: ``grid`` for three-dimensional rotary positions (time, height, width), otherwise ``plain``.
         types: Name of the forward's argument for token types: 1 for a placeholder (PaliGemma: after the prompt). None:
             no such argument.
@@ -38,8 +38,8 @@ class Family:
             none.
         cross: Whether text attends to image features by cross-attention instead of placeholders. Text before the first
             image then attends to all images of its row, so each tree needs a separate pass.
-        whole: Whether the model gets its processor's own tensors of all images of a pass instead of features. Each
-            sequence is then a padded row, and its images are encoded with it.
+        whole: Whether the model's forward receives the processor's tensors of all images of a pass, instead of image
+            features. Each sequence is then a padded row, and its images are encoded in the same pass.
     """
 
     models: tuple[str, ...]
@@ -154,7 +154,9 @@ class PictureProcessor:
 
     @functools.cached_property
     def controls(self) -> dict[str, int]:
-        """Placeholders and markers with their ids. They are never sampled, trained, or accepted from users."""
+        """Placeholders and markers of images with their ids. They are never sampled, never contribute to the loss, and
+        are not accepted in user text.
+        """
         added = self.tokenizer.added_tokens_decoder
         named = {token.content: index for index, token in added.items() if CONTROL.search(token.content)}
         return {**named, self.placeholder: int(self.tokenizer.convert_tokens_to_ids(self.placeholder))}
@@ -220,7 +222,7 @@ class PictureProcessor:
         if self.places(text) != wanted:
             raise DataError(
                 f"PT-G013: the chat template wrote {self.places(text)} placeholders for {wanted} image blocks (roles "
-                f"{[m.get('role') for m in messages]}). Fix: a template that writes image blocks of these roles."
+                f"{[m.get('role') for m in messages]}). Fix: use a template that renders image blocks of these roles."
             )
         return text
 
@@ -239,8 +241,8 @@ class PictureProcessor:
                 typed = next((word for word in self.controls if word in text), None) if "<" in text else None
                 if typed is not None:
                     raise DataError(
-                        f"PT-G008: a {message.get('role')} message holds the text {typed!r}, which stands for an image. Fix: "
-                        "give images as blocks of type 'image', or leave this row out."
+                        f"PT-G008: a {message.get('role')} message contains the text {typed!r}, which stands for images. "
+                        "Fix: pass images as blocks of type 'image', or remove this row."
                     )
 
     def encode(
@@ -265,7 +267,7 @@ class PictureProcessor:
         if self.places(text) != len(pictures):
             raise DataError(
                 f"PT-G002: the text has {self.places(text)} placeholders {self.placeholder!r} and there are "
-                f"{len(pictures)} images. Fix: one placeholder an image."
+                f"{len(pictures)} images. Fix: use one placeholder per image."
             )
         if prompt and self.family.block == "prompt":
             # End of the last image. A placeholder that a user typed does not count.
@@ -307,7 +309,7 @@ class PictureProcessor:
         if len(at) != sum(expansion.count for expansion in expansions):
             raise DataError(
                 f"PT-G011: the ids hold {len(at)} image placeholders and the {len(pictures)} images have "
-                f"{[expansion.count for expansion in expansions]}. Fix: a longer max_length, or smaller images."
+                f"{[expansion.count for expansion in expansions]}. Fix: use a larger max_length, or smaller images."
             )
         placed, first = [], 0
         # Families for which consecutive placeholders count as one image, by rotary positions or by attention.
@@ -340,7 +342,9 @@ class PictureProcessor:
         return placed
 
     def begun(self, text: str) -> str:
-        """Add the bos token before a text if the tokenizer adds one. Some models have theirs after the images."""
+        """Add the bos token before a text if the tokenizer adds one. In some models, the bos token comes after the
+        images.
+        """
         bos, first = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
         adds = first == [self.tokenizer.bos_token_id] and self.family.block != "prompt"
         return bos + text if adds and not text.startswith(bos) else text
@@ -373,7 +377,7 @@ class PictureProcessor:
             f"{area} pixels, but image_max_tokens={most}, image_max_pixels={self.pixels}. Fix: "
         )
         if not self.resize:
-            raise DataError(f"{about}image_fit='resize', a larger limit, or leave this row out.")
+            raise DataError(f"{about}set image_fit='resize' or a larger limit, or remove this row.")
         key = picture.size, most
         if key not in self._sizes:
             scale = min(1.0, *(limit / have for limit, have in ((most, count), (self.pixels, area)) if limit)) ** 0.5
@@ -382,9 +386,7 @@ class PictureProcessor:
                 smaller = picture.resized(tuple(max(1, int(side * scale)) for side in picture.size))
                 scale *= 0.9
             if not self._fits(smaller, most):
-                raise DataError(
-                    f"{about}a larger limit: this processor has no size with so few (see its own settings)."
-                )
+                raise DataError(f"{about}set a larger limit. This processor has no size with so few placeholders.")
             self._sizes[key] = smaller.size
         return picture.resized(self._sizes[key])
 
@@ -484,7 +486,7 @@ class PictureProcessor:
             # In one row and in separate rows, because some processors return the number of images per row.
             together = [self._read([images]), self._read([[image] for image in images])]
             if [len(row) for row in together[0][PARTS]] != [len(images)]:
-                raise ValueError("it does not write one string a picture")
+                raise ValueError("it does not write one string per image")
             ids, token = first["input_ids"][0].tolist(), int(self.processor.image_token_ids[0])
             # It may replace one string by others, with rows and ends of an image between them.
             token = token if token in ids else Counter(ids).most_common(1)[0][0]
@@ -494,12 +496,12 @@ class PictureProcessor:
                 joined = _joined([_pixels(one) for one in apart], tiled=tiled)
                 if any(_equal(joined, _pixels(one)) for one in together):
                     return Family((), tiled=tiled, positions="grid" if grid else "plain", types=types), token
-            reason = f"its {', '.join(_pixels(first))} come out otherwise together than apart"
-        except Exception as error:  # Whatever it raises says why nothing can be known of it.
+            reason = f"its {', '.join(_pixels(first))} differ between images prepared together and images prepared separately"
+        except Exception as error:  # Any error is the reason why the family cannot be inferred.
             reason = f"{type(error).__name__}: {error}"
         raise ModelError(
-            f"{type(self.processor).__name__} is of no family that is known to train on images here ({', '.join(FAMILIES)}), and "
-            f"what it does with images cannot be found out: {reason:.300}. Fix: a model of one of these, or rows without images."
+            f"{type(self.processor).__name__} is not one of the supported families ({', '.join(FAMILIES)}), and "
+            f"its handling of images cannot be inferred: {reason:.300}. Fix: use a model of one of these, or remove images."
         )
 
     def token_types(self, ids: Tensor, prompt: int | Tensor) -> dict[str, Tensor]:
@@ -510,8 +512,8 @@ class PictureProcessor:
         return {self.family.types: kinds} if self.family.types else {}
 
     def cross_mask(self, ids: Tensor, tiles: Tensor) -> Tensor:
-        """Return which tiles of which image each token attends to, ``(1, T, N, tiles)``: those of the last image before
-        it, or of several consecutive ones.
+        """Return a mask ``(1, T, N, tiles)`` of the image tiles that each token attends to. These are the tiles of the
+        last image before the token, or of the last consecutive images.
 
         Args:
             ids: ``(1, T)`` with N placeholders.
@@ -595,7 +597,8 @@ def load_processor(model_id: str, **options: Any) -> Any:
         options: For ``from_pretrained``.
 
     Raises:
-        ModelError: Both ways fail. The message contains both reasons.
+        ModelError: The processor cannot be loaded, either with or without its video part. The message contains both
+            reasons.
     """
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -608,7 +611,7 @@ def load_processor(model_id: str, **options: Any) -> Any:
         config = transformers.AutoConfig.from_pretrained(model_id, **options)
         kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
         return image_only(kind).from_pretrained(model_id, **options)
-    except Exception as error:  # Whatever a processor's constructor raises: the caller needs both reasons.
+    except Exception as error:  # Constructors raise errors of many types. The message contains both reasons.
         raise ModelError(
             f"no processor of {model_id!r} can be loaded ({first:.300}). Loading it without its video processor failed too "
             f"({type(error).__name__}: {error}). Fix: install the package that is named, or pass processing_class=processor."

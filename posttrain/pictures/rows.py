@@ -38,13 +38,13 @@ LONG = "longer than max_length with their images"
 LARGE = "with an image of more than image_max_tokens or image_max_pixels"
 MANY = "with more than max_images_per_row images"
 UNREADABLE = "with an unreadable image"
-LOST = (LONG, UNREADABLE, MANY)  # Reasons that only a small share of a dataset may have.
+LOST = (LONG, UNREADABLE, MANY)  # Reasons for which only a small share of the rows may be dropped.
 EMPTY = "with an empty answer"
 EQUAL = "with equal answers"
 COUNTERS = ("_truncated", "_tokens", "_resized", "_escaped")
 
 Segments = list[tuple[str, list[Picture]]]  # Text, and the images of its placeholders.
-Answer = tuple[list[int], list[int]]  # Ids, and 1 for trained ids.
+Answer = tuple[list[int], list[int]]  # Token ids, and a loss mask.
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class PictureOptions:
     Attributes:
         branches: Answer columns. Empty: documents with labels (SFT).
         max_length: Maximum tokens of prompt and answer, including images. None: no limit.
-        fit: ``error``: raise an error if more than 0.5 % of the rows do not fit or cannot be read. ``drop``: leave them
-            out. ``resize``: like ``error``, but resize images that exceed their limits (`PictureProcessor.fitted`) or
-            ``max_length``.
-        train_prompt: SFT: whether the prompt is also trained.
-        spoken: SFT: whether only assistant messages are trained.
+        fit: ``error``: raise an error if more than 0.5 % of the rows do not fit or cannot be read. ``drop``: drop these
+            rows. ``resize``: like ``error``, but resize images that exceed their limits (`PictureProcessor.fitted`) or
+            do not fit ``max_length``.
+        train_prompt: For SFT: whether the prompt contributes to the loss too.
+        spoken: For SFT: whether only assistant messages contribute to the loss.
         text_field: SFT: column with plain text.
         begins: Whether conversations begin with the bos token if the tokenizer adds one, as sampled prompts do.
     """
@@ -147,7 +147,7 @@ def _held(segments: Segments) -> list[Picture]:
 def _encoded(
     segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool
 ) -> tuple[list[int], list[Answer]]:
-    """Return the ids of the prompt (empty for a document), and of each answer with a mask of trained ids."""
+    """Return the ids of the prompt (empty for a document), and the ids and the loss mask of each answer."""
     several = len(segments) > 1
     parts = [
         reader.encode(text, pictures, prompt=several and not at)[0] for at, (text, pictures) in enumerate(segments)
@@ -155,7 +155,7 @@ def _encoded(
     prompt, *answers = parts if several else ([], *parts)
     silent = {*reader.controls.values(), reader.token_id}
     if options.spoken:
-        # After the prompt, every second piece is the assistant's.
+        # After the prompt, every second piece is an assistant message.
         turns = [(token, int(not at % 2 and token not in silent)) for at, ids in enumerate(answers) for token in ids]
         return prompt, [([token for token, _ in turns], [said for _, said in turns])]
     answers = [one_eos(ids, reader.tokenizer) if plain else ids for ids in answers]
@@ -181,7 +181,8 @@ def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptio
         if _least(prompt, answers, reader) <= limit:
             return shown
         counts = [reader.expansion(picture).count for picture in _held(shown)]
-        # Space per image that the text leaves. Text around images grows with them, so a few attempts may be needed.
+        # Number of tokens per image that the text leaves. The text around an image may depend on its size, so a few
+        # attempts may be needed.
         room = (limit - _length(prompt, answers) + sum(counts)) // len(counts)
         most = max(min(room, max(counts) - 1), 1) if not most else int(0.9 * most)
         try:
@@ -329,14 +330,15 @@ def _text(value: object, column: str) -> str:
 
 
 def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reader: PictureProcessor) -> list[Row]:
-    """Put the pictures of prepared examples on their rows, one row an example, or one a document of a packed one.
+    """Add the images of prepared examples to their rows. There is one row per example, or one row per document of a
+    packed example.
 
-    A document (a row without prompt) gets what stands before its first trained token as prompt, because what a family reads
-    both ways is the prompt. Rows without pictures stay as they are.
+    In a document (a row without prompt), the tokens before the first loss token become the prompt, because some
+    families use bidirectional attention in the prompt. Rows without images are not changed.
 
     Raises:
-        DataError: A row's ids hold other placeholders than its pictures have; or an answer has some, for a model that takes
-            none there.
+        DataError: The placeholders in a row do not match its images, or an answer contains images but the model
+            supports images only in prompts.
     """
     rest = iter(rows)
     done: list[Row] = []
@@ -355,19 +357,20 @@ def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reade
 
 
 def _placed(row: Row, pictures: list[Picture], reader: PictureProcessor) -> Row:
-    """Return a row with its pictures, which are taken from the front of those of its example."""
+    """Return a row with its images. They are removed from the front of the example's list of images."""
     if not row.prompt_ids:
         (ids,), (mask,) = row.completions, row.loss_masks
         first = mask.index(1) if 1 in mask else 0
-        # Line breaks between rows of tiles are trained: a prompt ends before or behind an image, never inside.
+        # Line breaks between rows of tiles have a loss, but a prompt must end before or after an image, and not inside
+        # it.
         ends = {0, *accumulate(reader.expansion(picture).count for picture in pictures)}
         first = first if ids[:first].count(reader.token_id) in ends else 0
         row = replace(row, prompt_ids=ids[:first], completions=[ids[first:]], loss_masks=[mask[first:]])
     row = replace(row, pictures=reader.place_all([row.prompt_ids, *row.completions], pictures))
     if reader.family.cross and any(row.pictures[1:]):
         raise DataError(
-            "an answer holds images, and text before an image attends to it in this model: prompt and other answers would "
-            "see it. Fix: images in prompts alone, or leave this row out."
+            "an answer contains images, but in this model text before an image attends to it, so prompt and other answers would "
+            "attend to it. Fix: use images only in prompts, or remove this row."
         )
     return row
 
@@ -394,7 +397,7 @@ def picture_prompts(
         ids_of: See `PictureProcessor.encode`.
 
     Raises:
-        DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
+        DataError: A prompt is not a conversation, has more than ``max_images_per_row`` images, or cannot be read.
     """
     return _once(rows, (*RENDERED, *PICTURE_COLUMNS), lambda row: picture_prompt(reader, row, kwargs, ids_of))
 
@@ -477,7 +480,7 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[
     """Return the messages of a prompt with empty image blocks, and their images.
 
     Raises:
-        DataError: The prompt is no conversation, or has other places than images.
+        DataError: The prompt is not a conversation, or the numbers of its placeholders and images differ.
     """
     row = strip_none(dict(row))
     if not is_messages(row["prompt"]):
@@ -486,12 +489,12 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[
 
 
 def exchanged(examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Exchange images between examples: each prompt gets the images of another with the same number. Text examples are
-    unchanged.
+    """Exchange images between examples. Each prompt gets the images of another prompt with the same number of images.
+    Text examples are not changed.
 
     Args:
-        examples: Groups of ``size`` consecutive.
-        size: Rows of one prompt.
+        examples: Examples in groups of ``size`` consecutive rows.
+        size: Number of rows per prompt.
     """
     rows = [conversation_of(example) for example in examples]
     exchanged_examples = [{k: v for k, v in example.items() if k not in PICTURE_COLUMNS} for example in examples]

@@ -1,4 +1,6 @@
-"""Transfer of a LoRA adapter without merging, for engines that hold the base model. Files are in peft's format."""
+"""Transfer of a LoRA adapter to engines that already have the base model. The adapter is not merged. Files are in
+peft's format.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from posttrain.rollouts.shared_memory import write_tensors
 from posttrain.rollouts.shared_weights import Weights, checkpoint_weights, clean_name, plain_lora, renamed
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Fields of peft's ``LoraConfig`` and the value with which an adapter is a plain ``scale B A`` with one rank and one
-# scale.
+# Fields of peft's ``LoraConfig`` and the values for which an adapter is a plain product ``scale B A`` with one rank and
+# one scale.
 MORE = {
     "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False, "rank_pattern": {}, "alpha_pattern": {},
     "modules_to_save": None, "trainable_token_indices": None, "target_parameters": None, "layer_replication": None,
@@ -56,7 +58,9 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
 
 
 def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
-    """Return why a layer cannot be sent: an unsupported adapter, or a base weight that is trained too."""
+    """Return why the adapter of a layer cannot be sent, or None. Reasons are an unsupported adapter, and a base weight
+    that is trained too.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     base = bare.get_base_model()
@@ -68,7 +72,7 @@ def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
             return f"{name} is not a linear layer with a plain adapter"
         weight = f"{clean_name(name)}.weight"
         if converted and list(checkpoint_weights(base, {weight: layer.get_base_layer().weight})) != [weight]:
-            return f"{name} has another name in the model's checkpoint"
+            return f"{name} has a different name in the model's checkpoint"
         if layers and name.rsplit(".", 1)[-1] not in layers:
             return f"{name} has an adapter, but the engine supports adapters only on {', '.join(layers)}"
     trained = (n for n, p in bare.named_parameters() if p.requires_grad and ".lora_" not in n)
@@ -79,7 +83,7 @@ def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
 class AdapterWeights:
     """Iterable over the current tensors of a model's LoRA adapter, with peft's names.
 
-    Iteration is a collective for sharded parameters: all ranks must iterate, even if only one sends.
+    For sharded parameters, iteration is a collective operation: all ranks must iterate, even if only one rank sends.
 
     Args:
         model: A model for which `adapter_obstacle` returns None.

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Capabilities:
     """Properties of a rollout engine. Trainers use only these to treat engines differently.
 
-    The defaults are for an unknown engine: its log-probs get the importance-sampling correction.
+    The defaults are safe for an unknown engine. For example, its log-probs get the importance-sampling correction.
 
     Attributes:
         in_process: The engine runs in the trainer's process.
@@ -118,7 +118,8 @@ class RolloutEngine(abc.ABC):
         """Mark the weights of every copy as outdated, so that the next push reaches all of them."""
 
     def findings(self, model: nn.Module, args: Any) -> list[Finding]:
-        """Return problems that a run with this engine would have. The main process calls it before generation.
+        """Return findings about problems that a run with this engine would have. The main process calls this method
+        before the first generation.
 
         Args:
             model: Policy.
@@ -127,7 +128,9 @@ class RolloutEngine(abc.ABC):
         return []
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Return the log-probs of given tokens after their prompts: by the name of each copy, one list per sequence."""
+        """Return the log-probs of given tokens after their prompts. The result has one entry per copy of the weights,
+        with one list per sequence.
+        """
         raise NotImplementedError(f"the engine {self.name!r} cannot score given sequences.")
 
 
@@ -193,13 +196,13 @@ def check_followed(
         engine: Name of the engine for the message.
         unknown: Fields of `Sampling` that the engine does not support unless they have their defaults.
         own: Fields that may differ between a request and the call.
-        fix: Alternative for the message.
+        fix: Suggested alternative, for the message.
 
     Raises:
         ConfigError: An unsupported field is set, or a request differs from the call in another field.
     """
     defaults = {field.name: field.default for field in fields(Sampling)}
-    defaults |= {"min_p": 0}  # None disables it too.
+    defaults |= {"min_p": 0}  # min_p=None and min_p=0 both disable it.
     for settings in (sampling, *(r.sampling for r in requests if r.sampling is not None)):
         for name in unknown:
             value = getattr(settings, name)
@@ -284,7 +287,8 @@ class WeightTransferProtocol(Protocol):
 
 
 class WeightTransfer:
-    """State of a weight transfer, in addition to the protocol. These defaults are for transfers without servers.
+    """State of a weight transfer, in addition to `WeightTransferProtocol`. The defaults are for transfers without
+    servers.
 
     Attributes:
         version: Version of the weights that were sent last.
@@ -301,7 +305,7 @@ class WeightTransfer:
 
     @property
     def holders(self) -> Any:
-        """Servers that hold the last version. None: every engine can read it."""
+        """Servers that have the last version of the weights. None: every engine can read it."""
         return None
 
     def missing_weights(self) -> bool:

@@ -1,4 +1,6 @@
-"""`RolloutBatch`: completions of one engine call with the results of scoring; their slices, and balancing over ranks."""
+"""`RolloutBatch`: completions of one engine call with their rewards and advantages. Also splits them into slices and
+balances them over ranks.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def sampled_logps(rollouts: Iterable[Rollout], truncation: Truncation) -> list[l
 
 
 def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]]) -> dict[str, Metric]:
-    """Compute metrics of the difference between the engine's log-probs and ``trained``, those of the training forward."""
+    """Compute metrics of the difference between the engine's log-probs and ``trained``, the log-probs of the training
+    forward pass.
+    """
     pairs = [
         (torch.tensor(own[: len(r.logp)]), torch.tensor(r.logp))
         for r, own in zip(rollouts, trained, strict=True)
@@ -125,8 +129,8 @@ class RolloutBatch:
         )
 
     def loss_mask(self, index: int, skip_truncated: bool) -> list[int]:
-        """Return 1 for tokens that the model wrote. All are 0 if the completion is excluded, or is truncated and
-        masked.
+        """Return the loss mask of a completion: 1 for tokens that the model sampled, 0 for other tokens. All values are
+        0 if the completion is excluded, or if it is truncated and ``skip_truncated`` is set.
         """
         return self._mask(index, self.rollouts[index], skip_truncated)
 
@@ -140,7 +144,7 @@ class RolloutBatch:
         return rollout.tool_mask or [1] * len(rollout.token_ids)
 
     def _is_untrained(self, index: int, skip_truncated: bool) -> bool:
-        """Return whether no token of a completion is trained, without building its mask."""
+        """Return whether no token of a completion contributes to the loss, without building its mask."""
         rollout = self.rollouts[index]
         silent = bool(rollout.tool_mask) and not any(rollout.tool_mask or ())
         return silent or self._is_cut(index, rollout, skip_truncated)
@@ -155,7 +159,8 @@ class RolloutBatch:
         return [self._mask(index, one, skip_truncated) for one in (rollout, *rollout.branches)]
 
     def _shares(self, masks: Sequence[Sequence[int]]) -> list[float]:
-        """Return the weight of each branch, so that an episode counts as one sequence; see `Batch.shares`.
+        """Return the weight of each branch of an episode. The weights make an episode count as one sequence; see
+        `Batch.shares`.
 
         An episode without tokens has weight 0.
         """
@@ -193,8 +198,8 @@ class RolloutBatch:
         Args:
             indices: Indices of completions.
             skip_truncated: Whether truncated completions are excluded from the loss.
-            trained_only: Whether to drop the tokens of a sequence without a trained token. It still counts as a
-                sequence, but it is not computed.
+            trained_only: Whether to drop the tokens of sequences in which no token contributes to the loss. Such a
+                sequence still counts as a sequence, but the model does not compute it.
         """
         rows: list[Row] = []
         before: Any = None
@@ -245,7 +250,7 @@ class RolloutBatch:
         return [self.rows(cut, skip_truncated=skip_truncated, trained_only=True) for cut in cuts]
 
     def every_row(self) -> list[Row]:
-        """Convert all completions to rows, truncated completions with their tokens."""
+        """Convert all completions to rows, including the tokens of truncated completions."""
         return self.rows(range(len(self.rollouts)), skip_truncated=False)
 
 
@@ -266,16 +271,16 @@ def row_again(state: Mapping[str, Any]) -> Row:
 
 
 class RolloutWindow:
-    """Slices of the rollout batch that is being trained, and the position of the run in them.
+    """Slices of the rollout batch that is used for training, and the position of the run in them.
 
     Attributes:
         slices: Rows of each micro-batch. None: before the first generation.
-        step: Number of micro-batches of these slices that have been trained.
+        step: Number of micro-batches of these slices that were already used for training.
         generations: Number of generations since the beginning of the run. Seeds depend on it.
         born: Optimizer step at which the rollout batch was sampled.
 
     Args:
-        passes: How many times each slice is trained.
+        passes: How many times each slice is used for training.
     """
 
     def __init__(self, passes: int) -> None:
@@ -310,7 +315,7 @@ class RolloutWindow:
         self.slices, self.step, self.generations, self.born = self._marked
 
     def state(self) -> dict[str, Any]:
-        """Return the position, and the scored rollouts that have not been trained."""
+        """Return the position, and the scored rollouts that were not used for training yet."""
         slices = None if self.used_up else [[row_state(row) for row in rows] for rows in self.slices or ()]
         return {"step": self.step, "generations": self.generations, "born": self.born, "buffer": slices}
 
@@ -323,11 +328,11 @@ class RolloutWindow:
             now: Number of processes of this run.
 
         Raises:
-            CheckpointError: There are untrained rollouts, and the number of processes has changed.
+            CheckpointError: There are unused rollouts, and the number of processes has changed.
         """
         if state["buffer"] is not None and before != now:
             raise CheckpointError(
-                f"this checkpoint contains rollouts that are partly trained by {before} processes, but this run has "
+                f"this checkpoint contains rollouts that {before} processes have only partly used for training, but this run has "
                 f"{now}. Fix: resume with {before} processes, or from a checkpoint without such rollouts. There is "
                 "one every steps_per_generation * num_iterations / gradient_accumulation_steps steps."
             )
@@ -349,10 +354,12 @@ def load(rows: Sequence[Cost]) -> int:
 
 
 def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
-    """Assign each completion to a rank, ``{(rank, row, completion): rank}``. None: moving rows does not pay.
+    """Assign each completion to a rank, ``{(rank, row, completion): rank}``. None: exchanging completions would not
+    save enough time.
 
-    Completions are assigned in descending order of length, each to the rank with the fewest tokens. A rank that does
-    not have the completion's prompt also pays for the prompt, so groups stay together while that is cheaper.
+    Completions are assigned in descending order of length, each to the rank with the fewest tokens. For a rank that
+    does not have the completion's prompt yet, the prompt's tokens count too. Groups therefore stay together while that
+    is cheaper.
 
     Args:
         costs: Costs of each row, by rank.
@@ -396,11 +403,11 @@ def part(row: Row, members: Sequence[int]) -> Row:
 
 
 def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[list[list[Row]], list[dict[str, Metric]]]:
-    """Balance the work of ranks by exchanging completions within each slice, if it pays.
+    """Balance the work of ranks by exchanging completions within each slice, if that saves enough time.
 
     Completions stay in their slice. Every optimizer step therefore has the same completions, and its denominators are
-    counted over all ranks, so the gradient does not change. This is a collective: all ranks must call it with the same
-    number of slices.
+    counted over all ranks, so the gradient does not change. This is a collective operation: all ranks must call it with
+    the same number of slices.
 
     Slices with images are not exchanged.
 
@@ -409,14 +416,14 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
         accelerator: Accelerator of the run.
 
     Returns:
-        The new slices. For each slice also the maximum number of tokens of a rank divided by the mean, before and
-        after.
+        The new slices. Also the imbalance of each slice before and after: the maximum number of tokens of a rank
+        divided by the mean.
     """
     mine: list[list[Cost]] = [[(len(r.prompt_ids), [len(ids) for ids in r.completions]) for r in s] for s in slices]
     costs = parallel.all_gather_objects([mine], accelerator)
     plans = [deal([of_rank[number] for of_rank in costs]) for number in range(len(slices))]
     if any(row.model_kwargs for rows in slices for row in rows):
-        plans = [None] * len(slices)  # Images are assigned to samples, which would have to be split.
+        plans = [None] * len(slices)  # Images are stored per row, so exchanging completions would split them.
     rank = accelerator.process_index
     parcels: list[Any] = _parcels(slices, plans, rank, accelerator.num_processes)
     if any(plan is not None for plan in plans):  # All ranks have the same plans.
@@ -454,7 +461,9 @@ def _parcels(
 def _busiest(
     costs: list[list[list[Cost]]], slices: list[list[Row]], accelerator: Accelerator
 ) -> list[dict[str, Metric]]:
-    """Compute for each slice the maximum number of tokens of a rank divided by the mean, before and after."""
+    """Compute the imbalance of each slice before and after: the maximum number of tokens of a rank divided by the
+    mean.
+    """
     sizes = [sum(len(r.prompt_ids) + sum(map(len, r.completions)) for r in rows) for rows in slices]
     after = parallel.all_gather_objects([sizes], accelerator)
     metrics = []
@@ -467,7 +476,9 @@ def _busiest(
 
 
 def shared_requests(prompts: Sequence[list[int]]) -> list[Request]:
-    """Create one request for each run of consecutive equal prompts. Equal prompts also have equal images."""
+    """Create one request for each group of consecutive equal prompts. Prompts are only equal if their images are equal
+    too.
+    """
     return [
         Request(prompt, len(list(equal)), pictures=Prompt.pictures_of(prompt))
         for prompt, equal in itertools.groupby(prompts)

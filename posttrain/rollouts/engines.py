@@ -84,11 +84,13 @@ class EngineSpec:
         make: Function of the model, the pad token id and transformers' ``cache_implementation`` that creates an engine
             on the model's own weights. None: the engine has a copy of the weights, which a trainer pushes
             (`posttrain.loop.weight_sync`).
-        refuses: Function that returns None for a model that the engine samples exactly, else a reason.
+        refuses: Function of a model. It returns None if the engine samples from the model exactly, and otherwise the
+            reason why not.
         vllm_mode: Value of ``vllm_mode`` for ``use_vllm=True``.
-        exact: Whether log-probs are those of the weights. False: of rounded weights, which needs a method that corrects
-            for it.
-        in_workers: Whether rollout workers can use the engine. The rollout server can too if it has ``make``.
+        exact: Whether the engine computes log-probs with the exact weights. False: it rounds the weights, so the method
+            must correct for the difference.
+        in_workers: Whether rollout workers can use the engine. If ``make`` is also set, the rollout server can use it
+            too.
     """
 
     make: Callable[[nn.Module, int, str | None], RolloutEngine] | None = None

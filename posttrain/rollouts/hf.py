@@ -47,10 +47,11 @@ def without_own_settings(model: nn.Module) -> Iterator[None]:
 
 
 class _Shape(LogitsProcessor):
-    """Applies temperature, penalty, rules and truncation like all engines of this package, and stores log-probs.
+    """Logits processor that applies temperature, penalty, rules and truncation in the same way as the other engines,
+    and stores log-probs.
 
-    Log-probs before and after these changes are stored. The token of step t is available in step t + 1. Padding before
-    a prompt is not part of its history; transformers' own repetition penalty would count it.
+    Log-probs before and after these changes are stored. The token of step t becomes available in step t + 1. The
+    repetition penalty ignores padding before a prompt; transformers' own penalty would count it.
     """
 
     def __init__(self, sampling: Sampling, widths: Sequence[int]) -> None:
@@ -85,7 +86,9 @@ class _Shape(LogitsProcessor):
         return shaped
 
     def columns(self) -> list[list[list[float]]]:
-        """Return the log-probs of each row: before all changes, and of the sampled distribution if it differs."""
+        """Return the log-probs of each row before all changes. If the sampled distribution differs, also return the
+        log-probs under it.
+        """
         return [torch.stack(parts, 1).tolist() for parts in zip(*self.found, strict=True)]
 
 
@@ -111,8 +114,8 @@ class _Interrupted(StoppingCriteria):
 
 
 def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
-    """Return a generation config that sets every field that changes the distribution, so that no setting of the
-    checkpoint applies.
+    """Return a generation config with explicit values for all fields that change the distribution, so that no setting
+    of the checkpoint applies.
     """
     drawn: dict[str, Any] = {}
     if sampling.temperature > 0:
@@ -127,7 +130,8 @@ def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
 
 
 class HFEngine(RolloutEngine):
-    """Samples with one left-padded call of ``generate`` for all prompts for which padding has no effect; see `_calls`.
+    """Samples with transformers' ``generate``. All prompts share one left-padded call if padding does not change the
+    results; see `_calls`.
 
     Args:
         model: The trained causal language model.
@@ -194,12 +198,12 @@ class HFEngine(RolloutEngine):
         return [rollout for i in range(len(requests)) for rollout in rollouts[i]]
 
     def _calls(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
-        """Group requests that can share a padded call and are sampled as if each were alone.
+        """Group requests that can share a padded call without changing each other's results.
 
-        Left padding would be placed between virtual tokens and the prompt and change their distance. Llama 4 would
-        count padding in the positions that scale queries. Recurrent layers and convolutions read padding if a projection
-        before them has a bias, of the model or of an adapter. Beyond the length at which longrope switches frequencies,
-        the longest row decides for all rows.
+        Left padding would be placed between virtual tokens and the prompt, and would change the distance between them.
+        Llama 4 would count padding in the positions that scale queries. Recurrent layers and convolutions read padding
+        if a projection before them has a bias, in the model or in an adapter. With longrope, the longest row of a call
+        selects the frequencies for all rows.
         """
         switch, _ = rope_limits(self.model)
         scaled = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", False)
@@ -215,12 +219,12 @@ class HFEngine(RolloutEngine):
                 self._warned = True
                 logger.warning(
                     "completions may exceed %d tokens, where rope_type='longrope' changes the rotary frequencies: "
-                    "earlier tokens are sampled with the frequencies for short sequences, but trained with those for "
-                    "long ones. Such requests are sampled one by one. Keep prompt and completion within %d tokens to "
+                    "earlier tokens are sampled with the frequencies for short sequences, but training uses those for "
+                    "long sequences. Such requests are sampled one by one. Keep prompt and completion within %d tokens to "
                     "avoid this.", switch, switch,
                 )  # fmt: skip
-            # With cross-attention to images, rows of a call need the same number of images, because padding would be
-            # attended to. Padding is not used for families for which its effect was not tested.
+            # In models with cross-attention to images, rows of a call need the same number of images, because tokens
+            # would attend to padding images. Padding is not used for model families that were not tested with it.
             key = (
                 i if alone or (unknown and request.pictures) else -1,
                 size if unpadded else -1,
@@ -237,7 +241,7 @@ class HFEngine(RolloutEngine):
         ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         shape = _Shape(sampling, [len(prompt) for prompt in prompts])
-        # `_Shape` does everything that changes the distribution.
+        # `_Shape` applies all settings that change the distribution.
         rest: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
         plain = replace(sampling, temperature=float(sampling.temperature > 0), **rest)
         placed = [list(request.pictures) for _, request in requests for _ in range(request.n)]

@@ -27,7 +27,7 @@ from posttrain.rollouts.native.requests import check_requests, check_rope
 from posttrain.types import Request, Rollout, Sampling
 
 MEMORY_SHARE = 0.5  # Maximum fraction of a GPU's free memory for the KV cache. The rest is for training.
-PAGE, GPU_PAGE = 32, 256  # Number of tokens per page. GPU kernels are made for transformers' default.
+PAGE, GPU_PAGE = 32, 256  # Number of tokens per page. GPU kernels require transformers' default.
 # Maximum number of tokens per forward pass, transformers' default. Masks and logits are allocated for it.
 BATCH_TOKENS = 8192
 HALF = (torch.float16, torch.bfloat16)  # Dtypes that flash attention supports.
@@ -68,10 +68,10 @@ def paged_refusal(model: nn.Module) -> str | None:
 class PagedEngine(RolloutEngine):
     """Continuous batching of transformers: requests join and leave a running batch, and the KV cache is paged.
 
-    Weights are neither copied nor cast. float32 weights are sampled from in float32, even if training runs under
-    autocast; flash attention is then not used, because it supports only half precision. Weights loaded in bfloat16 are
-    sampled from in bfloat16. If the generation thread dies or a request fails, an error with the requests is raised and
-    no completion is returned. Unsupported settings are rejected.
+    Weights are neither copied nor cast. With float32 weights the engine computes in float32, even if training runs
+    under autocast. Flash attention is then not used, because it supports only half precision. With bfloat16 weights the
+    engine computes in bfloat16. If the generation thread dies or a request fails, an error with the requests is raised
+    and no completion is returned. Unsupported settings are rejected.
 
     Args:
         model: The trained causal language model.
@@ -146,7 +146,7 @@ class PagedEngine(RolloutEngine):
         return [self._rollout(prompt, results[number], sampling) for number, (prompt, _) in enumerate(work)]
 
     def _pages(self, inner: nn.Module, work: list[tuple[list[int], int]]) -> dict[str, Any]:
-        """Return the engine's settings, overridden by the user's."""
+        """Return the settings of continuous batching. Settings of the user override the computed ones."""
         ours: dict[str, Any] = {"return_logprobs": True, "use_cuda_graph": False, "drop_unsupported_processors": False}
         if inner.dtype not in HALF:
             ours["auto_switch_to_flash"] = False

@@ -1,5 +1,5 @@
-"""Tensors in shared-memory files: written once, read by other processes, verified by a hash, and removed with their
-owner.
+"""Tensors in shared-memory files. One process writes a file, and other processes read it and verify its hash. Files are
+removed when their owner ends.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def shared_path(path: str) -> Path:
         raise ConfigError(
             f"path={path!r} is not a regular file {root}/posttrain-*/*.safetensors. Only such files are read."
         )
-    # Root can replace any file anyway, and other accounts cannot enter a folder that is closed to them.
+    # Files of root are accepted, because root can replace any file. A private folder is accepted, because other
+    # accounts cannot enter it.
     folder = root / file.relative_to(root).parts[0]
     owners = {file.stat().st_uid, folder.stat().st_uid} - {os.geteuid(), 0}
     if owners or folder.stat().st_mode & 0o022:

@@ -44,10 +44,10 @@ def clean_name(name: str) -> str:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
-    """Yield each weight's name in the base model's checkpoint with a function that computes it.
+    """Yield pairs of a weight's name in the base model's checkpoint and a function that computes the weight.
 
     The function returns the weight itself, or a new tensor with the active adapters merged (``W + scale B A`` for LoRA).
-    Tied weights come once, under the name of their source.
+    Tied weights are yielded once, under the name of their source.
 
     Args:
         model: A transformers or peft model, wrapped or not.
@@ -71,8 +71,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
         if parts_of.get(name) != parts_of.get(source, parts_of.get(name)):
             raise ModelError(
                 f"{name} and {source} are tied in the base model, but the adapter changes only one of them, or each "
-                "differently. A checkpoint and a rollout engine have one tensor for both, so they would compute "
-                "another policy. Fix: set ensure_weight_tying=True in the peft config, exclude embeddings and output "
+                "differently. A checkpoint and a rollout engine have one tensor for both, so they would be "
+                "a different policy. Fix: set ensure_weight_tying=True in the peft config, exclude embeddings and output "
                 "layer from the adapter, or load a base model that was saved with tie_word_embeddings=False."
             )
     for name, getter, _ in leaves:
@@ -81,7 +81,9 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield name, getter and the identities of the tensors that determine the value. An adapted layer is one leaf."""
+    """Yield for each weight its name, a function that computes it, and the identities of the tensors that it is
+    computed from. Layers with an adapter are not entered.
+    """
     special = _adapted(module, prefix)
     if special is not None:
         yield from special
@@ -92,7 +94,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozens
 
 
 def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
-    """Yield what `_walk` yields of a module, except for its own parameters."""
+    """Yield the same as `_walk` for the submodules of a module, without the module's own parameters."""
     hidden = module._non_persistent_buffers_set
     for name, buffer in module.named_buffers(recurse=False):
         if name not in hidden:
@@ -134,8 +136,8 @@ def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int
     base = layer.get_base_layer()
     if not isinstance(layer, ParamWrapper) and any(base.children()):
         raise ModelError(
-            f"{prefix.rstrip('.')} is a {type(base).__name__} with layers inside, and peft does not merge an adapter of it into "
-            "the weights that its own forward pass computes with. Fix: leave it out of target_modules and name linear layers."
+            f"{prefix.rstrip('.')} is a {type(base).__name__} with inner layers, and peft does not merge its adapter into "
+            "the weights that its forward pass uses. Fix: remove it from target_modules and list linear layers instead."
         )
     for name, parameter in base.named_parameters(recurse=False):
         tuner = _tuner_of(layer, name)
@@ -190,7 +192,8 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Reject adapters that cannot be merged into the base weights, by merging one layer of each kind.
+    """Raise an error for adapters that cannot be merged into the base weights. One layer of each kind is merged as a
+    test.
 
     Args:
         model: A transformers or peft model whose parameters are not sharded yet.
@@ -251,12 +254,13 @@ def _delta(layer: Any, name: str) -> Tensor:
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
-# Number of versions that are kept: one may be read while the next is written.
+# Number of versions that are kept, because one version may be read while the next is written.
 VERSIONS_KEPT = 2
 
 
 class SharedWeights:
-    """Sender of weights: it writes a version, then the file ``latest.json`` with the version and its hash.
+    """Sends weights to other processes through files. It writes a file with each version, then the file ``latest.json``
+    with the version's number and hash.
 
     It implements `WeightTransferProtocol`. Nothing is paused, because workers load a version when they need it.
 
@@ -477,14 +481,14 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
 
 
 def checkpoint_weights(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights with the names and the layout of the model's checkpoint; see `renamed`."""
+    """Convert weights to the names and the layout of the model's checkpoint; see `renamed`."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, weights)
 
 
 def renamed(model: nn.Module) -> bool:
-    """Return whether transformers loads this architecture with other names, or in another layout, than its checkpoint."""
+    """Return whether the names or the layout of the weights in the model differ from those in its checkpoint."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     base = causal_lm(model)

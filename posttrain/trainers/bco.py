@@ -158,7 +158,8 @@ class BCOTrainer(PreferenceTrainer):
 def with_delta(
     run: Run, inputs: list[Any], micro_batches: list[list[Batch]], mode: str, *, prepare: Prepare
 ) -> list[list[Batch]]:
-    """Return micro-batches with the reference's log-probs. In training, move delta by the rewards of the whole step.
+    """Return micro-batches with the reference's log-probs. In training, also update delta with the rewards of the whole
+    step.
 
     Args:
         run: Run of `BCO`.
@@ -177,13 +178,13 @@ def with_delta(
 
 
 def move_in_passes_of_its_own(run: Run, micro_batches: list[list[Batch]]) -> None:
-    """Move delta in passes without gradients if the pass that should have moved it is split."""
+    """Update delta in passes without gradients if the pass that should have updated it is split."""
     if run.progress.own.moves_in_pass:
         move_delta(run, micro_batches)
 
 
 def move_delta(run: Run, micro_batches: list[list[Batch]]) -> None:
-    """Move delta by the rewards of these micro-batches of all ranks, computed without gradients."""
+    """Update delta with the rewards of these micro-batches on all ranks. The rewards are computed without gradients."""
     ratios = log_ratios(run, [batch for micro in micro_batches for batch in micro])
     rewards = torch.cat([torch.zeros(0), *((run.args.beta * ratio).cpu() for ratio in ratios)])
     run.progress.own = run.progress.own.moved(reward_sums(rewards), run.ranks)

@@ -97,7 +97,7 @@ WORST = 5  # Number of tokens per pass in the column worst_tokens of the table o
 
 
 def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
-    """Raise an error. This is the placeholder for reward functions in runs without rewards."""
+    """Raise an error. Runs without rewards use this function as a placeholder for reward functions."""
     raise AssertionError("the reward placeholder of distillation was called")
 
 
@@ -181,18 +181,18 @@ class DistillationTrainer(OnlineTrainer):
     ) -> None:
         if reward_funcs is not None and not self.METHOD.takes_rewards:
             raise ConfigError(
-                f"{type(self).__name__} reads no rewards. Fix: MiniLLM or SDPO, or leave reward_funcs out."
+                f"{type(self).__name__} does not use rewards. Fix: remove reward_funcs, or use MiniLLM or SDPO."
             )
         if formatting_func is not None:
             raise ConfigError(
-                "formatting_func has no place here. Fix: dataset.map to the columns prompt and completion."
+                "formatting_func is not supported. Fix: use dataset.map to create the columns prompt and completion."
             )
-        # Additional data of completions that the teacher needs, by mode and number of the completion. The values are
-        # JSON.
+        # Additional data that the teacher needs for each completion, by mode and by the completion's number. The values
+        # are JSON.
         self.kept: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
         self.score_files: dict[str, ScoreFile] = {}
         self.columns: int | None = None
-        # Tokens with the largest divergence, as (number of the completion, text).
+        # Tokens with the largest divergence, as pairs of the completion's number and a text.
         self._worst: list[tuple[float, str]] = []
         self._row_of: dict[float, dict[str, Any]] = {}
         self.teacher_vision: Any = None  # The teacher's image inputs, if it does not use the student's token ids.
@@ -428,7 +428,7 @@ class DistillationTrainer(OnlineTrainer):
         return True
 
     def _log_roles(self, teacher: str) -> None:
-        """Report a teacher that is the student, so there is nothing to learn."""
+        """Report a finding if the teacher is the same model as the student, because then there is nothing to learn."""
         args = self.args
         revisions = {(args.model_init_kwargs or {}).get("revision") or "main", args.teacher_model_revision or "main"}
         trained = adapters_of(self.model) and not self.fresh_adapter
@@ -444,7 +444,9 @@ class DistillationTrainer(OnlineTrainer):
             self.checks.report([finding])
 
     def check_vocabularies(self, teacher: nn.Module, tokenizer: Tokenizer) -> None:
-        """Reject a teacher with another vocabulary, and limit both models' logits to ids that have a token."""
+        """Raise an error if the teacher has a different vocabulary. Limit the logits of both models to ids that have a
+        token.
+        """
         widths = (logit_width(self.model), logit_width(teacher))
         if self.args.tokenizer_check == "off":
             self.columns = min(widths)
@@ -459,7 +461,7 @@ class DistillationTrainer(OnlineTrainer):
         self.columns = match.columns if match.verdict != "identical" else None
 
     def _compared(self, tokenizer: Tokenizer, width: int | None, generation_config: Any) -> TokenizerMatch:
-        """Compare the student's tokenizer with the teacher's. The same id must be the same token."""
+        """Check that each token id has the same meaning in the tokenizers of student and teacher."""
         own = generation_config_of(causal_lm(self.model))
         stops = (terminal_token_ids(self.processing_class, own), terminal_token_ids(tokenizer, generation_config))
         widths = (logit_width(self.model), width)
@@ -469,13 +471,13 @@ class DistillationTrainer(OnlineTrainer):
         return match
 
     def _choose_layout(self, model: nn.Module) -> Layout:
-        """Choose the layout like the parent, but with one row per pass, because the teacher needs memory too."""
+        """Choose the layout like the parent class, but with one row per pass, because the teacher needs memory too."""
         return replace(super()._choose_layout(model), pass_tokens=0)
 
     # Data --------------------------------------------------------------------------------------------------------
 
     def make_prompt_source(self) -> PromptSource:
-        """Create the prompt source and keep all columns: answers and privileged context are needed."""
+        """Create the prompt source. It keeps all columns, because answers and privileged context are needed later."""
         source = super().make_prompt_source()
         source.drops_columns = False
         return source
@@ -492,7 +494,7 @@ class DistillationTrainer(OnlineTrainer):
         columns = get_dataset_column_names(dataset) if hasattr(dataset, "column_names") else []
         if "prompt_ids" in columns:
             return dataset
-        # The column is from another run; a prepared dataset also has the ids of prompts.
+        # The column score_row is from another run. A dataset that this class prepared also has prompt_ids.
         if "completion_ids" in columns:
             dataset = dataset.remove_columns(["completion_ids"])
         answered = args.eval_mode != "student" and "completion" in columns
@@ -525,7 +527,7 @@ class DistillationTrainer(OnlineTrainer):
             )
         file = self.score_files["train" if training else "eval"] = ScoreFile(path)
         file.check(dataset, self.processing_class, self.args.axes())
-        self.columns = len(self.processing_class)  # The ids of the teacher's scores.
+        self.columns = len(self.processing_class)  # The teacher's scores only have ids of the student's tokenizer.
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Convert dataset answers to rows. Without answers, completions are sampled later."""
@@ -537,12 +539,12 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def samples_completions(self) -> bool:
-        """Whether completions are sampled. False: only the dataset's answers are trained."""
+        """Whether completions are sampled. False: the student is only trained on the dataset's answers."""
         return self.args.lmbda > 0 or self.args.seq_kd
 
     @property
     def prompt_limit(self) -> int | None:
-        """Maximum number of tokens of a prompt to sample from, the same as for dataset rows."""
+        """Maximum number of tokens of a prompt. Sampling uses the same limit as dataset rows."""
         args = self.args
         room = None if args.max_length is None else max(args.max_length - args.max_completion_length, 1)
         return min((most for most in (args.max_prompt_length, room) if most is not None), default=None)
@@ -552,10 +554,13 @@ class DistillationTrainer(OnlineTrainer):
         """Whether there are reward functions that can be tested on rows."""
         return self.method.takes_rewards and self.rewards.functions[0] is not _unrewarded
 
-    # Whose tokens ------------------------------------------------------------------------------------------------
+    # Sources of completions
+    # ------------------------------------------------------------------------------------------------
 
     def samples(self, examples: Sequence[dict[str, Any]], settings: SampleSettings) -> list[bool]:
-        """Select the examples that the student completes. All ranks use the same random numbers, one per prompt."""
+        """Select the examples whose completions the student samples. Each prompt has one random number, which is equal
+        on all ranks.
+        """
         if settings.mode == "eval":
             return ["completion_ids" not in example for example in examples]
         size = settings.group_size
@@ -576,7 +581,9 @@ class DistillationTrainer(OnlineTrainer):
         return replace(super().make_online(), spare=spare)
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Return completions of the student, the teacher or the dataset, as selected by `samples`."""
+        """Return one completion per example. `samples` selects the examples that the student completes. All other
+        completions are from the dataset or the teacher.
+        """
         self._sampled = sampled = self.samples(examples, settings)
         if all(sampled):
             return self.student_samples(examples, settings)
@@ -607,7 +614,7 @@ class DistillationTrainer(OnlineTrainer):
         prompts = self.prompt_source.token_ids(examples)
         requests = [Request(prompt, pictures=Prompt.pictures_of(prompt)) for prompt in prompts]
         rollouts = self._teacher_engine.generate(requests, settings.sampling)
-        # Drop the log-probs, which are the teacher's and not the student's.
+        # Drop the log-probs, because they are from the teacher and not from the student.
         return [replace(r, logp=[], pictures=request.pictures) for r, request in zip(rollouts, requests, strict=True)]
 
     # One generation ----------------------------------------------------------------------------------------------
@@ -634,10 +641,10 @@ class DistillationTrainer(OnlineTrainer):
         return self.method.privileged or bool(self.servers or self.score_files)
 
     def keep(self, rollouts: RolloutBatch, found: Advantages) -> Advantages:
-        """Assign a unique number to each completion and store its `facts` under that number.
+        """Assign a unique number to each completion, and store the additional data from `facts` under this number.
 
         Numbers are positive in training and negative in evaluation, and differ between ranks. If rows select their
-        teacher, the number of the teacher is added.
+        teacher, a column with the teacher's number is added.
 
         Returns:
             ``found`` with the new columns.
@@ -674,7 +681,8 @@ class DistillationTrainer(OnlineTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the additional data of each completion as JSON: a row of scores, a server's scores, or a prompt.
+        """Return the additional data that the teacher needs for each completion, as JSON. It is the row number in a
+        file of scores, the scores of a server, or a prompt for the teacher.
 
         Returns:
             One entry per completion, and ``found`` with columns that the loss needs.
@@ -691,7 +699,9 @@ class DistillationTrainer(OnlineTrainer):
     def teacher_prompt(
         self, example: dict[str, Any], template: str, shown: Mapping[str, str], most: int | None
     ) -> list[int]:
-        """Tokenize ``template``, filled with the prompt and the privileged texts, with space for a completion."""
+        """Fill ``template`` with the prompt and the privileged texts, and tokenize it. The result leaves space for a
+        completion.
+        """
         room = None if self.context is None else self.context - self.args.max_completion_length
         most = min((limit for limit in (most, room) if limit is not None), default=None)
         kwargs = self.args.chat_template_kwargs or {}
@@ -716,8 +726,8 @@ class DistillationTrainer(OnlineTrainer):
         """Compute the divergence from logits, with TRL's name and arguments.
 
         An override in a subclass replaces the divergence of the loss. It is called with the logits and labels of the
-        trained tokens and must return their mean. Without an override the loss is computed in chunks and does not call
-        this method.
+        loss tokens, and must return the mean over these tokens. Without an override the loss is computed in chunks and
+        does not call this method.
 
         Args:
             student_logits: ``(B, T, V)``.
@@ -760,7 +770,9 @@ class DistillationTrainer(OnlineTrainer):
             )
 
     def comparison(self, batch: Batch) -> Any:
-        """Return the comparison with the teacher for the student's output layer. None: there is no teacher."""
+        """Return the function that the student's output layer calls to compare its logits with the teacher's. None:
+        there is no teacher.
+        """
         if self.axes.support == "none":
             return None
         options: dict[str, Any] = {"columns": self.columns, "policy_temperature": self.method.temperature}
@@ -784,7 +796,9 @@ class DistillationTrainer(OnlineTrainer):
 
     @staticmethod
     def _watch_tokens(run: Run, batches: list[Batch], counts: Denominators) -> bool:
-        """Reject a step without answer tokens, and warn if all completions of the step are excluded."""
+        """Raise an error if a step has no answer token. Warn if all completions of the step are excluded from the
+        loss.
+        """
         if counts.tokens == counts.sequences == 0:
             raise DataError(
                 "an optimizer step has no answer token, so there is nothing to learn. Fix: use longer completions."
@@ -792,14 +806,14 @@ class DistillationTrainer(OnlineTrainer):
         if counts.tokens == 0:
             logger.warning(
                 "all completions of step %d are excluded (truncated, too short, or not longer than the skipped "
-                "tokens), so the step trains nothing.",
+                "tokens), so the step does not change the model.",
                 run.progress.state.global_step + 1,
             )
         return True
 
     def never_written(self, vision: Vision, width: int) -> Tensor | None:
-        """Return the ids below ``width`` of image placeholders and markers, which are never sampled. None: there are no
-        images.
+        """Return the ids of image placeholders and markers that are below ``width``. These ids are never sampled. None:
+        there are no images.
         """
         return None if vision.reader is None else torch.tensor(vision.reader.never(width), device=self.args.device)
 
@@ -825,7 +839,7 @@ class DistillationTrainer(OnlineTrainer):
     # Checkpoints -------------------------------------------------------------------------------------------------
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the parent's state and the additional data of completions that are not trained yet."""
+        """Return the parent's state, and the additional data of completions that were not used for training yet."""
         return super().state_to_save() | {"kept": {} if self.window.used_up else self.kept["train"]}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:

@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 def _active_dropout(model: nn.Module) -> str:
-    """Return a description of the first source of noise in training, including an adapter's. "": there is no noise."""
+    """Describe the first source of random noise in the model or its adapter during training, such as dropout. Return ""
+    if there is none.
+    """
     for name, module in model.named_modules():
         if hasattr(module, "pvera_lambda_d"):
             return f"the noise of the PVeRA adapter in {name}"
@@ -152,8 +154,8 @@ class GRPOTrainer(OnlineTrainer):
             self.add_callback(CompletionsHubCallback(args.log_completions_hub_repo))
         if dropout := _active_dropout(self.model):
             logger.warning(
-                "%s is active: the policy's log-probs contain its noise, but the log-probs that they are compared "
-                "with do not. Set disable_dropout=True, or train another adapter than PVeRA.", dropout,
+                "%s is active, so the policy's log-probs are noisy, but the log-probs with which they are compared "
+                "are not. Set disable_dropout=True, or train a different adapter than PVeRA.", dropout,
             )  # fmt: skip
 
     # The entropy bonus -------------------------------------------------------------------------------------------

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 class KTOTrainer(PreferenceTrainer):
-    """Train on prompts with one answer and a label each. Pairs are converted to two such rows.
+    """Train on rows with a prompt, one answer and a label. A pair is converted to two such rows.
 
     The baseline z0 is the mean log-ratio of mismatched prompts and answers from the same batch. It is averaged over the
     optimizer step and all ranks, is at least 0 and has no gradient. The column ``KL_completion_ids`` can set the
-    mismatched answer of each row. ``precompute_ref_log_probs`` adds this column, and the reference's log-probs of both
-    answers.
+    mismatched answer of each row. ``precompute_ref_log_probs`` adds this column, and columns with the reference's
+    log-probs of the answer and of the mismatched answer.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
@@ -188,7 +188,8 @@ def with_baseline(
     prepare: Prepare,
     refer: Callable[[Run, Batch], Batch],
 ) -> list[list[Batch]]:
-    """Return judged micro-batches with the reference's log-probs, after the baseline was put into `Progress.own` and logged.
+    """Return judged micro-batches with the reference's log-probs. The baseline is stored in `Progress.own` and logged
+    first.
 
     Args:
         run: Run of `KTO`.
@@ -196,17 +197,17 @@ def with_baseline(
         micro_batches: The judged batches.
         mode: ``train`` or ``eval``.
         prepare: Adds the reference's log-probs, see `Hooks.prepare`.
-        refer: Adds those of one batch.
+        refer: Adds the reference's log-probs to one batch.
     """
     micro_batches = prepare(run, inputs, micro_batches, mode)
     mismatched = [batch for _, others in inputs for batch in others]
     if mode == "eval":
         (compared,) = prepare(run, inputs, [mismatched], mode)
-    else:  # Another epoch pairs prompts with other answers: no sums are kept.
+    else:  # Each epoch pairs prompts with different mismatched answers, so caching their sums would not help.
         compared = with_references(run, mismatched, mode, None, refer)
     run.progress.own = baseline(run, compared)
     judged = sum(batch.num_sequences for batches in micro_batches for batch in batches)
-    metrics = {"kl": mean(run.progress.own, weight=judged)}  # The same on every rank.
+    metrics = {"kl": mean(run.progress.own, weight=judged)}  # The value is equal on every rank.
     if run.args.loss_type == "kto":
         share = sum(batch.num_sequences for batch in mismatched) / max(judged, 1)
         metrics["kl/valid_fraction"] = mean(share, weight=judged)
@@ -215,7 +216,9 @@ def with_baseline(
 
 
 def baseline(run: Run, mismatched: list[Batch]) -> Tensor:
-    """Return z0 over all ranks, from batches with the reference's log-probs; ranks may hold different numbers of them."""
+    """Compute z0 over all ranks from batches with the reference's log-probs. Ranks may have different numbers of
+    batches.
+    """
     totals = torch.zeros(2, dtype=torch.float64)
     for ratio in log_ratios(run, mismatched):
         totals += kl_totals(ratio).double().cpu()

@@ -46,9 +46,10 @@ logger = logging.getLogger(__name__)
 
 
 class OnlineDPOTrainer(OnlineTrainer):
-    """Sample two completions per prompt, and train the better one over the other with the DPO loss.
+    """Sample two completions per prompt, and train with the DPO loss to prefer the better one.
 
-    The completion with the higher reward, or the one that the judge prefers, is the chosen one. Ties train nothing.
+    The chosen completion is the one with the higher reward, or the one that the judge prefers. Ties do not contribute
+    to the loss.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
@@ -166,7 +167,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         if tokenizer is None and not isinstance(model, str):
             raise ConfigError("processing_class is missing. Pass the model's tokenizer.")
         if data_collator is not None:
-            raise ConfigError("data_collator must be None, because prompts are not collated before they are completed.")
+            raise ConfigError("data_collator must be None, because batches are built after completions are sampled.")
         if self._given_reference is not None:
             check_reference(self._given_reference, model)
         of_rewards = {
@@ -234,7 +235,9 @@ class OnlineDPOTrainer(OnlineTrainer):
     # Scores and preferences --------------------------------------------------------------------------------------
 
     def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
-        """Score pairs with reward functions or the judge. In evaluation a judge has no pair to compare."""
+        """Score pairs with reward functions or the judge. In evaluation the judge is not called, because there is only
+        one completion per prompt.
+        """
         self.rewards.pairs = mode == "train"  # type: ignore[attr-defined]
         if mode == "train" or self.judge is None:
             return super().score(rollouts, mode)
@@ -254,7 +257,8 @@ class OnlineDPOTrainer(OnlineTrainer):
             columns = {"ref_logp": logps(self.run, reference, every)}
         if not self.engine.capabilities.has_logprobs:
             return columns
-        # The loss does not use the sampling temperature, so one completion of the batch is computed in an extra pass.
+        # The loss uses temperature 1 and not the sampling temperature, so one completion of the batch is computed in an
+        # extra pass.
         with self.run.inference() as policy:
             own = logps(self.run, policy, rollouts.rows(range(1), skip_truncated=False), self.args.temperature)
         self.run.log(sampler_gap(rollouts.rollouts[:1], own), rollouts.mode)
@@ -267,7 +271,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         if mode == "train" and metrics.get("ties", 0.0) > TIES_MOST and not self._ties_told:
             self._ties_told = True
             logger.warning(
-                "%.0f%% of the pairs are ties (identical completions or equal rewards) and train nothing. Raise "
+                "%.0f%% of the pairs are ties (identical completions or equal rewards) and have no loss. Raise "
                 "temperature, or use a reward or judge that distinguishes completions.",
                 100 * metrics["ties"],
             )

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Overridden, they may read the reference's log-prob of each token, or give another.
+# Trainer methods whose overrides may need the reference's log-prob of each token, or may change it.
 SEE_REFERENCE = (*PADDED_STEPS, "objective", "comparison", "with_reference")
-SUMS = {"sums", "reference_logp"}  # The same for methods.
+SUMS = {"sums", "reference_logp"}  # The same for the classes in `posttrain.methods`.
 
 
 def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_config: Any = None) -> None:
@@ -72,7 +72,7 @@ def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_c
 class PreferenceTrainer(PostTrainer):
     """Base class of trainers on answers that share a prompt.
 
-    The answers form a prefix tree, which the policy and the reference compute once each. See `AnswerMethod`.
+    The answers to a prompt form a prefix tree, so each model computes the prompt only once. See `AnswerMethod`.
     """
 
     METHOD: ClassVar[type[AnswerMethod[Any]]]
@@ -133,7 +133,8 @@ class PreferenceTrainer(PostTrainer):
         if args.precompute_ref_log_probs:
             self.train_dataset = self._precompute(self.train_dataset, self.reference, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, self.reference)
-            # A reference without a copy costs no memory and can be kept for other evaluation sets.
+            # A reference that shares the policy's weights needs no extra memory, so it is kept for other evaluation
+            # sets.
             if self.reference.copy is not None:
                 self.reference = None
         elif args.sync_ref_model:
@@ -157,12 +158,14 @@ class PreferenceTrainer(PostTrainer):
 
     @functools.cached_property
     def reference_sums(self) -> dict[str, ReferenceSums]:
-        """Sums of the reference's log-probs by mode. Those of training are joined over ranks and saved."""
+        """Caches of the reference's summed log-probs, by mode. The cache for training is exchanged between ranks and
+        saved in checkpoints.
+        """
         return {"train": ReferenceSums(self.run), "eval": ReferenceSums(self.run)}
 
     @functools.cached_property
     def pairs(self) -> PairWatch:
-        """Checks of whether chosen answers are better than rejected answers."""
+        """Checks that compare chosen with rejected answers, for example their rewards."""
         options = {"compared": self.method.traits.compares_reference, "given": not self._own_reference}
         return PairWatch(self.args, self.checks, self.processing_class, self.method.branches, **options)
 
@@ -260,7 +263,7 @@ class PreferenceTrainer(PostTrainer):
         if not self.method.traits.compares_reference:
             return hooks
         kept = dict(self.reference_sums) if self._reads_sums() else {}
-        if not isinstance(self.train_dataset, Sized):  # A stream may never come to its rows again.
+        if not isinstance(self.train_dataset, Sized):  # A stream may never repeat its rows.
             kept.pop("train", None)
         if not self.is_in_train:
             kept.pop("eval", None)
@@ -271,13 +274,15 @@ class PreferenceTrainer(PostTrainer):
         return partial(with_reference, own=self._own_reference) if own is None else lambda run, batch: own(batch)
 
     def _reads_sums(self) -> bool:
-        """Return whether the loss reads sums of the reference's log-probs, and nothing of the user's may read more."""
+        """Return whether sums of the reference's log-probs are sufficient: the loss uses only sums, and no user code
+        may need the log-prob of each token.
+        """
         own = any(name in vars(self) or user_override(type(self), name) for name in SEE_REFERENCE)
         own |= type(self.method).__module__.split(".")[0] != "posttrain" or bool(SUMS & vars(self.method).keys())
         return not own
 
     def state_to_save(self) -> dict[str, Any]:
-        """Return the state of the trainer, with the sums of the reference's log-probs of rows that come again."""
+        """Return the state of the trainer, including the cached sums of the reference's log-probs."""
         sums = self.reference_sums["train"]
         return super().state_to_save() | ({"reference": sums.state()} if sums.sums else {})
 
@@ -288,7 +293,7 @@ class PreferenceTrainer(PostTrainer):
             self.reference_sums["train"].load_state(state["reference"])
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
-        """Collate examples into the batches whose log-probs the loss reads."""
+        """Collate examples into the batches whose reference log-probs the loss needs."""
         return self.data_collator(examples)
 
     def with_reference(self, batch: Batch) -> Batch:

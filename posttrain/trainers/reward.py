@@ -138,7 +138,9 @@ class RewardTrainer(PostTrainer):
         return super().rows(examples)
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the scores ``[chosen, rejected]`` of each pair in the order of the dataset, with label 0."""
+        """Return the scores ``[chosen, rejected]`` of each pair in dataset order. The label of each pair is 0, the
+        index of the chosen answer.
+        """
         scores_of: dict[int, np.ndarray] = {}
         for batch in batches:
             scores = forward(model, batch, self.method.traits.needs).scores

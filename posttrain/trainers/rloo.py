@@ -130,7 +130,7 @@ class RLOOTrainer(OnlineTrainer):
         self._clipped_steps, self._last_logged = 0, 0
         if self.args.vllm_importance_sampling_correction and not self.run.online.samples_policy:
             logger.warning(
-                "completions are from an engine that is not exactly the policy, so they are weighted by the ratio of "
+                "the engine does not compute exactly the policy's probabilities, so completions are weighted by the ratio of "
                 "both probabilities (vllm_importance_sampling_mode=%r). Set "
                 "vllm_importance_sampling_correction=False to disable the weight.",
                 self.args.vllm_importance_sampling_mode,
@@ -147,7 +147,8 @@ class RLOOTrainer(OnlineTrainer):
     def _watch_clipping(self, share: float) -> None:
         """Warn if most sequences are clipped.
 
-        The ratio of a whole sequence leaves the clip range after small updates, and clipped sequences train nothing.
+        After small updates the ratio of a whole sequence is already outside the clip range, and clipped sequences have
+        no gradient.
         """
         if not self.args.outlives_weights:
             return
@@ -156,7 +157,7 @@ class RLOOTrainer(OnlineTrainer):
         self._clipped_steps = before + steps if share > CLIPPED_MOST else 0
         if before < CLIPPED_STEPS <= self._clipped_steps:
             logger.warning(
-                "%.0f%% of the sequences were clipped over the last %d steps, so they train nothing. RLOO's ratio is "
+                "%.0f%% of the sequences were clipped over the last %d steps, so they had no gradient. RLOO's ratio is "
                 "that of whole completions and grows with their length. Let steps_per_generation * num_iterations "
                 "divide gradient_accumulation_steps, lower learning_rate, or use GRPO with "
                 "importance_sampling_level='sequence'.",

@@ -84,14 +84,14 @@ class SFTTrainer(PostTrainer):
         self.formatting_func = formatting_func
         self.reports: dict[str, PreparationReport] = {}
         args = as_config(self.config_class, args)
-        asked = args or SFTConfig  # The class has the default values.
+        asked = args or SFTConfig  # Class attributes have the default values.
         if asked.loss_type == "dft" and compute_loss_func is not None:
             raise ConfigError("loss_type='dft' and compute_loss_func both set the loss. Remove one of them.")
         joins = {"padding_free": asked.padding_free, "packing": asked.packing, "eval_packing": asked.eval_packing}
         joined = [name for name, on in joins.items() if on]
         if data_collator is not None and joined:
             raise ConfigError(
-                f"{joined[0]}=True joins documents into rows, which a data_collator cannot do. Remove one of them."
+                f"{joined[0]}=True joins documents into rows, which is not possible with a data_collator. Remove one of them."
             )
         super().__init__(
             model,
@@ -112,7 +112,7 @@ class SFTTrainer(PostTrainer):
         )
         if self.args.packing and learns_prompts(self.model):
             raise ConfigError(
-                "packing=True with prompt learning: every document needs its own virtual tokens, so packing saves "
+                "packing=True with prompt learning: every document needs separate virtual tokens, so packing saves "
                 "nothing. Set packing=False."
             )
 

@@ -69,7 +69,7 @@ def test_the_report_is_logged_and_kept_when_training_begins(tiny_model, tiny_tok
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, chat(8))
     with caplog.at_level(logging.INFO, logger="posttrain"):
         trainer.train()
-    assert "tokens are trained" in caplog.text and "lengths in tokens" in caplog.text
+    assert "tokens contribute to the loss" in caplog.text and "lengths in tokens" in caplog.text
     kept = json.loads((tmp_path / "data_report.json").read_text())
     assert kept["rows_out"] == 8 and kept["trained_share"] > 0.9 and kept["shown"]
 

@@ -33,7 +33,10 @@ def codes(count, **values):
 def test_r1_the_start_says_how_stale_the_last_slice_gets(tiny_tokenizer, tmp_path, caplog):
     caplog.set_level(logging.INFO, "posttrain.loop.prompts")
     grpo(tmp_path, tiny_tokenizer, steps_per_generation=4)
-    assert "4 slices, each trained 1 time: 4 updates a generation. The last slice is 3 updates old" in caplog.text
+    assert (
+        "4 slices, each used 1 time: 4 updates per generation. The last slice is trained on 3 updates after it was sampled"
+        in caplog.text
+    )
 
 
 def test_r2_the_start_says_what_passes_do_to_the_length_of_an_epoch(tmp_path):

@@ -89,7 +89,7 @@ def test_methods_and_options_that_need_a_trainer_are_refused(tmp_path, tiny_toke
         (GRPO(grpo_args(tmp_path, neftune_noise_alpha=5.0)), "neftune_noise_alpha=5.0"),
     ]
     for method, named in methods:
-        with pytest.raises(ConfigError, match=f"^{named} needs functions of a trainer"):
+        with pytest.raises(ConfigError, match=f"^{named} works only in a trainer"):
             posttrain.build(Plan(Spec(method, "model", prompts()), *[None] * 7))
 
 

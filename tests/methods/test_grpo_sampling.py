@@ -345,7 +345,7 @@ def test_another_number_of_processes_goes_on_from_used_up_rollouts_and_not_from_
     assert taken == [False, False, False, True]
     again.load(waiting, before=2, now=2)
     assert not again.used_up and again.take() == slices[1] and again.used_up
-    with pytest.raises(CheckpointError, match=r"2 processes, but this run has 1"):
+    with pytest.raises(CheckpointError, match=r"2 processes have only partly used for training, but this run has 1"):
         again.load(waiting, before=2, now=1)
 
 

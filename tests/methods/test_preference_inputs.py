@@ -173,7 +173,7 @@ def test_a_loaded_model_is_neither_quantised_nor_loaded_again(tiny_tokenizer, tm
     with raises(ConfigError, "quantization_config"):
         make("dpo", tiny_tokenizer, tmp_path, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     make("dpo", tiny_tokenizer, tmp_path, settings={"model_init_kwargs": {"dtype": "float32"}})
-    assert "model_init_kwargs is ignored: the model was given as an object" in caplog.text
+    assert "model_init_kwargs is ignored because the model was passed as an object" in caplog.text
 
 
 def test_a_second_adapter_or_one_that_the_reference_would_follow_is_refused(tiny_tokenizer, tmp_path):
@@ -206,7 +206,7 @@ def test_streams_where_they_cannot_work(tiny_tokenizer, tmp_path, caplog):
             make(method, tiny_tokenizer, tmp_path, settings=settings, eval_dataset=evaluation)
     trainer = make("dpo", tiny_tokenizer, tmp_path, stream, settings={"accelerator_config": {"dispatch_batches": True}})
     assert trainer.args.accelerator_config.dispatch_batches is False
-    assert "dispatch_batches=True with a streaming train_dataset is set to False" in caplog.text
+    assert "dispatch_batches=True is set to False: each rank reads a streaming train_dataset itself" in caplog.text
 
 
 def test_a_pad_token_outside_the_vocabulary_is_refused(tiny_tokenizer, tmp_path):

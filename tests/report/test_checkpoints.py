@@ -317,7 +317,7 @@ def test_flipped_bytes_are_refused_where_they_are_named_and_passed_over_where_th
     shutil.rmtree(good)
     with pytest.raises(CheckpointError, match=r"checkpoint-2 is damaged: the bytes of model\.safetensors") as alone:
         checkpoints.resolve_resume(True, tmp_path)
-    assert "without the file" not in str(alone.value)  # It has the file, and nobody interrupted its writing.
+    assert "have no file" not in str(alone.value)  # It has the file, and nobody interrupted its writing.
 
 
 def test_a_run_goes_on_with_its_own_rows_alone_says_from_where_and_trains_no_step_beyond_its_last(
@@ -328,7 +328,7 @@ def test_a_run_goes_on_with_its_own_rows_alone_says_from_where_and_trains_no_ste
     again = sft(tmp_path, tiny_tokenizer, max_steps=1, **settings)
     with caplog.at_level("INFO", "posttrain"):
         again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 2 and "nothing left to train" in caplog.text
+    assert again.state.global_step == 2 and "the run ends without a step" in caplog.text
     assert f"Resuming from {tmp_path / 'checkpoint-2'}" in caplog.text
     assert not (tmp_path / "checkpoint-3").exists()
     rows = chats(12).select(range(11, -1, -1))
@@ -337,7 +337,7 @@ def test_a_run_goes_on_with_its_own_rows_alone_says_from_where_and_trains_no_ste
         other.train(resume_from_checkpoint=True)
     meant = sft(tmp_path, tiny_tokenizer, data=rows, max_steps=3, ignore_data_skip=True, **settings)
     meant.train(resume_from_checkpoint=True)
-    assert meant.state.global_step == 3 and "they start from the first row" in caplog.text
+    assert meant.state.global_step == 3 and "the run starts at the first row" in caplog.text
 
 
 def test_a_checkpoint_of_the_same_step_replaces_its_own_and_moves_anothers_aside(tmp_path):
@@ -514,12 +514,12 @@ def test_a_resumed_step_of_another_number_of_rows_is_told_with_both(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"learning_rate": 3e-3}, "learning_rate=0.003 (the checkpoint's: 0.01): the optimizer goes on with the checkpoint's"),
+        ({"learning_rate": 3e-3}, "learning_rate=0.003 (the checkpoint's: 0.01): the optimizer continues with the checkpoint's value"),
         ({"weight_decay": 0.1}, "weight_decay=0.1 (the checkpoint's: 0.0): the optimizer goes on"),
         ({"adam_beta1": 0.8, "adam_beta2": 0.9}, "adam_beta1=0.8 (the checkpoint's: 0.9), adam_beta2=0.9 (the checkpoint's: 0.999)"),
-        ({"seed": 7}, "seed=7 (the checkpoint's: 42): rows come in another order"),
-        ({"data_seed": 7}, "data_seed=7 (the checkpoint's: None): rows come in another order"),
-        ({"max_steps": 3}, "max_steps=3 (the checkpoint's: 2): the first step has the learning rate that the checkpoint's schedule was at"),
+        ({"seed": 7}, "seed=7 (the checkpoint's: 42): rows come in a different order"),
+        ({"data_seed": 7}, "data_seed=7 (the checkpoint's: None): rows come in a different order"),
+        ({"max_steps": 3}, "max_steps=3 (the checkpoint's: 2): the first step uses the learning rate of the checkpoint's schedule"),
         ({}, None),
     ],
 )  # fmt: skip

@@ -1,3 +1,3 @@
-"""Harnesses: an agent of the user runs episodes against an HTTP endpoint of the policy. Also integrations of OpenEnv,
-verifiers and TRL's rollout sessions.
+"""Harnesses, in which the user's agent runs episodes against an HTTP endpoint of the policy. Also integrations of
+OpenEnv, verifiers and TRL's rollout sessions.
 """

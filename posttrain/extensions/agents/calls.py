@@ -31,17 +31,17 @@ WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifie
 OF_THE_RUN: dict[str, str] = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 OFF = {"presence_penalty": 0, "frequency_penalty": 0}
 MOST_CHOICES = 128
-# Maximum size of a request body in bytes: if the context length is unknown, minimum for any context, and size per token
-# of the context.
+# Maximum size of a request body in bytes: a fixed size if the context length is unknown; otherwise a size per token of
+# the context, with a minimum.
 MOST_BYTES, LEAST_BYTES, BYTES_PER_TOKEN = 16 * 2**20, 2**20, 32
-# Template arguments that a call cannot set.
+# Arguments of the chat template that a call must not set.
 OUR_OWN = {
     name
     for function in (render_prompt, render, PreTrainedTokenizerBase.apply_chat_template)
     for name, parameter in inspect.signature(function).parameters.items()
     if parameter.kind is not parameter.VAR_KEYWORD and name != "documents"
 }
-# Keys of a message that are rejected, because they would be ignored.
+# Unsupported keys of a message. They are rejected, because ignoring them could change the samples.
 UNREAD = ("function_call", "audio")
 
 
@@ -155,15 +155,15 @@ class Policy:
 
     Attributes:
         tokenizer: Tokenizer with a chat template.
-        sampling: Sampling settings of every call, which the trained log-probs assume. ``max_new_tokens`` limits each
+        sampling: Sampling settings of every call. The log-probs of the loss assume them. ``max_new_tokens`` limits each
             completion.
         context: Maximum number of tokens of prompt and completion. None means no limit.
         vocabulary: Vocabulary size V. None if it is unknown.
         model: Model name that calls must use.
         template_kwargs: Arguments of the chat template.
         unsupported: Fields of `Sampling` that the engine does not support.
-        overrides: Whether calls with other sampling settings are sampled with the run's settings. If False, these calls
-            are rejected.
+        overrides: Whether calls that request different sampling settings are sampled with the run's settings. If False,
+            such calls are rejected.
         call_timeout: Maximum number of seconds that a call waits for its completion.
         max_calls: Maximum number of sampled calls per session. None means no limit.
         max_tokens: Maximum number of sampled tokens per session. None means no limit.
@@ -189,7 +189,7 @@ class Policy:
             except ModelError:
                 # There is no parser for tool calls of this template, so calls with tools are rejected.
                 self.calls_tools = False
-        # There is a single instance, so that a hidden text gets the same placeholder in every call.
+        # All calls share one instance, so that a hidden special token gets the same placeholder in every call.
         self.plain = PlainText(self.tokenizer) if hasattr(self.tokenizer, "all_special_tokens") else None
 
     @property
@@ -200,7 +200,8 @@ class Policy:
     # Prompts -------------------------------------------------------------------------------------------------------------
 
     def chat(self, body: ChatBody, session: Session) -> CapturedCall:
-        """Convert a chat call to a prompt, which consists of token ids that the session has sampled and of new token ids.
+        """Convert a chat call to a prompt. Token ids that the session has sampled are reused, and only new text is
+        tokenized.
 
         Raises:
             CallError: The call cannot be rendered, or uses an unsupported option.
@@ -230,7 +231,9 @@ class Policy:
     def _ids(
         self, session: Session, text: str, parent: tuple[int, int] | None, *, plain: bool
     ) -> tuple[list[int], tuple[int, int] | None]:
-        """Return the token ids of a text, and the completion that it continues. Only the new part is tokenized."""
+        """Return the token ids of a text, and the earlier completion that the text continues. Only the text after this
+        completion is tokenized.
+        """
         if parent is not None:
             call = session.calls[parent[0]]
             rest = text[len(call.ends[parent[1]]) :]
@@ -298,7 +301,7 @@ class Policy:
         kind = (body.response_format or {"type": "text"}).get("type")
         if kind != "text":
             raise CallError(
-                f"response_format of type {kind!r} changes the sampled distribution, so the trained log-probs would not "
+                f"response_format of type {kind!r} changes the sampled distribution, so the log-probs of the loss would not "
                 "match it. Fix: remove response_format, and reward the format instead.",
                 param="response_format",
                 code="unsupported_parameter",
@@ -343,7 +346,7 @@ class Policy:
         bias = tuple(sorted((body.logit_bias or {}).items()))
         if bias:
             raise CallError(
-                "logit_bias changes the sampled distribution, so the trained log-probs would not match it. "
+                "logit_bias changes the sampled distribution, so the log-probs of the loss would not match it. "
                 "Fix: remove it.",
                 param="logit_bias",
                 code="unsupported_parameter",
@@ -363,7 +366,9 @@ class Policy:
         return request
 
     def _check_settings(self, body: Any) -> None:
-        """Reject sampling settings that differ from the run's settings, with which the trained log-probs would not match."""
+        """Raise an error for sampling settings that differ from the run's settings, because the log-probs of the loss
+        would not match the samples.
+        """
         for name, value in OFF.items():
             if (asked := getattr(body, name)) not in (None, value) and not self.overrides:
                 raise CallError(_other(name, asked, value), param=name, code="unsupported_value")
@@ -406,7 +411,7 @@ class Policy:
 
 def _other(name: str, asked: Any, own: Any) -> str:
     return (
-        f"{name}={asked} differs from the run's {name}={own}, so the trained log-probs would not match the sampled "
+        f"{name}={asked} differs from the run's {name}={own}, so the log-probs of the loss would not match the sampled "
         f"distribution. Fix: remove {name} from the call, set it in the run's config, or set "
         "harness_sampling='override', which samples with the run's settings."
     )
@@ -466,7 +471,9 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _given_call(call: Any, where: str) -> dict[str, Any]:
-    """Return a tool call whose keys have the same order as in sampled calls, because templates render keys in order."""
+    """Return a tool call with its keys in the same order as in sampled calls, because templates render keys in
+    order.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise CallError(f"{where} has no function with a name.", param=where, code="invalid_value")
@@ -528,7 +535,7 @@ class Answer:
         self.created = int(time.time())
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Return the fields that all response objects start with."""
+        """Return the fields that are common to all response objects."""
         chat = ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
         suffix = ".chunk" if kind == "chunk" and self.is_chat else ""
         return {

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Run = Callable[..., Any] | str | Sequence[str]
-# Interval in seconds at which the end of episodes is checked.
+# Interval in seconds between two checks of whether episodes have ended.
 LOOK_S = 0.05
 # Maximum number of characters of a command's output in an error.
 TAIL = 500
@@ -65,9 +65,9 @@ class Harness:
             on its standard input. The last line of its output is the result, as JSON or text.
         credit: Function ``f(session) -> [number]``. It returns a factor of the advantage for each branch, in the order of
             ``session.branches()``. None uses 1 for all branches.
-        trains: Function ``f(call) -> bool``. It returns whether the tokens of a call are trained. Tokens of other calls
-            are context. None trains all calls.
-        requires: Whether a result of None is a failure, even if there are reward functions.
+        trains: Function ``f(call) -> bool``. It returns whether the tokens of a call contribute to the loss. Tokens of
+            other calls are only context. None: all calls contribute.
+        requires: Whether an episode that returns None counts as failed, even if there are reward functions.
         close: Function that is called when training ends, also after an error.
         keeps: Function ``f(calls) -> calls``. It selects the answered calls that belong to the agent. Other calls are
             context. None selects all calls.
@@ -138,7 +138,7 @@ class _Replay(Harness):
         recorded = self.waiting.get(_task_key(row))
         if not recorded:
             raise DataError(
-                f"{self.path} has no episode for the row {dict(row)!r:.120}, but only for {len(self.waiting)} other rows. "
+                f"{self.path} has no episode for the row {dict(row)!r:.120}, only for {len(self.waiting)} other rows. "
                 "Fix: train on the dataset with which the file was recorded."
             )
         one = recorded.pop(0)
@@ -158,7 +158,8 @@ def _plain(value: object) -> Any:
 
 
 def harness_reward(completions: Sequence[Any], harness_result: Sequence[Any], **_: Any) -> list[float | None]:
-    """Return the harness's result as the reward: a number, or the key ``reward`` of a mapping. None for failed episodes.
+    """Return the harness's results as rewards. A result is a number, or a mapping with the key ``reward``. The reward
+    of failed episodes is None.
 
     Raises:
         RewardError: A result is not a number.
@@ -179,7 +180,7 @@ def _number(result: Any) -> float:
 
 
 def _recorded(result: object) -> object:
-    """Convert a result to JSON. An object with a reward is converted to this number, and any other object to None."""
+    """Convert a result to JSON. Objects are replaced by their reward, or by None if they have no reward."""
     if result is None or isinstance(result, str | int | float | Mapping | list | tuple):
         return result
     with contextlib.suppress(RewardError):
@@ -206,7 +207,7 @@ class HarnessEpisode:
 
 @dataclass
 class HarnessOptions:
-    """Options of a `HarnessRunner`, with the names of `HarnessFields`. The object can be pickled."""
+    """Options of a `HarnessRunner`, a picklable copy of the config fields in `HarnessFields`."""
 
     limit: int = 16
     timeout: float | None = 600.0
@@ -246,7 +247,7 @@ class HarnessRunner:
     """Runner of a harness. Episodes run concurrently. Their calls are answered on the thread that owns the engine.
 
     Args:
-        harness: Harness as the user passed it.
+        harness: The harness, in any form that trainers accept.
         options: Options. None uses the defaults.
 
     Attributes:
@@ -354,7 +355,7 @@ class HarnessRunner:
             _kill(process, key)
 
     def _start(self, proxy: CaptureProxy, waiting: deque[tuple[Future[HarnessEpisode], HarnessEpisode, int]]) -> None:
-        """Run up to ``limit`` episodes concurrently, on daemon threads."""
+        """Start daemon threads that run up to ``limit`` episodes concurrently."""
 
         def work() -> None:
             while waiting:
@@ -523,7 +524,7 @@ def as_rollouts(
     Args:
         episodes: Episodes in order.
         harness: Harness, whose credit and filters are applied.
-        placeholder: Token id of the prompt of an episode without tokens.
+        placeholder: Token id that is used as the prompt of episodes without tokens.
         leave_out: Whether failed episodes are excluded from training.
 
     Raises:
@@ -542,7 +543,7 @@ def as_rollouts(
         logger.warning(
             "%d of %d episodes of the harness failed (%s) and are %s. The first error: %s",
             failed.total(), len(episodes), ", ".join(f"{count} {name}" for name, count in failed.most_common()),
-            "excluded from training" if leave_out else "trained with the reward harness_failure", first,
+            "excluded from training" if leave_out else "used with the reward harness_failure", first,
         )  # fmt: skip
     extra = {
         "harness_result": [None if episode.error is not None else episode.result for episode in episodes],
@@ -577,7 +578,7 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
 
 
 def _kept(session: Session, harness: Harness) -> set[int] | None:
-    """Return the numbers of the calls that are trained, or None if all calls are trained."""
+    """Return the numbers of the calls that contribute to the loss, or None if all calls do."""
     if harness.keeps is None and harness.trains is None:
         return None
     calls = [call for call in session.calls if call.state == "answered"]
@@ -586,7 +587,7 @@ def _kept(session: Session, harness: Harness) -> set[int] | None:
 
 
 def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Session, kept: set[int]) -> list[int]:
-    """Return the mask of a branch without the tokens of calls that are not trained."""
+    """Return the loss mask of a branch. It is 0 for tokens of calls that do not contribute to the loss."""
     mask = list(rollout.tool_mask or [1] * len(rollout.token_ids))
     for number, choice in calls:
         call = session.calls[number]
@@ -598,7 +599,9 @@ def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Sessi
 
 
 def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
-    """Compute the numbers of calls, forks and failures, and the ratio of computed tokens to the tokens of all calls."""
+    """Compute metrics: the numbers of calls, forks and failures, and the number of computed tokens relative to the
+    tokens of all calls.
+    """
     n = max(len(episodes), 1)
     totals = Counter[str]()
     for episode in episodes:

@@ -84,7 +84,7 @@ class CallQueue:
         self._news.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait until calls are queued and no further call arrives for `GATHER_S`, but at most ``seconds``."""
+        """Wait until calls are queued and no further call has arrived for `GATHER_S`. Wait at most ``seconds``."""
         if self._news.wait(seconds):
             self._news.clear()
         seen = 0
@@ -159,8 +159,8 @@ class CaptureProxy:
     - **A retry** gets the response of the original call, and does not count as a second call. A call is a retry if
       ``x-stainless-retry-count`` is above 0, which OpenAI's clients send, or if its body equals that of a call whose client
       disconnected before the response. Any other call with an equal body is sampled separately.
-    - **A client that disconnects** (a canceled stream, or a timeout of the client) cancels its call. The sampled tokens are
-      not trained, because they had no effect on the episode.
+    - **A client that disconnects** (a canceled stream, or a timeout of the client) cancels its call. The sampled tokens
+      are excluded from the loss, because they had no effect on the episode.
     - **A timeout** (``call_timeout``) and **an engine error** return an error in OpenAI's format, with status 504 or 500.
     - **Calls of a session that has ended** return status 401.
 
@@ -453,7 +453,7 @@ class CaptureProxy:
         return CallError(str(error), status=500, code="engine_error")
 
     def unread(self, session: Session, call: CapturedCall, *, again: bool) -> None:
-        """Mark a call as not trained, because its client disconnected during the response."""
+        """Exclude a call from the loss, because its client disconnected during the response."""
         if again:
             session.counts.retried += 1
         else:
@@ -489,7 +489,7 @@ class _Stream(StreamingResponse):
         yield b"data: [DONE]\n\n"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the stream. Mark the call as not trained if the stream does not finish."""
+        """Send the stream. If the stream does not finish, exclude the call from the loss."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -1,4 +1,6 @@
-"""`Session`: the calls of one episode as a prefix tree of token ids, and the branches of the tree that are trained."""
+"""`Session`: the calls of one episode as a prefix tree of token ids, and the branches of this tree, which become
+training sequences.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ class CapturedCall:
         completions: Sampled completions, one per choice.
         answers: Completions as messages, with parsed tool calls.
         state: ``waiting``: for the engine. ``answered``: the response was sent. ``cancelled``: the client disconnected
-            before the response. ``failed``: the engine raised an error, or the call timed out. Only answered calls are
-            trained.
+            before the response. ``failed``: the engine raised an error, or the call timed out. Only answered calls
+            contribute to the loss.
         body: Digest of the request, which identifies retries.
         retries: Number of retries.
     """
@@ -66,7 +68,7 @@ class Counts:
         received: Calls with the key of the session.
         answered: Calls whose response was sent.
         retried: Retries that got the response of an earlier call.
-        cancelled: Calls whose client disconnected before the response. They are not trained.
+        cancelled: Calls whose client disconnected before the response. They are excluded from the loss.
         refused: Invalid calls, which were not sampled.
         failed: Calls for which the engine raised an error, or that timed out.
         tokens: Number of sampled tokens, including tokens of canceled calls.
@@ -92,8 +94,8 @@ class Branch:
 
     Attributes:
         episode: Tokens of the branch.
-        calls: Numbers of the calls, and for each call the choice that the next call continues.
-        forked: Number of tokens at the start that an earlier branch has too. 0 for the first branch.
+        calls: Pairs of a call's number and the index of the choice that the next call continues.
+        forked: Length of the longest common prefix with an earlier branch, in tokens. 0 for the first branch.
     """
 
     episode: Episode
@@ -104,10 +106,10 @@ class Branch:
 class Session:
     """The calls of one harness episode.
 
-    Tokens are trained exactly as they were sampled. If the text of a later prompt begins with the text of an earlier prompt
-    and its completion, the token ids of both are reused, and only the remaining text is tokenized. Otherwise the prompt
-    starts a new branch, which has a common prefix with earlier branches. This happens if the history was truncated,
-    summarized or rendered differently, or if the prompt belongs to another agent.
+    Training uses exactly the token ids that were sampled. If the text of a later prompt begins with the text of an
+    earlier prompt and its completion, the token ids of both are reused, and only the remaining text is tokenized.
+    Otherwise the prompt starts a new branch, which has a common prefix with earlier branches. This happens if the
+    history was truncated, summarized or rendered differently, or if the prompt belongs to another agent.
 
     Args:
         key: Key of the session, with which calls are assigned to it.
@@ -159,15 +161,16 @@ class Session:
         alike = [call for call in calls if call.retries == attempt - 1]
         return min(alike or calls, key=lambda call: UNREAD_FIRST.index(call.state), default=None)
 
-    # What is trained ---------------------------------------------------------------------------------------------------
+    # Training sequences
+    # ---------------------------------------------------------------------------------------------------
 
     def branches(self) -> list[Branch]:
         """Return all branches. Each sampled token of an answered call has mask 1 in exactly one branch. Context tokens have
         mask 0.
         """
         branches: list[Branch] = []
-        # Branches by their last call and choice. The first prompt that continues a choice extends its branch. The second
-        # prompt starts a new branch.
+        # Branches by their last call and choice. The first prompt that continues a choice extends the branch. Every
+        # further prompt starts a new branch.
         ends: dict[tuple[int, int], Branch] = {}
         for call in (call for call in self.calls if call.state == "answered"):
             for choice, rollout in enumerate(call.completions):
@@ -193,8 +196,8 @@ class Session:
         return replace(rollouts[0], branches=tuple(rollouts[1:]))
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the messages for reward functions: the branch of the last call, from its first answer to its end,
-        including tool results.
+        """Return the messages for reward functions. They are the messages of the last call's branch, from its first
+        answer to its end, including tool results.
         """
         last = next((call for call in reversed(self.calls) if call.state == "answered"), None)
         if last is None:

@@ -49,7 +49,8 @@ class HarnessRolloutOutcome:
 
 
 class HarnessRolloutWorker(Harness):
-    """Agent sessions with TRL's name and arguments. Pass it as ``rollout_worker=`` or ``harness=``.
+    """Harness that runs agent sessions. The class has TRL's name and arguments. Pass it as ``rollout_worker=`` or
+    ``harness=``.
 
     Args:
         harness_session_factory: Factory whose ``create(task, seed, episode_id)`` returns a session with
@@ -58,12 +59,13 @@ class HarnessRolloutWorker(Harness):
         harness_adapter: Adapter that runs the session turn by turn with ``run_white_box``. With None, the agent runs its
             own loop against the endpoint, and ``wait_for_completion(timeout)`` waits for it.
         rollout_reward_fn: Function ``f(outcome) -> float or None``. None uses the session's reward.
-        train_turn_fn: Function ``f(call) -> bool`` that selects the trained calls, e.g. `has_tool_call`. None trains all
-            calls.
+        train_turn_fn: Function ``f(call) -> bool`` that selects the calls that contribute to the loss, e.g.
+            `has_tool_call`. None selects all calls.
         agent_turn_fn: Function ``f(calls) -> calls`` that selects the calls of the agent. None selects all answered calls.
         max_turns: Maximum number of turns of a white-box session.
         timeout: Argument of ``wait_for_completion`` in seconds. None uses its default.
-        worker_kwargs: Other arguments of TRL's worker. They raise an error, because they belong in the trainer's config.
+        worker_kwargs: Other arguments of TRL's worker. They raise an error, because they must be set in the trainer's
+            config.
 
     Raises:
         ConfigError: ``worker_kwargs`` were passed.

@@ -24,9 +24,9 @@ def episode_tree(session: Session) -> dict[str, Any]:
     """Return the calls of an episode as plain data.
 
     Returns:
-        ``branches``, each with its turns and the call at which it forks; ``unread``, the calls that belong to no branch;
-        ``counts``; ``seen``, the number of tokens if every call includes its prompt; and ``once``, the number of computed
-        tokens.
+        A dict with these keys. ``branches``: each branch with its turns and the call at which it forks. ``unread``: the
+        calls that belong to no branch. ``counts``: the numbers of calls by outcome. ``seen``: the number of tokens of
+        all calls including their prompts. ``once``: the number of tokens that are computed.
     """
     branches = session.branches()
     unread = [{"call": call.number, "state": call.state} for call in session.calls if call.state != "answered"]

@@ -1,4 +1,4 @@
-"""Environments of `verifiers`, as a dataset of tasks and a harness that runs and scores the tasks."""
+"""Conversion of `verifiers` environments to a dataset of tasks and a harness that runs and scores these tasks."""
 
 from __future__ import annotations
 

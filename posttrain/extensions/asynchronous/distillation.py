@@ -37,7 +37,8 @@ ASKED_AT_ONCE = 16  # Maximum number of rollouts that teachers score concurrentl
 
 
 class TeachersAsked:
-    """Requests teacher scores as rollouts arrive, so that most are available when their step begins.
+    """Requests the teachers' scores of each rollout when it arrives, so that most scores are available when its step
+    begins.
 
     Args:
         ask: Function that returns the teachers' scores of a sample.
@@ -53,7 +54,9 @@ class TeachersAsked:
             sample.scores = self.pool.submit(self.ask, sample)
 
     def finish(self, samples: Sequence[RolloutSample]) -> dict[str, Metric]:
-        """Wait for the scores of a step's rollouts. Those of a user's own worker are requested now."""
+        """Wait for the scores of a step's rollouts. Scores of rollouts from a user's own worker are requested only
+        now.
+        """
         began = time.perf_counter()
         asked = [s.scores if isinstance(s.scores, Future) else self.pool.submit(self.ask, s) for s in samples]
         for sample, future in zip(samples, asked, strict=True):
@@ -64,8 +67,8 @@ class TeachersAsked:
 class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
     """On-policy distillation on rollouts that other processes sample (experimental).
 
-    Workers complete prompts with the newest student weights that they have. Teachers on servers score a rollout as soon
-    as it arrives; a teacher model in the trainer's process scores it during training.
+    Workers sample completions with the newest student weights that they have received. Teachers on servers score a
+    rollout as soon as it arrives; a teacher model in the trainer's process scores it during training.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
@@ -79,7 +82,7 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         rollout_worker: Worker that samples rollouts instead of the trainer's own worker processes, see
             `RolloutWorkerProtocol`.
         weight_transfer: Object that sends weights to ``rollout_worker``, see `WeightTransferProtocol`.
-        teacher_model: Teacher as in `DistillationTrainer`, if ``args`` names no server.
+        teacher_model: Teacher as in `DistillationTrainer`. Only used if ``args`` has no teacher server.
         teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
             a model that was built in memory, the student's tokenizer is assumed.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
@@ -134,7 +137,7 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         preprocess_logits_for_metrics: Callable | None = None,
     ) -> None:
         if train_dataset is None:
-            raise ConfigError("AsyncDistillationTrainer needs train_dataset, the prompts that the student completes.")
+            raise ConfigError("AsyncDistillationTrainer needs train_dataset, which contains the prompts.")
         sent = {"unscored": True, "engine_factory": engine_factory}
         self.sends(sent, rollout_worker, weight_transfer, processing_class)
         super().__init__(
@@ -173,16 +176,18 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
         return source
 
     def _reported_by(self, sample: RolloutSample) -> dict[str, Any]:
-        """Return the scores of a rollout from all servers, or from the one that its row selects."""
+        """Return the scores of a rollout from all teacher servers, or only from the server that its row selects."""
         numbers = [self.teacher_number(sample.teacher_id)] if self.chosen_by_row else None
         (said,) = teacher_servers(self.servers, [sample.rollout()], numbers)
         return said
 
     def taken(self, batch: RolloutBatch) -> RolloutBatch:
-        """Add the number of each completion's teacher, and store the scores of its servers."""
+        """Add a column with the number of each completion's teacher, and store the scores from the servers."""
         values = torch.tensor(batch.columns["advantages"])
         return batch.worth(self.keep(batch, Advantages(values, values, token_columns=batch.token_columns)))
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the scores that came with the rollouts in training."""
+        """Return the scores of the servers for the rollouts of a training step, as the additional data of each
+        completion.
+        """
         return (rollouts.extra["scores"], found) if "scores" in rollouts.extra else super().facts(rollouts, found)

@@ -17,7 +17,7 @@ from posttrain.methods.distillation.objective import Distillation
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
-# Options of the policy loss, of rewards and of given answers, which this method does not have.
+# Options of the policy loss, of rewards and of dataset answers. This method uses none of them.
 OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
     name: (default, "The loss is the divergence from a teacher on single-turn completions of the student.")
     for name, default in {
@@ -33,7 +33,7 @@ OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
         "loss_top_k": (0, "Use teacher_top_k."), "loss_add_tail": (True, "Use add_tail_bucket."),
         "log_completions_steps": (100, "Use logging_steps."),
     },
-    beta=(0.0, "Divergence, from 0 to 1. 0: KL(teacher || student). 1: KL(student || teacher). Between: Jensen-Shannon."),
+    beta=(0.0, "Divergence, from 0 to 1. 0: KL(teacher || student). 1: KL(student || teacher). Other values: Jensen-Shannon."),
     temperature=(1.0, "Divisor of the logits in sampling, above 0. The loss uses teacher_temperature."),
 )  # fmt: skip
 class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
@@ -90,9 +90,9 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
 class AsyncDistillation(Distillation):
     """On-policy distillation on rollouts that other processes sample (experimental).
 
-    The divergence is that of the trained weights, at tokens that slightly older weights sampled. It needs no
-    correction, because a divergence at every position has no importance ratio. ``max_staleness`` limits the age of the
-    samples.
+    Tokens were sampled with slightly older weights, but the divergence is computed with the current weights. No
+    correction is needed, because a divergence over the vocabulary has no importance ratio. ``max_staleness`` limits the
+    age of the samples.
 
     Reference: GKD, arXiv:2306.13649; several teachers by row: MOPD, arXiv:2606.30406.
     """
@@ -102,7 +102,7 @@ class AsyncDistillation(Distillation):
 
     @property
     def temperature(self) -> float:
-        """The sampling temperature, so that log-probs can be compared with the sampler's."""
+        """The sampling temperature. Log-probs use it so that they can be compared with the sampler's log-probs."""
         return float(self.cfg.temperature)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:

@@ -1,5 +1,5 @@
-"""The rollout engine of a worker process: its construction, its weights, and completions that continue under newer
-weights.
+"""The rollout engine of a worker process: how it is created, how it loads weights, and how completions continue after
+new weights arrive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posttrain.types import FinishReason, Request, Rollout, Sampling
 
 @dataclass(slots=True)
 class EngineRecipe:
-    """How a worker creates its engine.
+    """Description of a worker's engine, from which the worker creates it.
 
     Attributes:
         kind: ``native`` or ``hf``: the worker has a copy of the model. ``server``: it sends requests to rollout
@@ -51,21 +51,21 @@ class EngineRecipe:
 
 
 class WorkerEngine:
-    """The engine of a worker, and its loading of newer weights.
+    """The engine of a worker. It loads newer weights when they are needed.
 
     Args:
-        spec: How to create the engine.
+        spec: Description of the engine.
 
     Attributes:
         engine: Any rollout engine.
-        version: Version of its weights; 0 before the first.
-        scored: Log-probs of the probe sequences of the newest weights. None: there were none.
+        version: Version of the engine's weights. 0: no weights were loaded yet.
+        scored: Log-probs of the probe sequences under the newest weights. None: these weights had no probe sequences.
     """
 
     def __init__(self, spec: EngineRecipe) -> None:
         self.spec, self.version, self.holders = spec, 0, None
         self.scored: list[list[float]] | None = None
-        # A copy of the policy. None if the engine has its own weights, or servers have them.
+        # Copy of the policy. None if a custom engine or servers have the weights.
         self.model: Any = None
         if spec.factory is not None:
             self.engine: Any = require_engine(spec.factory(), "engine_factory")
@@ -88,7 +88,7 @@ class WorkerEngine:
             holders: Servers that have this version, if the engine uses servers.
         """
         if self.spec.kind == "server" and holders is not None and holders is not self.holders:
-            self.engine.set_servers(holders)  # Servers may have joined without a newer version.
+            self.engine.set_servers(holders)  # New servers may have joined since this version was pushed.
             self.holders = holders
         if self.version >= wanted:
             return False
@@ -110,7 +110,8 @@ class WorkerEngine:
         return version
 
 
-# Seed offsets, so that a continuation uses other random numbers than its beginning and than other completions.
+# Seed offsets. After an interruption, a completion must not repeat random numbers of its beginning or of other
+# completions.
 SEED_STRIDE, INDEX_STRIDE = 1_000_003, 10_007
 
 
@@ -127,7 +128,7 @@ class PartialCompletion:
         logp: Log-probs, one per token.
         processed_logp: Log-probs under the sampled distribution, if it differs.
         top_logps: Most likely tokens of each step, if requested.
-        spans: Runs of (version, number of tokens).
+        spans: Versions of the weights that sampled the tokens, as (version, number of consecutive tokens).
         finish_reason: None while it is in progress.
     """
 
@@ -179,7 +180,9 @@ class PartialCompletion:
             self.finish_reason = "length"
 
     def rollout(self) -> Rollout:
-        """Return the finished completion. Its ``version`` is that of its oldest token."""
+        """Return the finished completion. Its ``version`` is the version of the weights that sampled its first
+        token.
+        """
         assert self.finish_reason is not None
         oldest = min((version for version, _ in self.spans), default=0)
         drawn = self.processed_logp if self.processed else None
@@ -218,8 +221,8 @@ class ResumableGenerator:
             chosen = list(members)
             if fresh:
                 own = chosen[0].sampling
-                # With the call's settings, random numbers are numbered over all requests. Equal settings of requests
-                # would repeat them.
+                # Pass the sampling settings to the call: the engine then gives each request different random numbers.
+                # Equal settings in each request would give all requests the same random numbers.
                 sampling = None if own is common else own
                 requests.append(Request(chosen[0].prompt_ids, len(chosen), sampling, chosen[0].pictures))
             else:
@@ -236,7 +239,9 @@ class ResumableGenerator:
             completion.add(rollout)
 
     def finish(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Return all completions of all requests like `RolloutEngine.generate`, across changes of the weights."""
+        """Return all completions of all requests like `RolloutEngine.generate`. The weights may change while it
+        runs.
+        """
         everything = begin_completions(requests, sampling)
         while unfinished := [completion for completion in everything if completion.finish_reason is None]:
             self.advance(unfinished)
@@ -244,7 +249,9 @@ class ResumableGenerator:
 
 
 def _shared(completion: PartialCompletion) -> tuple[bool, tuple[Any, ...] | int]:
-    """Return a key that groups completions without tokens by prompt. Others get a unique key."""
+    """Return a grouping key. Completions that have no tokens yet share the key of their prompt. Every other completion
+    has a unique key.
+    """
     if completion.token_ids:
         return False, id(completion)
     return True, (id(completion.sampling), *completion.pictures, *completion.prompt_ids)

@@ -33,8 +33,9 @@ from posttrain.trainers.arguments import (
 class AsyncGRPOTrainer(AsyncTrainer):
     """Group-relative policy optimization on rollouts that other processes sample (experimental).
 
-    Workers sample and score completions with the newest weights that they have. The trainer takes rollouts from a
-    queue, drops those that are too old, and corrects for older weights.
+    Workers sample completions with the newest weights that they have received, and score them. The trainer takes
+    rollouts from a queue and drops rollouts whose weights are too old. The loss corrects for the remaining difference
+    between the weights.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
@@ -156,7 +157,9 @@ class AsyncGRPOTrainer(AsyncTrainer):
         self.begins()
 
     def make_online(self) -> Online:
-        """Create the sampling state for evaluation. Log-probs are the engine's, which uses the policy itself."""
+        """Create the sampling components for evaluation. Log-probs are taken from the engine, because it samples with
+        the policy's weights.
+        """
         logps = lambda run, batch: {"rollout_logp": logps_of_sampler(run, batch)}  # noqa: E731
         # Log-probs of workers and of the evaluation engine are those of the sampled distribution.
         return replace(super().make_online(), logps=logps, follows_truncation=True)

@@ -37,7 +37,7 @@ MEANINGLESS = {
     "vllm_tensor_parallel_size": 1,
     "balance_ranks": True,
     "check_reward_determinism": False,
-    "vllm_importance_sampling_correction": True,  # The loss has this ratio itself; the mode selects how it is used.
+    "vllm_importance_sampling_correction": True,  # Always part of the loss; see the mode.
 }
 
 
@@ -70,7 +70,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     token_budget: int | None = option(
         None,
-        "Maximum number of tokens of a row on one process. A longer rollout is dropped. None: the model's context length. 0 "
+        "Maximum number of tokens in a row. Rollouts with more tokens are dropped. None: the model's context length. 0 "
         "or less: no limit.",
     )
     max_inflight_tasks: int = option(
@@ -80,25 +80,25 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     max_staleness: NonNegativeInt = option(
         4,
-        "Maximum staleness of a rollout when it arrives: the number of weight versions by which its weights may be older than "
-        "the trainer's. 0 is on-policy. A larger value keeps workers busy, but trains on older rollouts.",
+        "Maximum staleness of a rollout when it arrives. Staleness is the number of weight versions by which "
+        "its weights are older than the trainer's. 0 is on-policy. A larger value keeps workers busy, but uses older rollouts.",
     )
     max_staleness_hard: NonNegativeInt | None = option(
         None,
-        "Maximum staleness of a rollout when it is trained, in weight versions. It must be at least max_staleness. None: same "
+        "Maximum staleness of a rollout when it is used for training. It must be at least max_staleness. None: same "
         "as max_staleness.",
     )
     staleness_policy: Literal["drop", "pace"] = option(
         "drop",
         "How staleness is limited. 'drop': sample as many rollouts as possible, and discard rollouts that become too old. "
-        "'pace': sample only as many rollouts as can be trained in time, so that none is discarded.",
+        "'pace': sample only as many rollouts as training can use in time, so that none is discarded.",
     )
     queue_maxsize: PositiveInt = option(
-        1024, "Maximum number of finished rollouts that wait to be trained. It must be at least num_generations."
+        1024, "Maximum number of finished rollouts in the queue. It must be at least num_generations."
     )
     queue_max_tokens: PositiveInt | None = option(
         None,
-        "Maximum number of tokens of the rollouts that wait to be trained. Unfinished rollouts count with their maximum "
+        "Maximum number of tokens of all rollouts in the queue. Unfinished rollouts count with their maximum "
         "length. None: no limit.",
     )
     weight_sync_steps: PositiveInt = option(1, "Number of optimizer steps after which workers receive new weights.")
@@ -177,7 +177,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     def __post_init__(self) -> None:
         self.check_fields()
         self._refuse_meaningless()
-        if self.rollout_engine == "server":  # This would be the engine in the trainer's process, which only evaluates.
+        if self.rollout_engine == "server":  # The trainer's engine only evaluates.
             self.rollout_engine, self.worker_engine = "auto", "server"
         self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
         self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
@@ -202,7 +202,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         if self.max_staleness_hard < self.max_staleness:
             raise ConfigError(
                 f"max_staleness_hard={self.max_staleness_hard} is below max_staleness={self.max_staleness}, so some "
-                "accepted rollouts would never be trained. Raise it, or set it to None."
+                "accepted rollouts would never be used for training. Raise it, or set it to None."
             )
         self._resolve_inflight()
         # The prompt stream continues from the checkpoint; there are no batches to skip.
@@ -232,9 +232,9 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             if value != neutral:
                 error = NotImplementedError if name == "use_liger_kernel" else ConfigError
                 raise error(
-                    f"{name}={value!r} is not supported by asynchronous GRPO. Every rollout is trained once, against "
-                    "the weights that sampled it, without a reference model; worker_engine selects the engine and "
-                    "vllm_server_base_url the servers. Remove it, or use GRPOTrainer."
+                    f"{name}={value!r} is not supported by asynchronous GRPO. Every rollout is used once, with a "
+                    "ratio to the weights that sampled it and without a reference model. worker_engine selects the engine, and "
+                    "vllm_server_base_url selects the servers. Remove the option, or use GRPOTrainer."
                 )
 
     def _check_ranges(self) -> None:
@@ -278,7 +278,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         return [urls] if isinstance(urls, str) else list(urls)
 
     def check_vllm_settings(self) -> None:
-        """Reject vLLM in the trainer's process, whose engine only evaluates."""
+        """Raise an error for vLLM in the trainer's process, because the engine there is only used for evaluation."""
         raise ConfigError(
             "use_vllm=True: workers sample the rollouts. Fix: set worker_engine='server' with the address of a vLLM "
             "server."

@@ -30,9 +30,9 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
     """Compute ``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)`` per token, divided by the tokens of the step.
 
     With ``vllm_importance_sampling_mode=None``, ``rho = pi / mu``, where ``mu`` are the weights that sampled the token.
-    Otherwise ``rho = pi / pi_start``, where ``pi_start`` are the weights at the beginning of the step. Its value is 1,
-    because all passes of a step use the same weights, but it has a gradient. The term is then weighted by the bounded
-    ratio ``pi_start / mu``. This is decoupled PPO without an extra pass for the proximal policy.
+    Otherwise ``rho = pi / pi_start``, where ``pi_start`` are the weights at the beginning of the step. The value of rho
+    is then 1, because all passes of a step use the same weights, but rho has a gradient. The term is then weighted by
+    the bounded ratio ``pi_start / mu``. This is decoupled PPO without an extra pass for the proximal policy.
 
     Args:
         out: Log-probs and entropies of the policy.

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of groups that wait for reward functions before generation waits.
 SCORE_BACKLOG = 16
-# Polling intervals in seconds of the interrupter, and of an idle worker.
+# Polling intervals in seconds: of the thread that interrupts the engine, and of an idle worker.
 LOOK_S, REST_S = 0.05, 0.5
 
 
@@ -59,7 +59,7 @@ class RolloutJob:
     """All data that a worker receives.
 
     Attributes:
-        engine: How to create the engine.
+        engine: Description of the engine to create.
         tokenizer: Tokenizer with a chat template.
         sampling: All sampling settings. The seed is set per group.
         context: Maximum number of tokens of prompt and completion.
@@ -112,7 +112,7 @@ class RolloutGroup:
         batch: Completions that finished.
         errors: One error for each completion that failed.
         metrics: Values to log, one dict per completion.
-        lent: Environments that are reserved until the group is scored.
+        lent: Environments that stay reserved until the group is scored.
     """
 
     task: GroupTask
@@ -149,7 +149,7 @@ class GroupGenerator:
         driver.use_tokenizer(tokenizer)
         # Whether groups may need several engine calls.
         self.episodic = driver.calls_tools or driver.pool is not None or driver.harness is not None
-        # Called regularly during a harness to report progress. It raises to stop the episodes.
+        # Called regularly while a harness runs, to report progress. It raises an error to stop the episodes.
         self.alive: Callable[[bool], bool] = bool
 
     def prompt(self, task: GroupTask) -> tuple[list[int], Sampling]:
@@ -184,7 +184,7 @@ class GroupGenerator:
         return RolloutGroup(task, version, RolloutBatch([row] * len(rollouts), rollouts, completions))
 
     def groups(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
-        """Complete prompts, from the reset of their environments to the last turn."""
+        """Generate all completions of the prompts: reset their environments, then run all turns."""
         if not self.episodic:
             return [self._plain(task, version) for task in tasks]
         if self.driver.harness is not None:
@@ -216,7 +216,9 @@ class GroupGenerator:
         return groups
 
     def _harnessed(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
-        """Run episodes of a harness. Failed episodes are errors of their group, unless failures have a reward."""
+        """Run episodes of a harness. Failed episodes are recorded as errors of their group, unless the config sets a
+        reward for them.
+        """
         assert self.driver.harness is not None
         failure = self.driver.harness.options.failure
         rows = [dict(task.row) for task in tasks for _ in range(task.size)]
@@ -261,7 +263,9 @@ class GroupGenerator:
     def _episodes(
         self, rows: list[dict[str, Any]], environments: list[Any] | None, errors: dict[int, str]
     ) -> Iterator[tuple[int, Episode]]:
-        """Yield tokenized prompts of rows without an error. A prompt without space for a completion becomes an error."""
+        """Yield the tokenized prompts of rows without an error. If a prompt leaves no space for a completion, an error
+        is recorded for its row.
+        """
         for index, row in enumerate(rows):
             if index in errors:
                 continue
@@ -313,7 +317,7 @@ def score_group(
 ) -> list[Trajectory]:
     """Return one trajectory per completion, with its advantage and metrics.
 
-    Completions without a trained token are excluded.
+    Completions without a token that contributes to the loss are excluded.
 
     Args:
         group: Completions of one prompt.
@@ -321,11 +325,11 @@ def score_group(
         tokenizer: Tokenizer that decodes the ends of prompts, for format rewards.
         method: Method that computes advantages, as in the trainer.
         mask_truncated: Whether to exclude truncated completions.
-        truncation: Truncation of the sampled distribution, which the log-probs must include.
+        truncation: Truncation of the sampled distribution. Log-probs must be from after this truncation.
 
     Raises:
         RewardError: A function raised an error or returned an invalid reward.
-        RolloutError: A trained token has no log-prob.
+        RolloutError: A token that contributes to the loss has no log-prob.
     """
     batch, step = replace(group.batch, group_size=len(group.batch.rollouts)), SimpleNamespace(global_step=group.version)
     table = score_rollouts(rewards, batch, tokenizer, step)
@@ -355,7 +359,7 @@ def score_group(
 
 
 def _group_metrics(table: RewardTable) -> dict[str, float]:
-    """Return the metrics of a whole group: seconds, and fractions of unusual rewards."""
+    """Return the metrics of a whole group: scoring time, and fractions of unusual rewards."""
     metrics = {name: float(m.value) / float(m.weight) for name, m in table.metrics.items() if m.reduction == "mean"}
     odd = {name: float(m.value) for name, m in table.metrics.items() if name.endswith("/nan")}
     return metrics | {name: count / len(table.values) for name, count in odd.items()}
@@ -425,8 +429,8 @@ class RolloutWorkerLoop:
     """Processes the tasks of one link with one engine.
 
     An in-process engine runs on the main thread with all prompts in one call. The call is interrupted when there are
-    new weights, and regularly so that finished groups are sent and new prompts begin. Calls to servers run on a thread
-    each.
+    new weights, and regularly so that finished groups are sent and new prompts begin. Each call to a server runs on a
+    separate thread.
     """
 
     def __init__(self, job: RolloutJob, link: Link, handle: WorkerEngine) -> None:
@@ -452,7 +456,9 @@ class RolloutWorkerLoop:
             threading.Thread(target=self._interrupter, daemon=True, name="interrupter").start()
 
     def refresh(self) -> None:
-        """Load the newest weights if they are newer. It runs between engine calls and also reports progress."""
+        """Load the newest weights if the engine does not have them yet. It runs between engine calls and also reports
+        progress.
+        """
         self.link.progress()
         with self._loading:
             began = time.perf_counter()
@@ -491,7 +497,8 @@ class RolloutWorkerLoop:
         """Return the tasks to begin now: as many as there are slots, and at least one if nothing is in progress."""
         taken: list[GroupTask] = []
         busy = sum(len(group.completions) for group in self.active)
-        # A task that requires newer weights waits until they are loaded, so that it gets their version.
+        # A task that requires newer weights starts only after they are loaded, so that its rollouts have the right
+        # version.
         while self.link.tasks and self.link.tasks[0].version <= self.handle.version:
             size = self.link.tasks[0].size
             if (busy or taken) and busy + sum(t.size for t in taken) + size > self.job.slots and not self.parallel:

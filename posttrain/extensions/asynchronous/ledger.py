@@ -19,10 +19,10 @@ DROP_REASONS = (
     "stale_in_flight",  # its weights became too old during generation
     "stale_in_queue",  # its weights became too old in the queue
     "failed",  # the engine, a tool, an environment or a reward function raised an error
-    "alone",  # fewer than two completions of its group are left to compare
+    "alone",  # fewer than two completions of its group remain, so there is nothing to compare
     "worker_lost",  # its worker process died
     "too_long",  # longer than the maximum row
-    "untrainable",  # it has no trained token
+    "untrainable",  # none of its tokens contributes to the loss
     "skipped",  # the update was skipped, because policy and sampler differed too much
     # it was in progress when the run ended, or when the checkpoint was written from which the run resumed
     "unfinished",
@@ -31,7 +31,8 @@ DROP_REASONS = (
 
 @dataclass
 class Ledger:
-    """Counts rollouts by state: in generation, waiting, held by the current step, trained, or dropped.
+    """Counts rollouts by state: in generation, waiting in the queue, held by the current step, used for training, or
+    dropped.
 
     ``produced = trained + dropped + in flight`` holds after every call. `audit` compares the counts with the actual
     numbers.
@@ -52,7 +53,7 @@ class Ledger:
 
     @property
     def in_flight(self) -> int:
-        """Number of rollouts that are neither trained nor dropped."""
+        """Number of rollouts that were neither used for training nor dropped yet."""
         return self.writing + self.waiting + self.held
 
     def dispatch(self, count: int) -> None:
@@ -70,13 +71,15 @@ class Ledger:
         self._move("waiting", "held", count)
 
     def train(self) -> None:
-        """Record that the step is done and its rollouts are trained."""
+        """Record that the step is done and its rollouts were used for training."""
         with self.lock:
             self.trained += self.held
             self.held = 0
 
     def drop(self, count: int, reason: str, place: str) -> None:
-        """Record that ``count`` rollouts in a state (``writing``, ``waiting`` or ``held``) will not be trained."""
+        """Record that ``count`` rollouts in a state (``writing``, ``waiting`` or ``held``) will not be used for
+        training.
+        """
         assert reason in DROP_REASONS, reason
         with self.lock:
             setattr(self, place, getattr(self, place) - count)
@@ -164,8 +167,8 @@ class DropWatch:
         window: Number of rollouts per window.
     """
 
-    # Fractions of dropped rollouts in a window for the warning and for a bad window; number of consecutive bad windows
-    # before the limit is halved.
+    # Fraction of dropped rollouts in a window above which a warning is logged; fraction above which the window counts
+    # as bad; and number of consecutive bad windows after which the limit is halved.
     WARN, CUT, PATIENCE = 0.5, 0.3, 3
 
     def __init__(self, max_staleness: int, window: int = 100) -> None:
@@ -195,8 +198,8 @@ class DropWatch:
 
 
 class MismatchGuard:
-    """Detects a policy that differs too much from the sampler: mean of ``rho - 1 - log rho`` above a limit for many
-    steps.
+    """Detects a policy that differs too much from the sampler. The mismatch is the mean of ``rho - 1 - log rho``, and
+    it is too large if it exceeds a limit for many consecutive steps.
 
     Args:
         limit: Limit in nats per token.
@@ -208,7 +211,7 @@ class MismatchGuard:
         self.steps = self.alarms = 0
 
     def add(self, kl: float) -> bool:
-        """Record the mismatch of a step. Return True if the next update must be skipped and the queue emptied.
+        """Record the mismatch of a step. Return True if the next update must be skipped and the queue must be emptied.
 
         Raises:
             RolloutError: It happened a second time, so emptying the queue did not help.
@@ -231,7 +234,8 @@ class MismatchGuard:
 
 
 def balanced_shares(lengths: Sequence[int], world: int) -> list[list[int]]:
-    """Assign sample indices to processes: longest first, each to the process with the smallest sum of squared lengths.
+    """Assign sample indices to processes. Samples are assigned in descending order of length, each to the process with
+    the smallest sum of squared lengths.
 
     No share is empty if there are at least ``world`` samples.
 

@@ -34,8 +34,8 @@ class GroupResult:
         group_id: Id of the task.
         trajectories: Scored rollouts with their advantages.
         errors: One error per failed rollout.
-        untrainable: Number of rollouts without a trained token.
-        alone: Number of rollouts that have no other rollout of their group to be compared with.
+        untrainable: Number of rollouts without a token that contributes to the loss.
+        alone: Number of rollouts that cannot be compared, because all other rollouts of their group are missing.
         seconds: Time by activity (``generate``, ``score``, ``wait``).
         tokens: Number of generated tokens.
     """
@@ -64,7 +64,7 @@ class PoolSettings:
         rollout_tokens: Maximum number of tokens of a rollout, including the prompt, that are reserved in the queue.
         failure_budget: Maximum fraction of failures in the last 200 rollouts.
         max_restarts: Maximum number of worker restarts in ten minutes.
-        stale_after_s: Seconds without a sign of life after which a worker is replaced.
+        stale_after_s: Number of seconds without progress after which a worker is replaced.
         ready_within_s: Maximum number of seconds until a worker is ready.
         sync_timeout_s: Maximum number of seconds to load weights.
     """
@@ -120,7 +120,7 @@ class WorkerPool:
         self.budget = FailureBudget(settings.failure_budget)
         self.max_inflight = settings.max_inflight  # The trainer lowers it if too many rollouts become stale.
         self.version, self._announced = 0, 0.0
-        self.holders: Any = None  # Servers that have the version, if workers use servers.
+        self.holders: Any = None  # Servers that have the current version, if workers use servers.
         self.clock = ActiveClock(GAP_S)  # This clock ignores time in which this process was suspended.
         self.workers: list[WorkerProcess] = []
         self.under_way: dict[int, _UnderWay] = {}
@@ -190,7 +190,7 @@ class WorkerPool:
         if self._thread is not None and not self._thread.is_alive() and not self._stop.is_set():
             raise RolloutError("the thread that serves rollout workers has ended without an error.")
 
-    # What the trainer asks ---------------------------------------------------------------------------------------
+    # Queries of the trainer ---------------------------------------------------------------------------------------
 
     @property
     def writing(self) -> int:
@@ -260,7 +260,7 @@ class WorkerPool:
         if fine + failed + result.untrainable + result.alone != task.size:
             raise RolloutError(
                 f"group {task.group_id}: {task.size} rollouts were requested; {fine} arrived, {failed} failed, "
-                f"{result.untrainable} have no trained token and {result.alone} have no other rollout to be compared "
+                f"{result.untrainable} have no token with loss and {result.alone} have no other rollout to be compared "
                 "with."
             )
         self._spend({**result.seconds, "groups": 1.0}, result.tokens)
@@ -349,7 +349,7 @@ class WorkerPool:
         """Return whether another group may begin, given the rollouts in progress, the queue and the pace."""
         size, writing, waiting = self.settings.group_size, self.ledger.writing, len(self.rollout_buffer)
         if not writing and not waiting:
-            return True  # At least one group must be in progress, even with small limits.
+            return True  # At least one group must be in progress, even if it exceeds small limits.
         reserved = (writing + size) * self.settings.rollout_tokens
         ahead = writing + waiting + self.ledger.held + size
         paced = self.settings.window is None or ahead <= self.settings.window

@@ -54,15 +54,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of parameters above which a reward model is slow on a CPU.
+# A warning is logged for reward models with more parameters, because they are slow on a CPU.
 BIG_MODEL = 50_000_000
-# Factor of the completion limit that is reserved for a rollout if the context length is unknown.
+# If the context length is unknown, this multiple of the completion limit is reserved for the tokens of a rollout.
 LONGEST_PROMPT = 2
 # Seconds that the queue may be empty before the workers' health is checked.
 LOOK_S = 5.0
 # Number of versions whose log-probs are kept for the comparison with workers.
 PROBES_KEPT = 8
-# Number of consecutive rollouts that exceed the maximum row before the run stops.
+# The run stops after this many consecutive rollouts that exceed the maximum number of tokens in a row.
 TOO_LONG_IN_A_ROW = 100
 
 
@@ -87,7 +87,9 @@ def rollout_batch(samples: Sequence[RolloutSample]) -> RolloutBatch:
 
 
 def trajectory_batch(trajectories: Sequence[Trajectory]) -> RolloutBatch:
-    """Convert whole rollouts to a rollout batch with ``advantages``, like one of the trainer's own engine."""
+    """Convert whole rollouts to a rollout batch with ``advantages``, like a batch that the trainer's own engine
+    generated.
+    """
     first = [trajectory.samples[0] for trajectory in trajectories]
     return RolloutBatch(
         [sample.example() for sample in first],
@@ -110,7 +112,7 @@ def warn_of_reward_models(functions: Any) -> None:
 
 
 class Scoring(Protocol):
-    """Additional scoring of rollouts (by teachers) that runs during the step before their own."""
+    """Additional scoring of rollouts, for example by teachers. It runs while the previous step is computed."""
 
     def begin(self, trajectory: Trajectory) -> None:
         """Start scoring a rollout that has arrived."""
@@ -138,7 +140,7 @@ class RolloutService:
     Attributes:
         worker: Worker pool or a user's worker. None before the first step, and on other processes than the main one.
         transfer: Transfer of weights to the engines. None before the first step.
-        told: Additional state of the transfer.
+        told: State of the weight transfer, see `WeightTransfer`.
         scoring: Additional scoring of rollouts as they arrive, or None.
         version: Version of the weights that were pushed last.
     """
@@ -172,9 +174,7 @@ class RolloutService:
 
     @property
     def pool(self) -> WorkerPool | None:
-        """The worker pool, if workers are the library's own, so that every rollout can be recorded. None: a user's
-        worker.
-        """
+        """The worker pool, whose rollouts are all recorded in the ledger. None: the user passed a worker."""
         return self.worker if isinstance(self.worker, WorkerPool) else None
 
     # Start and stop ----------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class RolloutService:
             except Exception:
                 logger.exception("the %s could not be closed", name)
         left = {"writing": self.ledger.writing, "waiting": self.ledger.waiting, "held": self.ledger.held}
-        for place, count in left.items():  # Rollouts are left only if an error ended the run.
+        for place, count in left.items():  # Rollouts remain only if an error ended the run.
             self.ledger.drop(count, "unfinished", place)
 
     # Weights -----------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class RolloutService:
         """Compare log-probs from workers since the last call with the trainer's of the same version.
 
         Raises:
-            WeightSyncError: A worker has other weights than the trainer.
+            WeightSyncError: The weights of a worker differ from the trainer's.
         """
         while self.pool is not None and self.pool.scored:
             index, version, theirs = self.pool.scored.popleft()
@@ -278,7 +278,7 @@ class RolloutService:
             for _ in tensors:
                 pass
         elif again:
-            self.transfer.send_again(tensors)  # These servers get no requests yet, so nothing must be paused.
+            self.transfer.send_again(tensors)  # These servers receive no requests yet, so nothing must be paused.
         else:
             self.transfer.pause()
             try:
@@ -381,7 +381,7 @@ class AsyncRollouts:
     Args:
         service: Workers and their weights.
         rewards: Reward functions, for their names and weights.
-        watch: Check for rewards without a signal. None: rollouts have no rewards.
+        watch: Check for rewards without variance. None: rollouts have no rewards.
         add_completions: Function that adds rows to the table of completions.
 
     Attributes:
@@ -412,7 +412,7 @@ class AsyncRollouts:
             with parallel.failing_together(self.accelerator):
                 self.service.compare_workers()
                 dealt = self._deal(n) if main else None
-            # Each process receives only its share. None for all: servers need their weights first.
+            # Each process receives only its share. If the result is None, servers need their weights first.
             share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)
             if share is not None:
                 samples = by_context(share)
@@ -429,7 +429,7 @@ class AsyncRollouts:
             return None
         waited = time.perf_counter() - began
         samples = [sample for trajectory in self.held for sample in trajectory.samples]
-        if self.service.pool is None:  # The library's workers have validated all samples (`score_group`).
+        if self.service.pool is None:  # Samples of the worker pool were already validated in `score_group`.
             for sample in samples:
                 sample.check()
         self._log_step(waited)
@@ -451,10 +451,11 @@ class AsyncRollouts:
             False if servers lack the weights, so no rollout arrives. Held rollouts remain held.
 
         Raises:
-            RolloutError: No rollout arrived for too long, or 100 consecutive rollouts exceeded the maximum row.
+            RolloutError: No rollout arrived for too long, or 100 consecutive rollouts had more than ``token_budget``
+                tokens.
         """
         pending, self.held = self.held, []
-        for trajectory in pending:  # Rollouts of a call that was interrupted to push weights.
+        for trajectory in pending:  # Rollouts from an earlier call that was interrupted to push weights.
             self._hold(trajectory, "held")
         while len(self.held) < count:
             trajectory = self._wait()
@@ -492,7 +493,7 @@ class AsyncRollouts:
             if self._straight >= TOO_LONG_IN_A_ROW:
                 raise RolloutError(
                     f"{TOO_LONG_IN_A_ROW} consecutive rollouts exceeded token_budget={self.token_budget} (the last "
-                    f"one has {longest} tokens), so nothing would be trained. Raise token_budget, or lower "
+                    f"one has {longest} tokens), so there would be nothing to train on. Raise token_budget, or lower "
                     "max_completion_length."
                 )
             return "too_long"
@@ -549,7 +550,9 @@ class AsyncRollouts:
     # The ledger
 
     def book(self, *, skipped: bool) -> None:
-        """Record the step's rollouts as trained, or as dropped together with the queue if the update was skipped."""
+        """Record the step's rollouts as used for training. If the update was skipped, record them and the whole queue
+        as dropped.
+        """
         pool = self.service.pool
         if skipped:
             self.ledger.drop(self.ledger.held, "skipped", "held")
@@ -571,7 +574,7 @@ class AsyncRollouts:
         self.held = []
 
     def account(self) -> dict[str, float]:
-        """Return the counts of all rollouts at one moment: ``produced = trained + dropped + in_flight``."""
+        """Return a consistent snapshot of the counts of rollouts: ``produced = trained + dropped + in_flight``."""
         ledger = self.ledger
         with ledger.lock:
             counts = {
@@ -662,7 +665,7 @@ class AsyncRollouts:
         return RewardTable(torch.tensor(values), names, self.rewards.weights)
 
     def _watch_rewards(self, watch: RewardWatch, first: list[RolloutSample], table: RewardTable) -> None:
-        """Stop the run if rewards have no signal, as in synchronous training."""
+        """Stop the run if rewards have no variance, as in synchronous training."""
         # A user's worker may send only the advantage and no rewards.
         known = [i for i, s in enumerate(first) if any(f"rewards/{name}" in s.metrics for name in table.names)]
         table = replace(table, values=table.values[known])
@@ -680,7 +683,9 @@ def _advantages(first: list[RolloutSample]) -> Advantages:
 
 
 def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
-    """Average the values that came with rollouts. A rollout without a value is excluded from its mean."""
+    """Average the metrics of rollouts. If a rollout does not have a metric, it is excluded from the mean of this
+    metric.
+    """
     names = sorted({name for sample in first for name in sample.metrics})
     metrics: dict[str, Metric] = {}
     for name in names:
@@ -688,7 +693,7 @@ def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
         known = ~values.isnan()
         metrics[name] = mean(values.nan_to_num(0.0), known)
         if name.startswith("rewards/") and name.endswith("/nan"):
-            metrics[name] = total(float(values.nansum()))  # A number of rows, as in synchronous training.
+            metrics[name] = total(float(values.nansum()))  # A count of rows, as in synchronous training.
         if name.startswith("rewards/") and name.count("/") == 1:
             metrics[f"{name}/mean"] = metrics[name]
     if not any("reward" in sample.metrics for sample in first):

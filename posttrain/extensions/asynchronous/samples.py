@@ -16,14 +16,14 @@ from posttrain.types import FinishReason, Rollout
 from posttrain.values import given_number, token_ids, token_logps
 
 if TYPE_CHECKING:
-    # Workers that need neither package start faster.
+    # These packages are imported only where they are needed, so that workers without them start faster.
 
     from posttrain.data.samplers import Origin, PromptStream
 
 
 @dataclass(slots=True)
 class RolloutSample:
-    """One row for the trainer: a trajectory, or its part since the context was last rewritten.
+    """One training row: a whole trajectory, or the part of it since its context was last rewritten.
 
     Attributes:
         prompt: Prompt of the dataset, or the text of the row's context.
@@ -32,10 +32,11 @@ class RolloutSample:
         completion_mask: 1 for tokens of the model. It has the length of ``input_ids``.
         old_log_probs: The engine's log-probs, with the length of ``input_ids``; 0.0 where the mask is 0.
         advantage: Advantage of the whole trajectory.
-        model_version: Version of the weights when the group's first request was sent. Its oldest token is not older.
+        model_version: Version of the weights when the group's first request was sent. No token was sampled with older
+            weights.
         group_id: Id of the prompt, equal for its completions.
         metrics: Values to log: rewards by name, tool calls, seconds.
-        spans: Runs of (weights version, number of tokens) of the model's tokens.
+        spans: Versions of the weights that sampled the model's tokens, as (version, number of consecutive tokens).
         pictures: Images of the context, as in `Prompt.pictures`: encoded bytes or paths, not pixels.
         teacher_id: Name of the row's teacher, if there are several.
         scores: Scores of teachers on servers by name, or a future of them.
@@ -60,7 +61,7 @@ class RolloutSample:
 
     @property
     def start(self) -> int:
-        """Index of the first trained token."""
+        """Index of the first token that contributes to the loss."""
         return next((i for i, kept in enumerate(self.completion_mask) if kept), len(self.completion_mask))
 
     def example(self) -> dict[str, Any]:
@@ -86,8 +87,8 @@ class RolloutSample:
         """Reject an invalid row.
 
         Raises:
-            RolloutError: Lists have different lengths, a trained token has no valid log-prob or no preceding token, or
-                the advantage or a token id is invalid.
+            RolloutError: Lists have different lengths, a token with loss has no valid log-prob or no preceding token,
+                or the advantage or a token id is invalid.
         """
         lengths = (len(self.input_ids), len(self.completion_mask), len(self.old_log_probs))
         if len(set(lengths)) > 1:
@@ -99,7 +100,7 @@ class RolloutSample:
         unknown = sum(bool(kept) and (logp is None or math.isnan(logp)) for kept, logp in pairs)
         if unknown:
             raise RolloutError(
-                f"group {self.group_id}: {unknown} trained tokens have no log-prob. Request the log-probs of "
+                f"group {self.group_id}: {unknown} tokens with loss have no log-prob. Request the log-probs of "
                 "sampled tokens from the engine."
             )
         given_number(self.advantage, f"group {self.group_id}: advantage")
@@ -109,16 +110,16 @@ class RolloutSample:
         if any(type(token) is not int or token < 0 for token in self.input_ids):
             self.input_ids = token_ids(self.input_ids, f"group {self.group_id}: input_ids")
         if self.start == 0:
-            raise RolloutError(f"group {self.group_id}: the first token is trained, but no token precedes it.")
+            raise RolloutError(f"group {self.group_id}: the first token has a loss, but no token precedes it.")
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """All rows of one rollout. They are trained in one optimizer step or not at all.
+    """All rows of one rollout. Either one optimizer step trains on all of them, or none is used.
 
     Attributes:
-        samples: At least one.
-        arrived: Trainer's version of the weights when the rollout arrived.
+        samples: Rows of the rollout, at least one.
+        arrived: Version of the trainer's weights when the rollout arrived.
         finished: Whether the model ended the rollout.
     """
 
@@ -148,13 +149,13 @@ class Trajectory:
 
 @dataclass(slots=True)
 class GroupTask:
-    """A prompt that is to be completed ``size`` times.
+    """A prompt for which a worker samples ``size`` completions.
 
     Attributes:
         group_id: Number of the prompt in the run.
         row: Dataset row.
         size: Number of completions G.
-        seed: Seed of its sampling and environments.
+        seed: Seed for sampling and for environments.
         attempt: Number of earlier attempts.
         version: Minimum version of the weights.
     """
@@ -181,7 +182,7 @@ class RolloutWorkerProtocol(Protocol):
 
 
 class RolloutBuffer:
-    """FIFO queue of rollouts. It accepts everything: the pool checks `room` before it begins a group.
+    """FIFO queue of rollouts. The limits are not enforced here: the pool checks `room` before it begins a group.
 
     Args:
         max_samples: Intended maximum number of trajectories.
@@ -251,14 +252,14 @@ class TaskSource:
 
     def __init__(self, prompts: PromptStream, group_size: int, seed: int = 0) -> None:
         self.prompts, self.group_size, self.seed = prompts, group_size, seed
-        # Number of groups so far, which is the number of the next one.
+        # Number of groups so far. It is also the number of the next group.
         self.group = 0
         self._again: deque[tuple[GroupTask, Origin]] = deque()
         # Positions in the dataset of groups in progress.
         self._origin: dict[int, Origin] = {}
 
     def next(self) -> GroupTask:
-        """Return the next prompt. Returned prompts come first."""
+        """Return the next prompt. Prompts that are retried come first."""
         if self._again:
             task, origin = self._again.popleft()
         else:
@@ -268,12 +269,12 @@ class TaskSource:
         return task
 
     def give_back(self, task: GroupTask) -> None:
-        """Return a prompt whose rollouts failed, to be retried as another group with other random numbers."""
+        """Put back a prompt whose rollouts failed. It is retried as a new group with different random numbers."""
         origin = self._origin.pop(task.group_id)
         self._again.append((self._task(task.row, task.attempt + 1), origin))
 
     def done(self, group_id: int) -> None:
-        """Record that a group is trained or finally dropped."""
+        """Record that a group was used for training, or was dropped and will not be retried."""
         self._origin.pop(group_id, None)
 
     def _task(self, row: dict[str, Any], attempt: int) -> GroupTask:
@@ -287,7 +288,7 @@ class TaskSource:
         return {"prompts": self.prompts.state(), "group": self.group, "pending": [list(x) for x in pending]}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`. Prompts in progress of a stream are skipped."""
+        """Restore the result of `state`. If the dataset is a stream, prompts that were in progress are skipped."""
         self.prompts.load(state["prompts"])
         self.group, self._origin, self._again = state["group"], {}, deque()
         for passes, position in state["pending"] if isinstance(self.prompts.dataset, Sized) else []:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class AsyncTrainer(OnlineTrainer):
     """Takes rollouts from a queue that workers fill, drops stale rollouts, and pushes weights to workers.
 
-    A constructor calls `sends` before its parent's constructor and `begins` after it.
+    The constructor of a subclass calls `sends` before the parent's constructor, and `begins` after it.
     """
 
     args: Any
@@ -43,7 +43,7 @@ class AsyncTrainer(OnlineTrainer):
     _prompt_images = False
 
     def sends(self, sent: dict[str, Any], rollout_worker: object, weight_transfer: object, tokenizer: object) -> None:
-        """Set the data for workers, with the names of `RolloutService`. It must be picklable for the library's own
+        """Set the arguments that `RolloutService` passes to workers. They must be picklable for the library's own
         workers.
         """
         if rollout_worker is None:
@@ -51,7 +51,7 @@ class AsyncTrainer(OnlineTrainer):
         self.given = {**sent, "rollout_worker": rollout_worker, "weight_transfer": weight_transfer}
 
     def begins(self) -> None:
-        """Create the source of rollouts, after everything else exists."""
+        """Create the source of rollouts. All other components must exist already."""
         if "DEEPSPEED" in str(self.accelerator.distributed_type):
             raise ConfigError("asynchronous training supports one process, DDP and FSDP2, but not DeepSpeed.")
         if self.given["rollout_worker"] is not None and self.given["weight_transfer"] is None:
@@ -67,7 +67,9 @@ class AsyncTrainer(OnlineTrainer):
         self.add_callback(_StepCallback(self))
 
     def reads_images(self) -> tuple[bool, bool]:
-        """Return whether prompts, and whether completions, may contain images. Only prompts may."""
+        """Return whether prompts may contain images, and whether completions may. Completions never contain images
+        here.
+        """
         return self._prompt_images, False
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
@@ -121,16 +123,16 @@ class AsyncTrainer(OnlineTrainer):
         args = self.args
         wanted = "" if prompts is None else f" {prompts} prompts are {prompts * args.num_generations} rollouts."
         return (
-            f"{args.num_rollout_workers} worker(s) write up to {args.max_inflight_tasks} rollouts at once "
-            f"({args.resolved_engine}); a step trains {args.samples_per_step} of them; weights are pushed every "
-            f"{args.weight_sync_steps} step(s); a rollout may be {args.max_staleness_hard} version(s) old when it is trained "
+            f"{args.num_rollout_workers} worker(s) sample up to {args.max_inflight_tasks} rollouts concurrently "
+            f"({args.resolved_engine}); a step trains on {args.samples_per_step} of them; weights are pushed every "
+            f"{args.weight_sync_steps} step(s); a rollout may be {args.max_staleness_hard} version(s) old when it is used "
             f"({args.staleness_policy}).{wanted}"
         )
 
     # The loop ----------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train until ``max_steps``, or until ``num_train_epochs`` times the number of prompts have been trained."""
+        """Train for ``max_steps`` steps, or until each prompt was used ``num_train_epochs`` times on average."""
         args = self.args
         max_steps, self._target = args.max_steps, math.inf
         if args.max_steps <= 0:
@@ -174,7 +176,7 @@ class AsyncTrainer(OnlineTrainer):
                 parameter.grad = None
 
     def after_update(self, control: TrainerControl) -> None:
-        """Push weights if they are due, record the trained rollouts, and stop at the end."""
+        """Push weights if a push is due, record the rollouts of the step, and stop the run at its end."""
         main = self.accelerator.is_main_process
         if main and not self._skipping:
             self._count_groups({trajectory.group_id for trajectory in self.source.held})
@@ -195,7 +197,7 @@ class AsyncTrainer(OnlineTrainer):
         self._skipping = False
 
     def _count_groups(self, groups: set[int]) -> None:
-        """Count each trained group once, even if its rollouts are trained in several steps."""
+        """Count each group once, even if its rollouts are used in several steps."""
         self.trained_groups += len(groups - self._new_groups)
         self._new_groups = {g for g in self._new_groups | groups if g > max(groups) - self._remembered}
 

@@ -1,4 +1,6 @@
-"""Worker processes: started without the trainer's device, monitored by heartbeats, and reliably ended."""
+"""Worker processes. They start without access to the trainer's device, are monitored by heartbeats, and end with the
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class ActiveClock:
     """A clock that ignores time in which this process was suspended: a gap between two reads counts at most ``most``
     seconds.
 
-    With a wall clock, all workers would seem to have been silent during a suspension.
+    With a wall clock, all workers would seem to have made no progress during a suspension.
 
     Args:
         most: Maximum number of seconds between two reads that are counted; a multiple of the polling interval.
@@ -55,7 +57,8 @@ GAP_S = 3.0  # Maximum gap in seconds between two reads of the clock. In longer 
 TAIL_LINES, TAIL_BYTES = 30, 16_384
 JOIN_S = 15.0  # Maximum number of seconds until a worker stops.
 
-# Environment variables that a worker must not inherit: it would join the trainer's process group or overwrite its logs.
+# Environment variables that a worker must not inherit. With them it would join the trainer's process group or overwrite
+# the trainer's logs.
 DISTRIBUTED = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "NCCL_DEBUG_FILE", "NCCL_ASYNC_ERROR_HANDLING",
@@ -139,10 +142,10 @@ class Link:
         stopping: Event that is set when the worker must stop.
         on_news: Function called on the reading thread when a version is announced, tasks are canceled, or the worker
             must stop.
-        on_orphaned: Function called before this process ends because the trainer was killed. It removes what the
-            trainer left.
-        importing: Lock of a thread that imports packages. Unpickling at the same time would find partly initialized
-            modules.
+        on_orphaned: Function called before this process ends because the trainer was killed. It removes the trainer's
+            temporary files.
+        importing: Lock that a thread holds while it imports packages. Concurrent unpickling would use partly
+            initialized modules.
     """
 
     def __init__(self, connection: Connection, index: int) -> None:
@@ -229,7 +232,8 @@ def worker_main(payload: bytes, connection: Connection, log: str, index: int) ->
     # The trainer handles these signals. It needs its workers to finish the step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # The process ends with the trainer, but it may start processes, as reward functions that run code do.
+    # The process ends with the trainer, but unlike a daemon it may start processes, for example in reward functions
+    # that run code.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process.
     os.dup2(file.fileno(), 2)
@@ -250,7 +254,7 @@ def worker_main(payload: bytes, connection: Connection, log: str, index: int) ->
 
 
 class WorkerProcess:
-    """The trainer's end: a spawned process, its pipe, its log and the time of its last message.
+    """The trainer's side of a worker: the spawned process, its pipe, its log and the time of its last message.
 
     Args:
         index: Index of the worker.
@@ -293,7 +297,7 @@ class WorkerProcess:
         self.began = self.heard = self.clock.look()
 
     def send(self, kind: str, content: Any = None) -> None:
-        """Send a command. A dead process is detected elsewhere."""
+        """Send a command. Errors of a dead process are ignored, because `problem` detects them."""
         with contextlib.suppress(OSError):
             self.connection.send((kind, content))
 

@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Transforms that depend on other rewards. They would differ between the estimate and training.
+# Reward transforms that depend on other rewards. They would give different results in the estimate of values and in
+# training.
 
 
 def optimal_value(rewards: Sequence[float], beta1: float) -> float:
-    """Compute ``V* = beta1 log mean_i exp(r_i / beta1)`` over the rewards that are not NaN. Return NaN if there is
-    none.
+    """Compute ``V* = beta1 log mean_i exp(r_i / beta1)`` over the rewards that are not NaN. Return NaN if all are NaN.
 
     Args:
         rewards: Rewards of the reference's completions. NaN: no function applied.
@@ -83,7 +83,7 @@ def row_key(example: Mapping[str, Any]) -> str:
 
 
 def _computed_by(function: Callable) -> str:
-    """Return an identifier of a reward: the source of a function, or a hash of a model's weights."""
+    """Return an identifier of a reward: the source code of a function, or a hash of a reward model's weights."""
     if isinstance(model := getattr(function, "model", None), torch.nn.Module):
         return hash_module(model)
     try:
@@ -126,19 +126,19 @@ class ValueCache:
 
 
 FILE = "v_star.jsonl"
-# Maximum difference from 0 or 1 of a binary reward.
+# A reward counts as binary if it differs from 0 or 1 by at most this value.
 TOLERANCE = 1e-6
-# Seed offset of the samples for values.
+# Seed offset of the samples from which values are estimated.
 VALUE_SEED = 20_000_003
 
 
 class A2POTrainer(OnlineTrainer):
     """A*-PO: regress log-ratios on the difference of the reward and the prompt's optimal value (experimental).
 
-    There is no group and no value model. Before the first step, ``num_value_samples`` completions of the frozen
-    reference give each prompt's value ``V* = beta1 log mean exp(r / beta1)``. Values are stored in
-    ``output_dir/v_star.jsonl`` and in checkpoints, with a hash of everything that they depend on. Each step then
-    samples one completion per prompt.
+    It uses neither groups nor a value model. Before the first step, the value ``V* = beta1 log mean exp(r / beta1)`` of
+    each prompt is estimated from the rewards of ``num_value_samples`` completions of the frozen reference. Values are
+    stored in ``output_dir/v_star.jsonl`` and in checkpoints, with a hash of everything that they depend on. Each step
+    then samples one completion per prompt.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
@@ -294,10 +294,11 @@ class A2POTrainer(OnlineTrainer):
         return {key: rewards for (key, _), rewards in zip(part, totals.reshape(-1, n).tolist(), strict=True)}
 
     def _solvable(self, dataset: datasets.Dataset) -> list[int]:
-        """Return the rows to train on: those with a value that (for binary rewards) were solved at least once.
+        """Return the rows to train on. Rows without a value are excluded. With binary rewards, rows that the reference
+        never solved are excluded too.
 
         Raises:
-            DataError: No row is left.
+            DataError: No row remains.
         """
         assert self.cache is not None
         rewards = [[r for r in self.cache.rewards[row_key(row)] if not math.isnan(r)] for row in dataset]
@@ -312,13 +313,13 @@ class A2POTrainer(OnlineTrainer):
         kept = [i for i, row in enumerate(rewards) if row and (not strict or sum(row) > TOLERANCE)]
         if not kept:
             raise DataError(
-                f"none of the {len(rewards)} training prompts is left: the reference solved none of them in "
+                f"none of the {len(rewards)} training prompts remains: the reference solved none of them in "
                 f"{self.args.num_value_samples} attempts (filter_all_incorrect={self.args.filter_all_incorrect}). "
                 "Fix: use easier prompts, more num_value_samples or a better initial model, or check the reward "
                 "function."
             )
         logger.info(
-            "%d of %d training prompts are used; the others have no value or were never solved.",
+            "%d of %d training prompts are used. All other prompts have no value or were never solved.",
             len(kept),
             len(rewards),
         )
@@ -343,9 +344,11 @@ class A2POTrainer(OnlineTrainer):
 
     @contextlib.contextmanager
     def _reference_engine(self) -> Iterator[None]:
-        """Generate with the reference. An in-process engine is created if the engine has a copy of the policy.
+        """Return an engine that samples with the reference. If the run's engine has a copy of the policy, a separate
+        in-process engine is created.
 
-        A user's engine object without a copy samples from the policy, which equals the reference at the beginning.
+        If the user's engine object has no copy of the weights, it samples from the policy, which equals the reference
+        at the beginning.
         """
         engine, far = self.engine, self.engine.capabilities.needs_weight_sync
         with self.run.inference() as policy, self.reference.active(policy):
@@ -367,7 +370,9 @@ class A2POTrainer(OnlineTrainer):
         return replace(settings, sampling=replace(settings.sampling, seed=seed))
 
     def _restore_values(self, checkpoint: Any) -> None:
-        """Load values from the checkpoint before they filter the dataset, so that the position in it stays valid."""
+        """Load values from the checkpoint before the dataset is filtered by them, so that the saved position in the
+        dataset stays valid.
+        """
         if checkpoint is True:
             checkpoint = last_complete_checkpoint(self.args.output_dir)
         self._restored = saved_state(checkpoint or None, self.accelerator).get("values") or {}
@@ -376,11 +381,11 @@ class A2POTrainer(OnlineTrainer):
 
     @property
     def prompt_limit(self) -> int | None:
-        """Maximum number of tokens of a prompt. A longer prompt loses its beginning."""
+        """Maximum number of tokens of a prompt. Longer prompts are truncated at the beginning."""
         return self.args.max_prompt_length
 
     def make_online(self) -> Online:
-        """Create the sampling state with the value of each completion's prompt."""
+        """Create the sampling components. They add the value of each completion's prompt."""
         online = super().make_online()
 
         def logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:

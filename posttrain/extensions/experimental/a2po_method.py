@@ -112,7 +112,7 @@ def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerm
 
 
 def _judged(batch: Batch) -> Tensor:
-    """Return ``(S,)`` bool, completions with a reward. Others have no loss token."""
+    """Return ``(S,)`` bool that marks completions with a reward. All other completions have no token with loss."""
     return sequence_sum(batch.loss_mask.float(), *batch.by_sequence) > 0
 
 

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 
 class IWOPDTrainer(DistillationTrainer):
-    """On-policy distillation in which early tokens have larger weights, with an importance ratio to the sampling
-    weights.
+    """On-policy distillation with larger weights for early tokens, and with an importance ratio to the weights that
+    sampled the completion.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
@@ -268,7 +268,8 @@ class MiniLLMTrainer(DistillationTrainer):
 
 
 class SDFTTrainer(DistillationTrainer):
-    """Self-distillation: the teacher is the student with the row's ``privileged_context`` in its prompt.
+    """Self-distillation. The teacher is the student itself, but its prompt also contains the row's
+    ``privileged_context``.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
@@ -375,7 +376,9 @@ class SDFTTrainer(DistillationTrainer):
         return self.teacher_prompt(example, args.teacher_prompt_template, shown, args.max_prompt_length)
 
     def student_samples(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Sample completions, from the teacher's prompts if ``generate_from_teacher`` is set."""
+        """Sample completions of the student. If ``generate_from_teacher`` is set, the student completes the teacher's
+        prompts.
+        """
         if not self.args.generate_from_teacher:
             return super().student_samples(examples, settings)
         single = SingleTurn(self.weight_sync, self.prompt_source, self.processing_class)
@@ -385,7 +388,7 @@ class SDFTTrainer(DistillationTrainer):
         return single.batch_of(examples, rollouts)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher's prompt of each completion, and exclude first tokens from the loss if configured."""
+        """Return the teacher's prompt of each completion. If configured, exclude the first tokens from the loss."""
         if skip := self.args.num_loss_tokens_to_skip:
             keep = [[int(i >= skip) for i in range(len(rollout.token_ids))] for rollout in rollouts.rollouts]
             found = replace(found, keep=keep)
@@ -393,7 +396,8 @@ class SDFTTrainer(DistillationTrainer):
 
 
 class SDPOTrainer(DistillationTrainer):
-    """Self-distillation: the teacher is the student with a successful completion of the same prompt in its prompt.
+    """Self-distillation. The teacher is the student itself, but its prompt also contains a successful completion of the
+    same prompt.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
@@ -499,7 +503,7 @@ class SDPOTrainer(DistillationTrainer):
         return super().prepare(dataset, name, training=training)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher's prompt of each completion, and the column ``active``: whether it has a hint."""
+        """Return the teacher's prompt of each completion. The column ``active`` marks prompts with a hint."""
         size, rewards = rollouts.group_size, found.totals.tolist()
         # Gather from all ranks, because a group may be on several ranks.
         texts = parallel.all_gather_objects([rollout.text or "" for rollout in rollouts.rollouts], self.accelerator)
@@ -540,7 +544,9 @@ class SDPOTrainer(DistillationTrainer):
         return self.teacher_prompt(example, self.args.reprompt_template, hint, self.args.max_reprompt_len)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """Compute ``(1 - w) GRPO + w divergence``. The divergence is over completions whose teacher has a hint."""
+        """Compute ``(1 - w) GRPO + w divergence``. The divergence includes only completions for which the teacher's
+        prompt has a hint.
+        """
         loss = super().objective(outputs, batch)
         if self.axes.policy:
             policy = self.policy_terms(outputs, batch)
@@ -550,7 +556,7 @@ class SDPOTrainer(DistillationTrainer):
 
 
 class SSDTrainer(DistillationTrainer):
-    """Simple self-distillation: supervised fine-tuning on the model's own samples at another temperature.
+    """Simple self-distillation: supervised fine-tuning on the model's own samples, with a different sampling temperature.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
@@ -644,7 +650,7 @@ class SSDTrainer(DistillationTrainer):
         )
 
     def keep(self, rollouts: RolloutBatch, found: Advantages) -> Advantages:
-        """Store the completions like the parent, and exclude blank or very short completions."""
+        """Store additional data like the parent class, and exclude blank or very short completions from the loss."""
         texts, left_out = [(rollout.text or "").strip() for rollout in rollouts.rollouts], rollouts.left_out
         if self.args.filter_empty:
             left_out = {i for i, text in enumerate(texts) if not text or ("\n" not in text and len(text) < SHORT)}

@@ -54,7 +54,7 @@ OF_TEACHER: dict[str, tuple[Any, str]] = {
 def _template_rule(
     config: Any, field: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> tuple[str, bool, str]:
-    """Return a config rule: the template must contain the names in ``needed`` and only known names in braces."""
+    """Return a config rule: the template must contain all names in ``needed``, and no unknown names in braces."""
     fields = template_fields(getattr(config, field))
     shown, known = (
         " and ".join(f"{{{name}}}" for name in names) for names in (needed, dict.fromkeys((*needed, *optional)))
@@ -84,7 +84,7 @@ def _require_context(dataset: AnyDataset, name: str) -> None:
     vllm_server_port=8001,
 )  # fmt: skip
 class IWOPDConfig(DistillationConfig):
-    """Arguments of `IWOPDTrainer`. ``top_p`` is 1.0, because the estimate is biased below 1."""
+    """Arguments of `IWOPDTrainer`. The default of ``top_p`` is 1.0, because smaller values would bias the estimate."""
 
     distillation_objective: Literal["iw_opd", "jsd"] = option(
         "iw_opd",
@@ -120,8 +120,8 @@ class IWOPDConfig(DistillationConfig):
 
 
 class IWOPD(Distillation):
-    """On-policy distillation in which early tokens have larger weights, with an importance ratio to the sampling
-    weights.
+    """On-policy distillation with larger weights for early tokens, and with an importance ratio to the weights that
+    sampled the completion.
 
     Reference: IW-OPD, arXiv:2606.22600.
     """
@@ -129,7 +129,7 @@ class IWOPD(Distillation):
     config_class = IWOPDConfig
 
 
-# Teachers behind servers -------------------------------------------------------------------------------------------------
+# Teachers on servers -------------------------------------------------------------------------------------------------
 
 
 @config
@@ -172,7 +172,7 @@ class ServerDistillation(Distillation):
     num_generations=(8, "Number of completions sampled per prompt. 1 sets scale_rewards='none'."),
 )
 class MiniLLMConfig(DistillationFields, GRPOConfig):
-    """Arguments of `MiniLLMTrainer`: those of GRPO, with ``beta`` as the weight of the KL penalty, and of the teacher."""
+    """Arguments of `MiniLLMTrainer`: options of GRPO and of the teacher. ``beta`` is the weight of the KL penalty."""
 
     _beta: ClassVar[str | float] = 1.0
     _loss_temperature: ClassVar[str | float] = "kd_temperature"
@@ -217,7 +217,7 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
         ]
 
     def axes(self) -> Axes:
-        """Return the loss: the reverse KL, over the vocabulary and as a reward."""
+        """Return the properties of the loss: the reverse KL, both over the vocabulary and as a reward."""
         return replace(super().axes(), policy=1.0)
 
 
@@ -249,7 +249,7 @@ class MiniLLM(Distillation):
     },
 )  # fmt: skip
 class SelfDistillationFields(DistillationFields):
-    """Options of methods whose teacher is the student with more information in its prompt."""
+    """Options of self-distillation, in which the teacher is the student with more information in its prompt."""
 
     _beta: ClassVar[str | float] = "distillation_alpha"
     distillation_alpha: float = option(
@@ -315,7 +315,8 @@ class SDFTConfig(SelfDistillationFields, DistillationConfig):
 
 
 class SDFT(Distillation):
-    """Self-distillation: the teacher is the student with the row's ``privileged_context`` in its prompt.
+    """Self-distillation. The teacher is the student itself, but its prompt also contains the row's
+    ``privileged_context``.
 
     Reference: Self-Distillation Fine-Tuning, arXiv:2601.19897.
     """
@@ -325,7 +326,9 @@ class SDFT(Distillation):
     privileged = True
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return the parent's result, but False for samples from the teacher's prompt, which have no importance ratio."""
+        """Return the parent's result, or False if completions are sampled from the teacher's prompt, because they have
+        no importance ratio.
+        """
         return not self.cfg.generate_from_teacher and super().needs_old_logp(outlived)
 
 
@@ -339,7 +342,7 @@ class SDFT(Distillation):
     },
 )  # fmt: skip
 class SDPOConfig(SelfDistillationFields, GRPOConfig):
-    """Arguments of `SDPOTrainer`: those of GRPO, with ``beta`` as the weight of the KL penalty, and of the teacher."""
+    """Arguments of `SDPOTrainer`: options of GRPO and of the teacher. ``beta`` is the weight of the KL penalty."""
 
     distillation_weight: Share = option(
         1.0,
@@ -391,13 +394,14 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
         ]  # fmt: skip
 
     def axes(self) -> Axes:
-        """Return the loss, averaged over sequences whose teacher has a hint."""
+        """Return the properties of the loss, which is averaged over sequences for which the teacher has a hint."""
         w = self.distillation_weight
         return replace(super().axes(), reduction="active", weight=w, policy=1 - w)
 
 
 class SDPO(Distillation):
-    """Self-distillation: the teacher is the student with a successful completion of the same prompt in its prompt.
+    """Self-distillation. The teacher is the student itself, but its prompt also contains a successful completion of the
+    same prompt.
 
     Reference: Self-Distillation Policy Optimization, arXiv:2601.20802.
     """
@@ -427,7 +431,7 @@ class SSDConfig(DistillationConfig):
 
 
 class SSD(Distillation):
-    """Simple self-distillation: supervised fine-tuning on the model's own samples at another temperature.
+    """Simple self-distillation: supervised fine-tuning on the model's own samples, with a different sampling temperature.
 
     Reference: arXiv:2604.01193.
     """

@@ -1,4 +1,4 @@
-"""GOLD: GKD, with a loss for student and teacher with different tokenizers, whose tokens are aligned by their bytes."""
+"""GOLD: GKD with an additional loss for a teacher with a different tokenizer, whose tokens are aligned by their bytes."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ ANCHORS = ("\n", "x", ".", "0")
 
 
 def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
-    """Return the shortest pairs of token runs with equal bytes. Tokens after the last common boundary are excluded.
+    """Split two token sequences into the shortest pairs of groups with equal bytes. Tokens after the last common
+    boundary are excluded.
 
     >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
     [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
     """
-    # For both sides: the end of each token in bytes, and the number of tokens up to there.
+    # For each sequence: maps the end of each token, in bytes, to the number of tokens up to this end.
     mine, theirs = (dict(zip(accumulate(map(len, side)), count(1), strict=False)) for side in (first, second))
     groups, i, j = [], 0, 0
     for end in sorted(mine.keys() & theirs.keys()):
@@ -334,7 +335,7 @@ class GOLDTrainer(DistillationTrainer):
         stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
         groups_made = 0
         for example, rollout in zip(rollouts.examples, rollouts.rollouts, strict=True):
-            # Text of a template after the stop token differs from the teacher's template.
+            # Text after the stop token depends on the chat template, so it may differ from the teacher's.
             written = takewhile(lambda token: token not in stops, rollout.token_ids)
             spelled = [self._mine.get(token, b"") for token in written]
             text = b"".join(spelled)
@@ -360,13 +361,15 @@ class GOLDTrainer(DistillationTrainer):
         return facts, replace(found, token_columns={**found.token_columns, "aligned": columns})
 
     def _prompt(self, example: dict[str, Any], rollout: Rollout) -> list[int]:
-        """Return the teacher's prompt ids: messages in its own template, or the text of the student's prompt."""
+        """Return the teacher's prompt ids. Messages are rendered with the teacher's template. Otherwise the text of the
+        student's prompt is tokenized.
+        """
         if self.vision.images:
             return list(self.teacher_vision.prompt(example, [image.picture for image in rollout.pictures]))
         if isinstance(example["prompt"], str):
             special = set(self.processing_class.all_special_ids)
             text = _longest_text(b"".join(self._mine.get(i, b"") for i in rollout.prompt_ids if i not in special))
-            # Some tokenizers add a space before a text; the teacher's tokenizer adds its own.
+            # Some tokenizers add a space before a text. Remove it, because the teacher's tokenizer adds a space itself.
             example = {"prompt": text if example["prompt"].endswith(text) else text.removeprefix(" ")}
         kwargs = self.args.chat_template_kwargs or {}
         return tokenize_prompts([example], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]
@@ -377,7 +380,9 @@ class GOLDTrainer(DistillationTrainer):
         return [(range(i, i + 1), range(i, i + 1)) for i in range(min(len(mine), len(theirs)))]
 
     def comparison(self, batch: Batch) -> Any:
-        """Return the comparison with the teacher's tokens at the aligned groups."""
+        """Return the function that the student's output layer calls to compare aligned groups of tokens with the
+        teacher's.
+        """
         if not self.args.use_uld_loss:
             return super().comparison(batch)
         rows, index, offset = [], [], 0

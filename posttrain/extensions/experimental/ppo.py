@@ -76,11 +76,11 @@ logger = logging.getLogger(__name__)
 
 
 TABLE_TEMPERATURE = 0.01  # Sampling temperature of sample tables.
-# A mean KL below KL_LOW for KL_UPDATES rollout batches is not explained by noise of the k1 estimate.
+# If the mean KL is below KL_LOW for KL_UPDATES rollout batches, this is more than the noise of the k1 estimate.
 KL_LOW, KL_UPDATES = -1.0, 5
 
 
-VALUE_FILE = "value_function.safetensors"  # Only in checkpoints; a saved policy is a plain model.
+VALUE_FILE = "value_function.safetensors"  # This file is only in checkpoints. A saved policy does not contain the value function.
 
 
 class TokenPrompts(PromptSource):
@@ -121,7 +121,9 @@ class TokenPrompts(PromptSource):
         return [row for _, row in zip(range(2), dataset, strict=False)]
 
     def repeats(self) -> tuple[int, int]:
-        """Return the number of prompts per rollout batch, and the number of micro-batches that are trained on it."""
+        """Return the number of prompts per rollout batch, and the number of micro-batches that train on a rollout
+        batch.
+        """
         args = self.args
         return args.batch_size, args.updates * args.gradient_accumulation_steps
 
@@ -267,7 +269,7 @@ class PPOTrainer(OnlineTrainer):
         return [function for function in self.rewards.functions if isinstance(function, TokenReward)]
 
     def _join_value(self) -> None:
-        """Attach the value function to the policy, with a layout that both support."""
+        """Attach the value function to the policy, and choose a row layout that both models support."""
         value = attach_value(self.model, self._given_value)
         if self.args.disable_dropout:
             disable_dropout_in_model(value)
@@ -342,7 +344,7 @@ class PPOTrainer(OnlineTrainer):
         return rollout.collated(run, share_prompts(self._piece(rows, *divmod(self.window.step - 1, pieces)))[0])
 
     def _piece(self, rows: list[Row], epoch: int, number: int) -> list[Row]:
-        """Return micro-batch ``number`` of a pass. Every pass assigns the responses to mini-batches at random."""
+        """Return micro-batch ``number`` of a pass. In each pass, responses are assigned to mini-batches at random."""
         args = self.args
         seed = (args.seed * 1_000_003 + self.window.generations) * 1_009 + epoch
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed % 2**63))
@@ -370,7 +372,9 @@ class PPOTrainer(OnlineTrainer):
         return [training_rows(rollouts, self.args.response_length, self.pad_token_id)]
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Sample responses, and add prompt ids for reward models and whether each response contains an end token."""
+        """Sample responses. Also add prompt ids for reward models, and a column that marks responses with an end
+        token.
+        """
         batch = super().sample(examples, settings)
         ended = [float(not self.end_ids.isdisjoint(one.token_ids)) for one in batch.rollouts]
         prompts = [one.prompt_ids for one in batch.rollouts]
@@ -427,7 +431,7 @@ class PPOTrainer(OnlineTrainer):
         self._low_kl = self._low_kl + 1 if kl < KL_LOW else 0
         if self._low_kl == KL_UPDATES:
             logger.warning(
-                "objective/kl has been below %g for %d rollout batches (now %.2f), but a KL cannot be negative: the "
+                "objective/kl has been below %g for %d rollout batches (now %.2f), but a KL cannot be negative, so the "
                 "policy differs from the model that samples. Common causes: a ref_model that is not the initial "
                 "model, different tokenizers, truncated sampling (top-k, top-p), a wrong temperature.",
                 KL_LOW, KL_UPDATES, kl,
@@ -457,7 +461,7 @@ class PPOTrainer(OnlineTrainer):
     # Saving and loading ----------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is not None:  # The gathered state has also the value function; keep only the policy's tensors.
+        if state_dict is not None:  # It also contains the value function. Keep only the policy's tensors.
             state_dict = {k: v for k, v in state_dict.items() if "v_head." not in k and "value_model." not in k}
         with without_value(self.model):
             super()._save(output_dir, state_dict)
@@ -478,7 +482,7 @@ class PPOTrainer(OnlineTrainer):
 
     def _load_parts(self, folder: str, load_policy: Callable[[], None]) -> None:
         if parallel.shards_parameters(self.accelerator):
-            load_policy()  # The sharded state contains both.
+            load_policy()  # A sharded state contains policy and value function.
             return
         with without_value(self.model):
             load_policy()
@@ -498,7 +502,7 @@ class PPOTrainer(OnlineTrainer):
         if not wanted or self.eval_dataset is None or self._table_of == step:
             return
         if step % max(1, self.state.max_steps // wanted) == 0:
-            self._table_of = step  # The training loop calls this once more at the end.
+            self._table_of = step  # Remember the step, because the training loop calls this method again at the end.
             self.generate_completions(sampling=True)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:

@@ -14,11 +14,11 @@ from posttrain.rewards.runner import transform_names
 from posttrain.rollouts.engines import EXACT
 
 ESTIMATORS = ("k1", "k3")
-WHITEN_LEAST = 8  # Minimum number of responses per mini-batch and process for whitened rewards. Fewer are mostly noise.
+WHITEN_LEAST = 8  # Minimum number of responses per mini-batch and process for whitened rewards.
 
 
 class _OneCompletion:
-    """Values of `OnlineTrainer` options for a method that samples one completion per prompt."""
+    """Values of `OnlineTrainer` options for PPO, which samples one completion per prompt."""
 
     num_generations = 1
     num_generations_eval = None

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from posttrain.rewards.runner import RewardTable
     from posttrain.types import LogProbs
 
-STATES = "states"  # Name of the count of states with a value, which differs from the number of trained tokens.
+STATES = "states"  # Name of the count of states with a value. It differs from the number of tokens with loss.
 
 
 def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
     """Compute ``-min(r A, clip(r, 1 - c, 1 + c) A)`` per token plus ``vf_coef`` times the clipped value loss per state.
 
     Both are averaged over the mini-batch: the policy loss over its tokens, the value loss over its states. A response
-    that ended early has one state more than tokens.
+    that ended early has one more state than tokens.
 
     Args:
         out: ``logp``, ``values`` and (for metrics) ``entropy``, ``(B, T)``.
@@ -74,7 +74,7 @@ def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
 
 
 def states_mask(batch: Batch) -> Tensor:
-    """Return ``(B, T)`` bool, positions at which the value function is trained."""
+    """Return a mask ``(B, T)`` of positions at which the value function is trained."""
     return batch.columns["states"] > 0
 
 
@@ -98,10 +98,10 @@ class Episodes:
 
 
 def plain_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
-    """Convert each response to a row. A response that ended early gets one pad token, which is not trained.
+    """Convert each response to a row. One pad token without loss is appended to a response that ended early.
 
-    The pad token represents the state after the last token. The hidden state that predicts it is that of the last
-    token, whose value `token_rewards` assigns the score to.
+    The pad token represents the state after the last token. It is predicted from the hidden state of the last token.
+    `token_rewards` assigns the score to the value at this position.
     """
     rows = []
     for rollout in generation.rollouts:
@@ -119,7 +119,7 @@ def episodes(
     Args:
         rollouts: This rank's responses.
         logps: ``old_logp``, ``ref_logp`` and ``old_values`` per token of `plain_rows`.
-        scores: ``(S,)`` scores. NaN: no reward function applied, and the response is not trained.
+        scores: ``(S,)`` scores. NaN: no reward function applied, and the response is excluded from training.
         cfg: Config with ``response_length``, ``kl_coef``, ``kl_estimator``, ``gamma``, ``lam`` and ``whiten_rewards``.
         merged: Function that merges moments of this rank with those of all ranks.
     """
@@ -231,7 +231,7 @@ class PPO(Method[PPOConfig]):
         return {STATES: float(sum(states_mask(batch).sum() for batch in batches))}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Compute mean and variance of the ratio from those of its difference to 1."""
+        """Compute the mean and variance of the ratio from the mean and variance of its difference to 1."""
         if "val/ratio" in metrics:
             excess = metrics["val/ratio"]
             metrics["val/ratio_var"] = max(metrics["val/ratio_var"] - excess * excess, 0.0)

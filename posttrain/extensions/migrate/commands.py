@@ -1,4 +1,4 @@
-"""`migrate`: the command, which imports its modules when it runs."""
+"""`migrate`: the command `posttrain migrate`. Its modules are imported only when it runs."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def migrate_file(path: Path) -> Rewritten:
 
 
 def _notebook(text: str, path: Path) -> Rewritten:
-    """Convert the code cells of a notebook together, as one script in which a comment precedes each cell."""
+    """Convert the code cells of a notebook as one script. A comment marks the beginning of each cell."""
     from posttrain.extensions.migrate.scripts import migrate_script, parsed
     from posttrain.extensions.migrate.shell import migrate_shell
 
@@ -105,7 +105,7 @@ def _notebook(text: str, path: Path) -> Rewritten:
 
 
 def hide_magics(cell: str) -> str:
-    """Replace lines that only IPython understands with one-line statements that contain their text."""
+    """Replace lines with IPython syntax by one-line Python statements that contain the text of the line."""
     if cell.lstrip().startswith("%%"):
         return MAGIC + json.dumps(cell)
     lines, inside = [], False
@@ -183,7 +183,9 @@ def run(argv: list[str]) -> int:
             if arguments.write:
                 path.write_text(result.text, encoding="utf-8")
     if notes:
-        sys.stdout.write("\nFor a person:\n" + "".join(f"  {note}\n" for note in notes))
+        sys.stdout.write("\nTo change manually:\n" + "".join(f"  {note}\n" for note in notes))
     verb = "changed" if arguments.write else "to change (--write)"
-    sys.stdout.write(f"\n{changed} file{'s' * (changed != 1)} {verb}, {len(notes)} to do by hand, {failed} not read.\n")
+    sys.stdout.write(
+        f"\n{changed} file{'s' * (changed != 1)} {verb}, {len(notes)} to do manually, {failed} not read.\n"
+    )
     return 1 if failed else 0

@@ -81,7 +81,9 @@ def _convert_value(kinds: Any, key: Any, value: Any, given: object, lines: list[
 
 
 def config_of(options: dict[str, Any]) -> type:
-    """Return the config that has the largest number of these options. Refused names count least. The first of equals wins."""
+    """Return the config class that has the largest number of these options. Options that a config refuses count less.
+    If several classes have the same number, the first is returned.
+    """
 
     def known(kind: type) -> float:
         names = {item.name for item in fields(kind)}

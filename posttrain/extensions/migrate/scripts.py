@@ -82,10 +82,10 @@ class Script(cst.CSTVisitor):
         modules: Local names of the package `trl`.
         starred: Whether the script imports all names (``import *``).
         classes: Classes of this package by local name, including subclasses that the script defines.
-        kinds: Classes of this package by the names of variables that contain their instances.
-        made: Calls that create configs, by the names of variables.
-        lines: Lines at which variables are assigned.
-        mappings: Keys of dicts by the names of variables.
+        kinds: Maps names of variables to the class of this package whose instance they contain.
+        made: Maps names of variables to the call that creates their config.
+        lines: Maps names of variables to the line at which they are assigned.
+        mappings: Maps names of variables to the keys of the dict that they contain.
         calls: Calls of classes of this package, with the class.
         added: Arguments that move from calls of trainers to calls of configs.
         replaced: Names of the configs that replace ``TrainingArguments``, by call.
@@ -553,7 +553,9 @@ def class_of(name: str) -> Any:
 
 
 def place_of(name: str, module: str, *, moves: bool = True) -> tuple[str, str]:
-    """Return the module and the new name of a name of TRL. ``moves``: public names are imported from ``posttrain``."""
+    """Return the module and the new name for a name of TRL. With ``moves``, the module of public names is
+    ``posttrain``.
+    """
     row = imports().get(name)
     if row is not None and row.action == "rename":
         path, _, new = row.replacement.rpartition(".")
@@ -572,7 +574,9 @@ def given_config(kind: type, call: cst.Call) -> cst.BaseExpression | None:
 
 
 def row_of(kind: Any, name: str, value: object = ANY) -> TRLName | None:
-    """Return the table's row for an argument. For trainers, also return rows of refused options of their config."""
+    """Return the row of the table for an argument. For a trainer, the row may also be that of a refused option of the
+    trainer's config.
+    """
     row = old_names.row_of(kind, name, value)
     if row is None and not is_dataclass(kind) and old_names.unknown_arguments(kind, [name]):
         row = old_names.row_of(kind.config_class, name, value)
@@ -698,7 +702,9 @@ def with_defaults(call: cst.Call, config: type) -> cst.Call:
 
 
 def last_argument(arg: cst.Arg, removed: cst.Arg) -> cst.Arg:
-    """Return an argument as the last argument: with its own comment, and the line end of the removed last argument."""
+    """Return an argument, formatted as the last argument of a call. It keeps its comment, and gets the line end of the
+    removed last argument.
+    """
     comma: Any = arg.comma
     space = comma.whitespace_after
     trailing = isinstance(removed.comma, cst.Comma)

@@ -30,13 +30,13 @@ from posttrain.extensions.vllm.engine import vllm_command
 from posttrain.integrations import is_available, require
 from posttrain.integrations.network import host_and_port
 
-# Prefixes of environment variables that are passed to tasks; Ray passes no others.
+# Prefixes of environment variables that are passed to tasks. Ray itself passes none.
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")
 # 128 plus SIGINT and SIGTERM, as in shells.
 INTERRUPTED, TERMINATED = 130, 143
-# EX_TEMPFAIL of sysexits.h: the same run may be started again.
+# EX_TEMPFAIL of sysexits.h. It means that the same command may be run again.
 LOST = 75
-# Seconds that the trainer has to save after Ctrl-C, and that a server has to end.
+# Maximum number of seconds for the trainer to save after Ctrl-C, and for a server to end.
 SAVE_SECONDS = 15.0
 # linux/prctl.h: set the signal that a child gets when its parent dies.
 PR_SET_PDEATHSIG = 1
@@ -56,7 +56,7 @@ class _Trained:
 
 
 class RayRun:
-    """Training command with its servers: their resources and arguments.
+    """A training command and its rollout servers, with the resources and arguments of each.
 
     Args:
         name: Name of the training command.
@@ -156,15 +156,16 @@ def _end_with_parent() -> None:
 
 
 def run(name: str, argv: list[str], served: bool) -> int:
-    """Place servers and trainer, wait for the trainer, and end all tasks. Arguments are those of `RayRun`.
+    """Place servers and trainer on the cluster, wait for the trainer, and end all tasks. The arguments are the same as
+    those of `RayRun`.
 
     Returns:
-        The trainer's exit code, or that of the last server if none is left; 75 if its machine was lost; 130 after Ctrl-C, 143
-        after SIGTERM.
+        The trainer's exit code. If all servers ended, the exit code of the last server. 75 if a machine was lost, 130
+        after Ctrl-C, 143 after SIGTERM.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        ConfigError: There is no cluster, it has too few resources, or options cannot work.
+        ConfigError: There is no cluster, the cluster has too few resources, or options contradict each other.
     """
     job = RayRun(name, argv, served)
     ray: Any = require("ray", "--launcher ray")
@@ -236,7 +237,7 @@ class _Placed:
             print("posttrain: interrupted; the trainer finishes its step and saves", file=sys.stderr)
             return INTERRUPTED
         finally:
-            # The trainer first, because saving may still need the servers.
+            # End the trainer first, because saving may still need the servers.
             self.end([trainer] if trainer is not None else [])
             self.end(list(servers))
 
@@ -248,7 +249,9 @@ class _Placed:
             self.ray.wait(tasks, num_returns=len(tasks), timeout=SAVE_SECONDS)
 
     def follow(self, main: Any, servers: dict[Any, str]) -> int:
-        """Wait for the trainer, or for the last server to end, because the trainer cannot continue without servers."""
+        """Wait until the trainer ends, or until all servers have ended, because the trainer cannot continue without
+        servers.
+        """
         waiting = [main, *servers]
         while True:
             (ended,), waiting = self.ray.wait(waiting)

@@ -1,4 +1,4 @@
-"""`serve`: the command, which imports its modules when it runs."""
+"""`serve`: the command `posttrain serve`. Its modules are imported only when it runs."""
 
 from __future__ import annotations
 

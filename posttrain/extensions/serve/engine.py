@@ -38,7 +38,7 @@ class Job:
         request: Request with its own sampling settings.
         version: Version of the weights that sampled the completions.
         rollouts: Future of the completions or of the error.
-        left: Whether the client has disconnected.
+        left: Whether the client has disconnected from the server.
     """
 
     request: Prompt
@@ -76,7 +76,7 @@ class ServedEngine:
         self.waiting: deque[Job] = deque()
         self.running = 0
         self.called: Sequence[Job] = ()
-        # Held while the current call is being interrupted, so that the next call is not interrupted.
+        # Lock that is held while the current call is interrupted, so that the interruption cannot reach the next call.
         self._calling = threading.Lock()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._known: dict[str, Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
@@ -194,7 +194,9 @@ class ServedEngine:
         self.state = "complete"
 
     def end_update(self, version: str | None) -> None:
-        """End an update. ``version`` is the new name of the weights. None means that it failed; waiting jobs then fail."""
+        """End an update. ``version`` is the new name of the weights. None means that the update failed; jobs that wait
+        then fail too.
+        """
         if version is None:
             self.state, self.version, self.base_version = "failed", INCOMPLETE, INCOMPLETE
             while self.waiting:
@@ -248,7 +250,8 @@ class ServedEngine:
     def score(
         self, prompts: Sequence[Sequence[int]], top: int, left: threading.Event | None = None
     ) -> list[dict[str, Any]]:
-        """Return `score_choice` of each prompt, all with the same weights. Stop if ``left`` is set.
+        """Return the result of `score_choice` for each prompt. All prompts are scored with the same weights. Stop if
+        ``left`` is set.
 
         Raises:
             WeightSyncError: The weights are incomplete: an update is running or has failed.
@@ -258,7 +261,9 @@ class ServedEngine:
         return [score_choice(self.model, ids, top) for ids in prompts if left is None or not left.is_set()]
 
     def facts(self) -> dict[str, Any]:
-        """Return properties of the server, which a trainer compares with its own, including how to send weights."""
+        """Return properties of the server. A trainer compares them with its own model, and uses them to decide how to
+        send weights.
+        """
         text = causal_lm(self.model).config.get_text_config()
         weight = next(self.model.parameters())
         return {

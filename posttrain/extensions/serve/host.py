@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 # Validation of a list stops at the first error. Otherwise the errors about a long list would be 100 times as long as
 # the list.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1, fail_fast=True)]
-# Range of numbers by which logits are divided. Smaller numbers would make logits infinite.
+# Range of allowed divisors of logits, such as the temperature. Smaller numbers would make logits infinite.
 LEAST_DIVISOR, MOST_DIVISOR = 1e-5, 1e5
 MOST_BIAS = 1e9
 # Maximum size of an image in encoded bytes and in pixels. A small file can contain an image that would fill the memory.
 MOST_BYTES, MOST_PIXELS = 32 * 2**20, 64 * 10**6
-# Seconds between two attempts to interrupt a call whose clients have disconnected.
+# Number of seconds between two attempts to interrupt an engine call after all of its clients have disconnected.
 LET_GO_S = 0.05
 # Maximum rounding error of a sum of float32 probabilities.
 MASS_ROUNDING = 1e-5
@@ -194,7 +194,7 @@ class Completions(Strict):
         return requests
 
     def _held(self, ids: Sequence[int], encoder: Any) -> list[Placed]:
-        """Decode the images, and determine their placeholders in this process.
+        """Decode the images, and compute their placeholders on the server.
 
         Raises:
             DataError: An image is invalid or too large, or the placeholders differ from the trainer's (PT-G016).
@@ -260,7 +260,8 @@ def _left(at: Sequence[tuple[int, float]], gain: float, whole: bool) -> Iterator
     Args:
         at: Allowed ids and their log-probs before truncation, most likely id first.
         gain: Increase of each log-prob by truncation, which is minus the log of the remaining probability.
-        whole: Whether all ids can be sampled. If False, only the most likely ids up to this probability.
+        whole: Whether all ids can be sampled. If False, only the most likely ids with the remaining probability are
+            yielded.
     """
     mass = 0.0
     for token, logp in at:
@@ -397,7 +398,7 @@ class Host:
     # Weights
 
     async def reset_prefix_cache(self) -> dict[str, Any]:
-        """Return success. There is nothing to do, because nothing is cached between calls."""
+        """Do nothing and return success, because nothing is cached between calls."""
         return {"success": True}
 
     async def start_weight_update(self, request: Request) -> dict[str, Any]:

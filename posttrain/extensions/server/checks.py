@@ -31,7 +31,7 @@ class Needs:
     Attributes:
         shape: Architecture, hidden size, layers and key-value heads of the policy, under the names that servers use.
         completion: Maximum number of tokens per completion.
-        at_once: Number of completions of a generation.
+        at_once: Number of completions per generation.
         truncated: Whether sampling truncates the distribution or applies a repetition penalty.
         devices: UUIDs of the trainer's accelerators.
     """
@@ -133,7 +133,7 @@ def _flags(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
     if slots and needs.at_once > 4 * slots:
         yield finding(
             "PT-S014", "info", f"the server runs {slots} completions at a time, but a generation has {needs.at_once}.", url,
-            "most completions wait in the queue for most of the time.", "increase --max_num_seqs, or add servers.",
+            "completions wait in the server's queue for most of the time.", "increase --max_num_seqs, or add servers.",
         )  # fmt: skip
     quantised = info.get("quantization") or info.get("quantisation")
     if quantised:
@@ -148,8 +148,8 @@ def _seeds(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
     if info.get("device") == "cpu" and info.get("chunked_prefill"):
         yield finding(
             "PT-S017", "error", "the server is vLLM on a CPU with chunked prefill (long prompts are read in chunks).", url,
-            "every request of a run has a seed, but this build cannot rewind a seeded generator after a chunk. Its engine would "
-            "stop with 'CPU Generator does not use offset'.",
+            "every request of a run has a seed, but this vLLM build cannot rewind a seeded generator after a chunk. "
+            "The engine would stop with 'CPU Generator does not use offset'.",
             f"restart the server: {_restart(info, needs)} (or vllm serve with --no-enable-chunked-prefill).",
         )  # fmt: skip
 

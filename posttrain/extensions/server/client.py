@@ -59,11 +59,11 @@ logger = logging.getLogger(__name__)
 # Timeout in seconds for connecting, and for responses that need no computation (health, versions).
 QUICK_SECONDS = 5.0
 GENERATE_TIMEOUT, PAUSE_TIMEOUT, UPDATE_TIMEOUT = 600.0, 300.0, 720.0
-# Seconds per requested token that are added to a timeout of 30 s.
+# The timeout of a generation is 30 s plus this number of seconds per requested token.
 SECONDS_PER_TOKEN = 0.02
 # Maximum number of concurrent requests of one call. Servers batch them.
 AT_ONCE = 256
-# Seconds before the second attempt. They are doubled for each further attempt, up to the maximum.
+# Seconds to wait before the second attempt, and maximum. The time is doubled for each further attempt.
 BACK_OFF, LONGEST_WAIT = 0.5, 8.0
 # Status codes after which a request is retried.
 UNMADE = (429, 502, 503, 504)
@@ -92,7 +92,7 @@ class VLLMClient:
         host: Host of the server. ``0.0.0.0`` means this machine.
         server_port: Port of the server.
         group_port: Port of the weight-update group on GPUs. 0 selects a free port.
-        connection_timeout: Maximum number of seconds to wait until the server is healthy. 0 tries once.
+        connection_timeout: Maximum number of seconds to wait until the server is healthy. 0: only one attempt.
         request_timeout: Timeout of a generation in seconds. None: 30 plus 0.02 per requested token, but at least 600.
         sync_timeout: Timeout of each call of a weight update, in seconds.
         api_key: Bearer token. None (default) uses ``$POSTTRAIN_API_KEY``, or the token that a server of the same user on
@@ -153,7 +153,9 @@ class VLLMClient:
         self.info()
 
     def _auth(self, user: str, password: str, api_key: str | None) -> httpx2.Auth | None:
-        """Return the credentials: user and password of the address, or the token of this user's server on this machine."""
+        """Return the credentials for requests: the user and the password in the address, or the token file of a local
+        server. Return None if an API key is set or the server is remote.
+        """
         if user:
             return httpx2.BasicAuth(user, password)
         return LocalToken(urlsplit(self.base_url).port or 80) if self.is_local and not api_key else None
@@ -200,7 +202,8 @@ class VLLMClient:
 
     def _once(self, method: str, path: str, body: Any, timeout: float) -> dict[str, Any]:
         url, limit = self.base_url + path, httpx2.Timeout(timeout, connect=QUICK_SECONDS)
-        # vLLM closes the connection after an error. Requests of an update are not retried, so each uses a new connection.
+        # Requests of an update are not retried, and vLLM closes the connection after an error. So each of these
+        # requests uses a new connection.
         headers = {"Connection": "close"} if path in PHASES else None
         body = {} if body is None and method == "POST" else body
         try:
@@ -328,7 +331,9 @@ class VLLMClient:
         return pictures_body(request)
 
     def weight_version(self) -> str:
-        """Return the server's name of its current weights, which is the last pushed one, or "" if it is not reported."""
+        """Return the version name of the server's current weights, which is set by the last push. Return "" if the
+        server does not report it.
+        """
         if self.adapter:
             cards = self.call("GET", "/v1/models", timeout=QUICK_SECONDS, retries=2).get("data") or []
             # After a restart, the adapter is missing. The server then uses the base model.
@@ -336,7 +341,9 @@ class VLLMClient:
         return self.adapter or self._weight_info()[0]
 
     def base_version(self) -> str:
-        """Return the server's name of its base weights (without an adapter), or "" if it is not reported."""
+        """Return the version name of the server's base weights (without an adapter), or "" if the server does not
+        report it.
+        """
         return self._weight_info()[1]
 
     def _weight_info(self) -> tuple[str, str]:
@@ -369,7 +376,7 @@ class VLLMClient:
             prompts: Token ids, or texts (which `posttrain serve` does not support).
             n: Number of completions per prompt.
             seeds: One seed per prompt. With None, the server selects the seeds.
-            retries: Maximum number of retries after no response, or after status 502, 503 or 504.
+            retries: Maximum number of retries if there is no response, or if the status is 502, 503 or 504.
             own: Additional fields for each prompt.
             body: Additional fields for all prompts.
 
@@ -449,8 +456,8 @@ class VLLMClient:
         Args:
             prompts: Texts or token ids.
             n: Number of completions per prompt.
-            logprobs: Number k of log-probs per position. 0 returns the log-prob of the sampled token only. k also returns
-                those of the k most likely tokens. None returns no log-probs.
+            logprobs: Number k of most likely tokens whose log-probs are returned at each position, in addition to the
+                sampled token. 0: only the sampled token. None: no log-probs.
             structured_outputs_regex: Regular expression that completions must match.
             generation_kwargs: Additional fields of a request, such as ``seed``, ``stop`` and ``min_tokens``.
             sampling: ``temperature``, ``max_tokens``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``. The
@@ -562,7 +569,8 @@ class VLLMClient:
             )
         # Detect a server that hangs now, because later calls have a longer timeout.
         self.health()
-        self.adapter = ""  # The pushed weights are either complete, or the base for the next adapter.
+        # The push either replaces all weights, or updates the base model before the next adapter is loaded.
+        self.adapter = ""
         if self.facts.get("transfer") == "nccl" and self.communicator is None:
             self.init_communicator()
         self.pause()
@@ -573,7 +581,7 @@ class VLLMClient:
         except WeightSyncError as error:
             if "already active" not in str(error):
                 raise
-            # The trainer that began the previous update is no longer running.
+            # An update is already running. The trainer that began it has ended.
             self.call("POST", "/finish_weight_update", {}, timeout=self.sync_timeout)
             start()
 
@@ -581,7 +589,7 @@ class VLLMClient:
         """Load a LoRA adapter from a folder on this machine, and use it for sampling.
 
         Raises:
-            WeightSyncError: The server does not support adapters, or not with this rank or these names.
+            WeightSyncError: The server does not support adapters, or it does not support the adapter's rank or names.
         """
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
@@ -601,8 +609,8 @@ class VLLMClient:
             self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=QUICK_SECONDS)
 
     def send_part(self, **update_info: Any) -> None:
-        """Send one request to ``/update_weights``: a bucket in shared memory, metadata of a broadcast, or the end of the
-        buckets.
+        """Send one request to ``/update_weights``. It announces a bucket in shared memory, the metadata of a broadcast,
+        or the end of the buckets.
 
         The request is not retried, because the server may already have received it.
         """
@@ -683,5 +691,7 @@ class VLLMClient:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Return whether a retry can succeed. It cannot after a timeout, because the retry would take as long again."""
+    """Return whether a retry may succeed. After a timeout it returns False, because the retry would take as long
+    again.
+    """
     return isinstance(error, ServerUnreachable | ServerBusy) and not error.timed_out

@@ -48,8 +48,8 @@ LOOK_SECONDS = 2.0
 UNKNOWN = ("no_repeat_ngram",)
 Found = TypeVar("Found")
 Answers = dict[VLLMClient, WeightSyncError | None]
-# Requests with their indices in the call. All requests have the same number of completions and, except for seeds, the
-# same sampling settings.
+# Requests with their indices in the call. All requests of a chunk have the same number of completions and the same
+# sampling settings, except for seeds.
 Chunk = list[tuple[int, Request]]
 
 
@@ -101,9 +101,9 @@ class ServerEngine(RolloutEngine):
         sync_timeout: Timeout of each call of a weight update, in seconds.
         bucket_mb: Size of a bucket of weights in MiB.
         group_port: Port of the weight-update group on GPUs; see `VLLMClient`.
-        pushes: Whether this process pushes weights. It then has exclusive use of the servers on this machine.
+        pushes: Whether this process pushes weights. If so, it locks the servers on this machine against other trainers.
         api_key: Bearer token of the servers.
-        patience: Maximum number of seconds to wait for a server if no server is available.
+        patience: Maximum number of seconds to wait if no server is available.
         reader: Image processor for prompts. None means that prompts contain only text.
 
     Raises:
@@ -136,8 +136,8 @@ class ServerEngine(RolloutEngine):
 
         self.patience, self.run = patience, secrets.token_hex(4)
         self.pushed = False
-        # Whether the weights that each server loaded at its start are assumed to be the trainer's base model. It is set to
-        # False after a failed comparison.
+        # Whether to assume that the weights each server loaded at its start are the trainer's base model. Set to False
+        # after a failed comparison.
         self.trusts_bases = True
         self._adapters: list[str] = []
         self.pusher = Pusher(bucket_mb * 2**20)
@@ -208,10 +208,11 @@ class ServerEngine(RolloutEngine):
         return min((int(rank) for rank in ranks if rank), default=None) if all(ranks) else None
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Compute log-probs of sequences after their prompts with every server that has weights. One list per sequence.
+        """Compute the log-probs of sequences after their prompts, on every server that has weights. The result of a
+        server has one list per sequence.
 
         Raises:
-            ServerUnreachable: No server is available. It can also be a `ServerBusy`.
+            ServerUnreachable: No server is available. If a server is busy, the error is `ServerBusy`.
         """
         logps: dict[str, list[list[float]]] = {}
         for server in self.fleet.live:
@@ -254,7 +255,7 @@ class ServerEngine(RolloutEngine):
         """Call a function. If no server is available, wait up to `patience` seconds for a server, and call it again.
 
         Raises:
-            ServerUnreachable: No server became available in time. It can also be a `ServerBusy`.
+            ServerUnreachable: No server became available in time. If a server is busy, the error is `ServerBusy`.
         """
         deadline = time.monotonic() + self.patience
         while True:
@@ -377,7 +378,7 @@ class ServerEngine(RolloutEngine):
 
         Raises:
             ServerUnreachable: No server became available in time.
-            WeightSyncError: All servers failed, or a server has other parameter names.
+            WeightSyncError: All servers failed, or the parameter names of a server differ.
         """
         name = self.version_name(version)
         try:
@@ -428,7 +429,7 @@ class ServerEngine(RolloutEngine):
         return answers
 
     def _forget_adapter(self, newest: str) -> None:
-        """Unload the version before the last version. Running requests with it can finish."""
+        """Unload the previous version of the adapter. Running requests with it can finish."""
         self._adapters = [*(one for one in self._adapters if one != newest), newest]
         for name in self._adapters[:-VERSIONS_KEPT]:
             for server in self.fleet.live:
@@ -437,7 +438,9 @@ class ServerEngine(RolloutEngine):
         del self._adapters[:-VERSIONS_KEPT]
 
     def _outdated(self, name: str) -> list[Server]:
-        """Return the available servers that need a version. Each server is first asked for its current version."""
+        """Return the available servers that do not have a version of the weights. Each server is first asked for its
+        current version.
+        """
         self.fleet.refresh(force=True)
         for server in self.fleet.live:
             self.fleet.look_at(server)
@@ -543,7 +546,8 @@ class ServerTransfer(WeightTransfer):
         """Do nothing, because the update of each server resumes it."""
 
     def missing_weights(self) -> bool:
-        """Return whether an available server lacks the last version, or workers have not been notified of a server yet.
+        """Return whether an available server does not have the last version, or whether workers do not use a server yet
+        that has it.
 
         Each server is asked, because it may have been restarted. A server that responds slowly is assumed to be unchanged.
         """
@@ -611,8 +615,8 @@ class FollowingEngine(ServerEngine):
                     self._news.wait(LOOK_SECONDS)
 
     def _version_of(self, server: Server, name: str) -> int:
-        """Return the version number; see `ServerEngine._version_of`. A newer version of this run is accepted too, because
-        it is announced a moment later.
+        """Return the version number; see `ServerEngine._version_of`. A newer version of this run is accepted too,
+        because servers get it slightly before it is announced to workers.
         """
         run, _, number = name.rpartition("-")
         # The name of an adapter's base model has no number, because this run never samples from the base model.

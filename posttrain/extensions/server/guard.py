@@ -20,9 +20,10 @@ from posttrain.errors import ConfigError
 from posttrain.extensions.server.replies import API_KEY_VARIABLE, LOOPBACK, error_body
 from posttrain.extensions.server.tokens import token_pattern
 
-# Maximum size of a body in bytes: without images, and with images.
+# Maximum size of a request body in bytes. The first value is for prompts without images, the second for prompts with
+# images.
 MOST_BYTES, MOST_BYTES_WITH_IMAGES = 8 * 2**20, 64 * 2**20
-# Maximum number of bytes and of seconds for reading and discarding the body of a rejected request.
+# When the body of a rejected request is read and discarded: maximum number of bytes, and maximum number of seconds.
 DRAIN_BYTES, DRAIN_S = 2**20, 1.0
 # Paths of endpoints that receive prompts. Bodies of all other endpoints are small.
 GENERATION_PATHS = ("/v1/", "/inference/")
@@ -31,8 +32,8 @@ GENERATION_PATHS = ("/v1/", "/inference/")
 class Guard:
     """ASGI middleware that checks a request before its body is read. It rejects a request with one of these statuses:
 
-    - **401**: the header ``Authorization: Bearer TOKEN`` is missing or wrong. All paths except ``/health`` need it, also
-      for websockets. The token is compared in constant time.
+    - **401**: the header ``Authorization: Bearer TOKEN`` is missing or wrong. All paths except ``/health`` require the
+      header, and so do websockets. The token is compared in constant time.
     - **403**: the request comes from a web page of another server (its ``Origin``).
     - **415**: the body is not ``application/json``. Web pages can send other types without a preflight request.
     - **413**: the body is too large.

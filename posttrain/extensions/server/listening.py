@@ -11,8 +11,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # Maximum number of seconds until all headers of a request have arrived. Clients send them immediately.
 HEADER_S = 20.0
-# Seconds for which an idle connection is kept open. Clients keep connections between training steps. If a connection were
-# closed, a retry would be needed.
+# Number of seconds for which an idle connection is kept open. Clients reuse connections between training steps, and a
+# closed connection would cost a retry.
 KEEP_ALIVE_S = 120
 
 

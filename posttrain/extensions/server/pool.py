@@ -37,10 +37,10 @@ class Server:
     Attributes:
         client: Client with the connections to the server.
         info: Properties that the server last reported.
-        holds: Version name of the server's weights. If it is empty, weights must be pushed again.
+        holds: Version name of the server's weights. Empty: the weights must be pushed again.
         outstanding: Number of requested tokens for which there is no response yet.
-        asked: How often the server was selected, so that idle servers take turns.
-        down: Error because of which the server gets no requests. None if it is available.
+        asked: How often the server was selected. It is used to alternate between idle servers.
+        down: Error for which the server was excluded from requests. None: the server is available.
         lock: Lock against other trainers on this machine. None if no weights are pushed to the server.
         listed: Whether the server is on the list. A removed server is closed after its last response, because reading from
             a closed connection would block until the timeout.
@@ -71,11 +71,12 @@ class ServerPool:
     """Pool of rollout servers with the versions of their weights.
 
     Args:
-        urls: An address, several addresses (a list, or text separated by commas), a file with one address per line, or a
-            function that returns addresses. Files and functions are read repeatedly, so that servers can join and leave.
+        urls: An address, several addresses (a list, or text separated by commas), a file with one address per line, or
+            a function that returns addresses. The file is read, or the function is called, again and again, so that
+            servers can join and leave.
         connect: Function that creates a client for an address.
         timeout: Maximum number of seconds until the first servers are available. None does not wait.
-        pushes: Whether this process pushes weights. It then has exclusive use of the servers on this machine.
+        pushes: Whether this process pushes weights. If so, it locks the servers on this machine against other trainers.
 
     Raises:
         ServerUnreachable: No server is healthy in time.

@@ -16,13 +16,13 @@ from posttrain.types import NEVER, Request, Rollout, Sampling
 if TYPE_CHECKING:
     from posttrain.pictures.processors import PictureProcessor
 
-# Environment variable with the token. Unlike a command-line argument, it is not visible in process lists.
+# Environment variable with the token. A command-line argument would be visible in process lists.
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
 # Loopback addresses. Servers on them can share memory with this process.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Version name of the weights while an update is running and after a failed update.
 INCOMPLETE = "incomplete"
-# vLLM's value for a log-prob of minus infinity.
+# Value that vLLM returns for a log-prob of minus infinity.
 NO_LOGP = -9999.0
 # vLLM's endpoint for token ids with images, which ``/v1/completions`` does not support.
 GENERATE = "/inference/v1/generate"
@@ -62,7 +62,7 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
         "logprobs": sampling.top_logps or 0,
         "ignore_eos": True,  # Stop only at the trainer's stop tokens, not at the eos token of the server's tokenizer.
         "stop_token_ids": list(sampling.stop_token_ids),
-        # vLLM rejects values above max_tokens, which can be small in a late turn of an episode.
+        # vLLM rejects a min_tokens above max_tokens, and max_tokens can be small in a late turn of an episode.
         "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
         "stop": list(sampling.stop_strings),
     }
@@ -145,7 +145,7 @@ def check_expansion(choices: Sequence[Mapping[str, Any]], prompt: Sequence[int],
 
 @contextlib.contextmanager
 def reading(reply: Any, url: str) -> Iterator[None]:
-    """Convert errors while parsing a response to a `RolloutServerError`, so that other servers are tried.
+    """Convert errors that occur while a response is parsed to a `RolloutServerError`, so that other servers are tried.
 
     Args:
         reply: The response.
@@ -168,7 +168,7 @@ def checked_choices(
 
     Args:
         reply: The response.
-        prompt: Token ids, or a text, for which token ids are not compared.
+        prompt: Token ids or text. The token ids in the response are compared only with token ids.
         n: Number of requested completions.
         most: Maximum number of tokens per completion.
         vocabulary: Vocabulary size. None if it is unknown.

@@ -1,4 +1,4 @@
-"""Tokens of rollout servers that were started without a token.
+"""API tokens for rollout servers that were started without one.
 
 `write_token` creates a token in a file, and `find_token` reads the file. Only the same user on the same machine can read it.
 `token_pattern` returns the location of the files, and `LocalToken` sends the token with each request.
@@ -37,8 +37,8 @@ def _own_tokens(port: int) -> Iterator[Path]:
 def write_token(port: int) -> Path:
     """Write a new token for the server on a port to a file that only this user can read (mode 0600).
 
-    The file is in shared memory, which is cleared at a restart of the machine. Its name cannot be occupied by other users. Tokens
-    of earlier servers on this port are removed.
+    The file is in shared memory, which is cleared at a restart of the machine. Other users cannot create a file with
+    its name. Tokens of earlier servers on this port are removed.
     """
     for path in list(_own_tokens(port)):
         path.unlink(missing_ok=True)

@@ -49,14 +49,16 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
 
 
 BUCKET_BYTES = 512 * 2**20
-# Size of buckets in shared memory. It is small, because there are no round trips, and small buckets overlap better.
+# Size of buckets in shared memory. Small buckets cost nothing here, because there are no round trips, and writing
+# overlaps better with loading.
 SHARED_BYTES = 64 * 2**20
 Step = Callable[["VLLMClient"], None]
 Result = WeightSyncError | None
 
 
 class Pusher:
-    """Sender of one version to several servers concurrently. A bucket is written while the previous bucket is being loaded.
+    """Sends one version of the weights to several servers at the same time. It writes a bucket while the servers load
+    the previous one.
 
     Servers on this machine read buckets from shared memory. Servers with vLLM's NCCL backend receive broadcasts between
     GPUs.
@@ -73,7 +75,8 @@ class Pusher:
     def push(
         self, tensors: Iterable[tuple[str, Tensor]], clients: Sequence[VLLMClient], version: str
     ) -> dict[VLLMClient, Result]:
-        """Update all servers. The result of a server is None if it confirmed the version, else its error.
+        """Update all servers. Return None for each server that confirmed the version, and the error for each server
+        that failed.
 
         All tensors are read even after an error, because reading can be a collective operation.
 
@@ -117,8 +120,8 @@ class Pusher:
         return results
 
     def _sender(self, bucket: Bucket, number: int, by_memory: bool) -> Step:
-        """Return a function that sends a bucket to a server. The bucket is written to shared memory if a server needs it
-        there.
+        """Return a function that sends a bucket to a server. If a server reads from shared memory, the bucket is first
+        written there.
         """
         path, part = self.file(number), {}
         try:

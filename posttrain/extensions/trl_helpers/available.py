@@ -10,7 +10,7 @@ from posttrain.integrations import is_available
 
 logger = logging.getLogger(__name__)
 
-# The version in the table of requirements, as a readable default.
+# Minimum version from the table of requirements, used as the default of `is_liger_kernel_available`.
 LIGER_MINIMUM = "0.8.0"
 
 

@@ -37,18 +37,18 @@ class BEMACallback(transformers.TrainerCallback):
         E       = (1 - beta_t) * E + beta_t * theta_t
         result  = E + alpha_t * (theta_t - theta_0)
 
-    With ``ema_power=0``, ``E`` is the current weights. With ``bias_power=0`` the correction keeps its full size; a
-    large value disables it. Only trained parameters are averaged, in float32; with an adapter it is the average of the
-    adapter. The state is saved in every checkpoint and restored on resume. The last step is always included, so that a
-    short run does not save its initial weights.
+    With ``ema_power=0``, ``E`` equals the current weights. With ``bias_power=0``, the correction does not decrease over
+    time. With a large ``bias_power``, it is almost 0. Only trained parameters are averaged, in float32. With an
+    adapter, these are the adapter's parameters. The state is saved in every checkpoint and restored on resume. The last
+    step is always included, so that a short run does not save its initial weights.
 
     Args:
         update_freq: Number of optimizer steps between two updates, counted from ``update_after``.
-        ema_power: How fast the average becomes constant, at least 0.
-        bias_power: How fast the correction decreases, at least 0.
-        lag: Number of steps that is added in the powers.
+        ema_power: Exponent of ``beta_t``, at least 0. With a larger value, the average reacts less to later weights.
+        bias_power: Exponent of ``alpha_t``, at least 0. With a larger value, the correction decreases faster.
+        lag: Constant ``lag`` in the formulas.
         update_after: Step of the snapshot (0: the beginning). Averaging begins after it.
-        multiplier: Weight of the step in the powers.
+        multiplier: Factor of the step in the formulas.
         min_ema_multiplier: Lower bound of ``beta_t``, between 0 and 1.
         device: Device of snapshot and average.
         update_ref_model: Whether to copy the result into the trainer's reference model.
@@ -68,7 +68,8 @@ class BEMACallback(transformers.TrainerCallback):
     (0.1, 0.398107)
     """
 
-    # Model that `update_ref_model` updates, if the trainer passes no ``ref_model`` to its callbacks.
+    # Reference model that is updated with `update_ref_model`. Used if the trainer passes no ``ref_model`` to its
+    # callbacks.
     ref_model: Any = ABSENT
 
     def __init__(
@@ -117,7 +118,9 @@ class BEMACallback(transformers.TrainerCallback):
     def _forget(self) -> None:
         self._start: dict[str, Tensor] = {}  # theta_0, in the dtype of the parameter.
         self._ema: dict[str, Tensor] = {}  # E, at least float32.
-        self._result: dict[str, Tensor] = {}  # Result of the last update; stored only if a reference uses it.
+        self._result: dict[
+            str, Tensor
+        ] = {}  # Result of the last update. It is stored only if the reference model is updated from it.
         self._final: tuple[int, dict[str, Tensor]] | None = None
         self._moved_reference = False
 
@@ -185,7 +188,9 @@ class BEMACallback(transformers.TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Compute the result before the best weights replace the last ones, because early stopping is decided here."""
+        """Compute the result now, because early stopping is decided here and the best weights may replace the last
+        weights afterwards.
+        """
         if args.load_best_model_at_end:
             self._finish(unwrapped(model), state)
 
@@ -312,7 +317,7 @@ class BEMACallback(transformers.TrainerCallback):
         saved = {name: value.shape for name, value in parts["start"].items()}
         if odd := sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name)):
             raise CheckpointError(
-                f"BEMA: {path} contains other parameters than this run trains: {odd[0]!r} has shape "
+                f"BEMA: the parameters in {path} differ from the parameters of this run: {odd[0]!r} has shape "
                 f"{_shape(saved.get(odd[0]))} there and {_shape(shapes.get(odd[0]))} here ({len(odd)} differ)."
             )
         self._start, self._ema = parts["start"], parts["ema"]

@@ -39,7 +39,7 @@ def has_column(examples: Sequence[Example], key: str) -> bool:
     if any(present) and not all(present):
         raise DataError(
             f"row {present.index(False)} of the batch has no {key!r}, but row {present.index(True)} does. An optional "
-            "column must be in every row or in none."
+            "column must be either in all rows or in no row."
         )
     return present[0]
 
@@ -62,7 +62,9 @@ def token_row(example: Example, key: str, row: int, *, empty: bool = False) -> T
 
 
 def floats(examples: Sequence[Example], key: str) -> dict[str, Tensor]:
-    """Convert an optional column of numbers to ``{key: (B,) float32}``, or {} if it is missing."""
+    """Return an optional column of numbers as a dict with one float32 tensor ``(B,)``. Return {} if the column is
+    missing.
+    """
     if not has_column(examples, key):
         return {}
     for row, example in enumerate(examples):
@@ -127,12 +129,13 @@ class DataCollatorForLanguageModeling(Collator):
     """Pad rows to the longest one, or concatenate them to a single row without padding.
 
     Rows have ``input_ids`` and optionally ``labels`` (default: the ids) and ``seq_lengths`` (lengths of the documents
-    in a packed row). A padded batch has ``input_ids``, ``attention_mask`` and ``labels``, ``(B, L)``. A padding-free
-    one has, for T tokens, ``input_ids``, ``position_ids`` (from 0 in every document) and ``labels``, ``(1, T)`` int64,
-    no attention mask (with one, documents attend to each other), ``seq_idx (1, T)`` int32 numbering the documents,
+    in a packed row). A padded batch has ``input_ids``, ``attention_mask`` and ``labels``, all ``(B, L)``. A
+    padding-free batch of T tokens has ``input_ids``, ``position_ids`` (which start at 0 in every document) and
+    ``labels``, all ``(1, T)`` int64. It also has the document numbers ``seq_idx (1, T)`` int32, the document boundaries
     ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``(documents + 1,)`` int32, and the ints ``max_length_q`` and
-    ``max_length_k``. The first token of a document is not trained, because it would be predicted from another document.
-    Each token that ``pad_to_multiple_of`` adds is a separate document.
+    ``max_length_k``. It has no attention mask, because with a mask documents would attend to each other. The first
+    token of a document has no loss, because it would be predicted from another document. Each token that
+    ``pad_to_multiple_of`` adds is a separate document.
 
     Attributes:
         pad_token_id: Value of padding in ``input_ids``.
@@ -162,7 +165,7 @@ class DataCollatorForLanguageModeling(Collator):
         if packed:
             raise DataError(
                 "the rows are packed (they have 'seq_lengths'), but padding_free=False, so documents of a row would "
-                "attend to each other. Set padding_free=True, or remove the column to train packed rows as single "
+                "attend to each other. Set padding_free=True, or remove the column to treat packed rows as single "
                 "documents."
             )
         multiple = self.pad_to_multiple_of
@@ -242,7 +245,9 @@ class _PromptCollator(Collator):
         return ids, masks
 
     def _stacked(self, examples: Sequence[Example], columns: Sequence[str]) -> dict[str, Tensor]:
-        """Stack all rows with their first column's completion, then all rows with the second's, and so on."""
+        """Stack the sequences of a batch: first all rows with the completion in the first column, then all rows with
+        the completion in the second column, and so on.
+        """
         ids: list[Tensor] = []
         masks: list[Tensor] = []
         for column in columns:
@@ -254,16 +259,17 @@ class _PromptCollator(Collator):
 
 @dataclass
 class DataCollatorForPreference(_PromptCollator):
-    """Collate pairs for DPO. The first B rows are prompt and chosen, the next B rows prompt and rejected, right-padded.
+    """Collate pairs for DPO. The first B rows of the batch are prompt and chosen answer, the next B rows are prompt and
+    rejected answer. Rows are right-padded.
 
     Rows have ``prompt_ids``, ``chosen_ids``, ``rejected_ids`` and optionally ``ref_chosen_logps`` and
     ``ref_rejected_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(2B, L)`` int64,
-    and the reference log-probs, ``(B,)`` float32. `DataCollatorForReward` is for pairs without a separate prompt.
+    and the reference log-probs, ``(B,)`` float32. For pairs without a separate prompt, use `DataCollatorForReward`.
 
     Attributes:
         pad_token_id: Value of padding in ``input_ids``.
         max_length: Maximum number of tokens of prompt and completion, without padding. None: no limit.
-        truncation_mode: ``keep_start`` removes the end, ``keep_end`` the start.
+        truncation_mode: ``keep_start`` removes tokens at the end, ``keep_end`` removes tokens at the start.
         pad_to_multiple_of: Round L up to a multiple of this number.
         return_tensors: Only ``pt`` is supported.
 
@@ -289,8 +295,9 @@ class DataCollatorForUnpairedPreference(_PromptCollator):
     """Collate labeled answers for KTO, optionally with mismatched completions for the KL.
 
     Rows have ``prompt_ids``, ``completion_ids``, ``label`` and optionally ``KL_completion_ids``, ``ref_logps`` and
-    ``ref_KL_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(B, L)`` int64; the
-    same three with the prefix ``KL_`` and a separate length; ``label (B,)`` bool; and the log-probs, ``(B,)`` float32.
+    ``ref_KL_logps``. The batch has ``input_ids``, ``attention_mask`` and ``completion_mask``, ``(B, L)`` int64. For the
+    KL it also has these three tensors with the prefix ``KL_`` and a different length. ``label`` is ``(B,)`` bool, and
+    the log-probs are ``(B,)`` float32.
 
     Attributes:
         pad_token_id: Value of padding in ``input_ids``.
@@ -322,7 +329,8 @@ def label_of(example: Example, row: int) -> bool:
 
 @dataclass
 class DataCollatorForReward(Collator):
-    """Collate pairs for reward models. The first B rows are chosen, the next B rows rejected, right-padded.
+    """Collate pairs for reward models. The first B rows of the batch are chosen answers, the next B rows are rejected
+    answers. Rows are right-padded.
 
     Rows have ``chosen_ids``, ``rejected_ids`` (including the prompt) and optionally ``margin``. The batch has
     ``input_ids`` and ``attention_mask``, ``(2B, L)`` int64, and ``margin (B,)`` float32.

@@ -1,4 +1,6 @@
-"""Collators and messages with images with TRL's names, for custom training loops. The trainers here do not use them."""
+"""Collators for rows with images, and functions that convert messages with images, under TRL's names. They are for
+custom training loops. The trainers here do not use them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class VisionCollator(Collator):
     def _read(
         self, examples: Sequence[Example], branches: Sequence[str] = ()
     ) -> tuple[list[list[Picture]], list[list[list[int]]]]:
-        """Return the images of every row, and the token ids of its prompt and answers (or of the pieces of a document)."""
+        """Return for each row its images, and the token ids of its prompt and answers (or of the pieces of a
+        document).
+        """
         if self.pad_to_multiple_of is not None and "prompt" in examples[0]:
             raise NotImplementedError(
                 f"pad_to_multiple_of={self.pad_to_multiple_of} is only supported for whole conversations and texts."
@@ -67,7 +71,8 @@ class VisionCollator(Collator):
         return pictures, rows
 
     def _batch(self, rows: Sequence[Sequence[list[int]]], pictures: Sequence[list[Picture]] = ()) -> dict[str, Any]:
-        """Collate rows of pieces (every second one is an answer), truncated to ``max_length``, with image tensors.
+        """Collate rows, truncated to ``max_length``, and add image tensors. A row is a list of pieces in which every
+        second piece is an answer.
 
         Raises:
             DataError: Truncation would split an image.
@@ -100,7 +105,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator):
         completion_only_loss: Whether to exclude prompts from the loss.
         pad_to_multiple_of: Round L up to a multiple of this number. Only for messages and texts.
         dataset_text_field: Column with text.
-        assistant_only_loss: Whether to train only the assistant's turns of messages.
+        assistant_only_loss: Whether only the assistant's turns contribute to the loss.
         chat_template: Replaces the processor's chat template.
         return_tensors: Only ``pt`` is supported.
     """
@@ -197,7 +202,7 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
     """Collate prompts and completions with images for distillation: training sequences, and prompts to sample from.
 
     The batch has ``input_ids``, ``attention_mask``, ``labels`` (-100 on the prompt) and ``byte_offsets (B, L, 2)``, the
-    start and end of each trained token in its completion in bytes. It also has ``prompts`` and
+    start and end in bytes of each loss token within its completion. It also has ``prompts`` and
     ``prompt_attention_mask``, padded on the left, the texts ``original_prompt_text`` and ``original_completion_text``
     without template, and the image tensors.
 
@@ -228,8 +233,8 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
         }
 
     def _byte_offsets(self, labels: Tensor) -> Tensor:
-        """Compute byte offsets ``(B, T, 2)``. A token of a byte-level tokenizer has one byte per character of its
-        piece.
+        """Compute byte offsets ``(B, T, 2)``. In a byte-level tokenizer, each character of a token's string stands for
+        one byte.
         """
         pieces = self.processor.tokenizer.convert_ids_to_tokens
         sizes = [[0 if one == IGNORED else len(pieces([one])[0]) for one in row] for row in labels.tolist()]
@@ -310,7 +315,7 @@ def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _without_none(block: dict[str, Any]) -> dict[str, Any]:
-    """Remove keys with None, which Arrow adds because other blocks of the column have them."""
+    """Remove keys whose value is None. Arrow adds such keys if other blocks of the column have them."""
     return {key: value for key, value in block.items() if value is not None}
 
 

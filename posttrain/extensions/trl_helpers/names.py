@@ -30,12 +30,15 @@ class _Resettable(Protocol):
     def reset(self, **columns: Any) -> str | None: ...
 
 
-# Called once per completion. Public methods of its result are tools (docs/environments.md).
+# Function that creates an environment, called once per completion. Public methods of the environment are tools
+# (docs/environments.md).
 EnvironmentFactory = Callable[[], _Resettable]
 
 
 class TRLExperimentalWarning(UserWarning):
-    """TRL's category for methods that may change. posttrain never emits it; filters that name it keep working."""
+    """TRL's warning category for methods that may change. posttrain never emits it. It exists so that warning filters
+    that name it keep working.
+    """
 
 
 def decode_and_strip_padding(

@@ -46,7 +46,8 @@ def setup_chat_format(
         model: Language model. Modified in place.
         tokenizer: Its tokenizer. Modified in place.
         format: ``chatml``, the only format.
-        resize_to_multiple_of: The number of embeddings becomes a multiple of this number. None: one per token.
+        resize_to_multiple_of: Round the number of embeddings up to a multiple of this number. None: one embedding per
+            token.
 
     Returns:
         The model and the tokenizer.
@@ -69,10 +70,11 @@ def setup_chat_format(
 
 
 class DataCollatorForCompletionOnlyLM:
-    """Collator that trains the tokens after a response template only.
+    """Collator with loss only on the tokens after a response template.
 
-    With an instruction template, every answer of a conversation is trained: the tokens between each response template and the
-    next instruction template. Without it, only the tokens after the last response template are trained.
+    With an instruction template, every answer of a conversation has loss: the tokens between each response template and
+    the next instruction template. Without an instruction template, only the tokens after the last response template
+    have loss.
 
     Args:
         response_template: Text or token ids at the beginning of an answer. Pass ids if the text is tokenized
@@ -103,7 +105,7 @@ class DataCollatorForCompletionOnlyLM:
         if mlm or unread:
             given = {"mlm": mlm} | unread
             raise ConfigError(
-                f"DataCollatorForCompletionOnlyLM trains next tokens, one row per sequence, but got {given}."
+                f"DataCollatorForCompletionOnlyLM only supports next-token prediction with one row per sequence, but got {given}."
             )
         self.tokenizer, self.ignore_index = tokenizer, ignore_index
         self.response = self._ids(response_template)
@@ -115,7 +117,7 @@ class DataCollatorForCompletionOnlyLM:
         )
 
     def trained(self, ids: Sequence[int]) -> list[bool]:
-        """Return which tokens have loss."""
+        """Return a list that marks the tokens with loss."""
         starts = [at + len(self.response) for at in _places(ids, self.response)]
         ends = [len(ids)] if self.instruction is None else [*_places(ids, self.instruction), len(ids)]
         spans = [

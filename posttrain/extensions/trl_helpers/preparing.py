@@ -1,4 +1,6 @@
-"""Preparation of models for training or generation: quantized base models, adapters, checkpointing, unwrapping."""
+"""Preparation of models for training or generation: quantized base models, adapters, activation checkpointing, and
+unwrapping.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def enable_gradient_checkpointing(model: nn.Module, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> Any:
-    """Enable activation checkpointing, and gradients through frozen embeddings to trained layers.
+    """Enable activation checkpointing. Also enable gradients for the outputs of frozen embeddings, which checkpointed
+    layers need.
 
     Args:
         model: A transformers or peft model.
@@ -63,7 +66,7 @@ def prepare_model_for_kbit_training(
 ) -> Any:
     """Freeze a base model. For a quantized model, enable gradients through embeddings and checkpointing if requested.
 
-    Nothing is cast to float32: 16-bit norms train adapters equally well with less memory.
+    Nothing is cast to float32, because adapters train equally well with 16-bit norms, which need less memory.
     """
     for parameter in model.parameters():
         parameter.requires_grad = False
@@ -104,7 +107,9 @@ def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: A
 
 
 def peft_module_casting_to_bf16(model: nn.Module) -> None:
-    """Cast float32 parameters to bfloat16 in place, except norms and DoRA magnitudes, whose updates are small."""
+    """Cast float32 parameters to bfloat16 in place. Norms and DoRA magnitudes stay in float32, because their updates
+    are small.
+    """
     norms = [name for name, module in model.named_modules() if "norm" in type(module).__name__.lower()]
     for name, parameter in model.named_parameters():
         kept = name.rpartition(".")[0] in norms or "lora_magnitude_vector" in name

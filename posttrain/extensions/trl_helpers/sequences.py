@@ -98,7 +98,7 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Gener
     return {name: shuffled(value) if _is_sized(value) else value for name, value in seq_dict.items()}
 
 
-JUDGED = ("chosen", "rejected", "completion", "completions", "label", "labels")  # Columns that a conversion removes.
+JUDGED = ("chosen", "rejected", "completion", "completions", "label", "labels")  # Every conversion removes them.
 ANSWERS = ("language-modeling", "prompt-completion", "prompt-only")
 # Types, and the types that they can be converted to.
 CONVERSIONS = {
@@ -130,7 +130,7 @@ def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_
 
     Raises:
         ConfigError: ``to`` is not a supported target type.
-        DataError: The dataset cannot be converted to this type, or no row is left because no answer is good.
+        DataError: The dataset cannot be converted to this type, or no row remains because no answer is good.
 
     >>> pairs = datasets.Dataset.from_dict({"prompt": ["2+2="], "chosen": [" 4"], "rejected": [" 5"]})
     >>> convert_dataset(pairs, "prompt-completion")[0]
@@ -157,7 +157,7 @@ def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_
         dataset = dataset.filter(_is_good, **extra)
         if next(iter(dataset), None) is None:
             raise DataError(
-                f"no row is left: none of the {kind} rows is good, but a {to} dataset has only good answers."
+                f"no row remains: none of the {kind} rows has a good answer, but a {to} dataset contains only good answers."
             )
     if to == "unpaired-preference" and "chosen" in described["columns"]:
         return extract_and_unpair(dataset, num_proc)

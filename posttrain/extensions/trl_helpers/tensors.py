@@ -75,8 +75,8 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
         ):
             if mine != theirs:
                 raise DataError(
-                    f"pad: tensor {i} has {what} {mine}, but tensor 0 has {theirs}. Convert them first; padding would "
-                    "otherwise change values silently."
+                    f"pad: tensor {i} has {what} {mine}, but tensor 0 has {theirs}. Convert them first. Otherwise padding "
+                    "would silently change values."
                 )
 
 
@@ -163,7 +163,7 @@ def truncate_right(
     Args:
         input_ids: ``(..., L)`` integer ids.
         stop_token_id: One or several ids.
-        pad_token_id: Id after the stop token. It may equal the stop token.
+        pad_token_id: Id that replaces the tokens after the stop token. It may equal the stop token.
 
     Returns:
         The ids, and a mask in their dtype with 1 for kept tokens. Both have the shape of ``input_ids``.
@@ -362,7 +362,7 @@ def selective_log_softmax(
         Log-probs in nats with the shape of ``index``; ``-inf`` for a logit of ``-inf``.
 
     Raises:
-        ConfigError: ``temperature`` is not above 0. DataError: Shapes that do not fit.
+        ConfigError: ``temperature`` is not above 0. DataError: The shapes do not match.
 
     >>> logits = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
     >>> selective_log_softmax(logits, torch.tensor([0, 1]))
@@ -386,7 +386,7 @@ def entropy_from_logits(
     ``chunk_size`` rows are computed at a time. The other arguments are those of `selective_log_softmax`.
 
     Raises:
-        ConfigError: ``chunk_size`` below 1, or ``temperature`` not above 0. DataError: Shapes that do not fit.
+        ConfigError: ``chunk_size`` below 1, or ``temperature`` not above 0. DataError: The shapes do not match.
 
     >>> entropy_from_logits(torch.zeros(4))
     tensor(1.3863)

@@ -26,7 +26,7 @@ PURPOSE = "WeaveCallback"
 
 
 class WeaveCallback(transformers.TrainerCallback):
-    """Complete the prompts of the evaluation set after every evaluation, and log completions to Weave.
+    """Sample completions of the evaluation prompts after every evaluation, and log them to Weave.
 
     Without scorers each completion is a trace. With scorers each evaluation is a Weave evaluation: one prediction with
     scores per prompt, and a summary of ``total_predictions``, ``successful_predictions`` and ``avg_<name>`` for every
@@ -39,7 +39,7 @@ class WeaveCallback(transformers.TrainerCallback):
         project_name: Project to log to if there is no Weave client. None: the project of the current wandb run.
         scorers: ``name -> f(prompt, completion)``, which returns a number or a bool.
         generation_config: Sampling settings; see `LogCompletionsCallback`.
-        num_prompts: Number of first rows to use. None: all.
+        num_prompts: Number of rows to use, from the beginning of the dataset. None: all rows.
         dataset_name: Name of the dataset in Weave.
         model_name: Name of the model in Weave. None: the last part of its id.
         dataset: Dataset of prompts. None: ``trainer.eval_dataset``.

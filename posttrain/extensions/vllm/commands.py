@@ -1,4 +1,4 @@
-"""`vllm_serve`: the command, which imports its modules when it runs."""
+"""`vllm_serve`: the command `posttrain vllm-serve`. Its modules are imported only when it runs."""
 
 from __future__ import annotations
 

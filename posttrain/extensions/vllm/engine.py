@@ -42,7 +42,7 @@ EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
 TRANSFER = '{"backend": "posttrain"}'
 GUARDS = "posttrain.extensions.server.guard"
 TRANSFERS = ("posttrain", "nccl")
-# Options of vLLM with the only value that training supports, and the reason.
+# Options of vLLM for which training supports only one value: the value, and what would go wrong otherwise.
 CHECKED = {
     "logprobs-mode": ("processed_logprobs", "log-probs would be those before the temperature and truncation"),
     "generation-config": ("vllm", "sampling settings of the model's folder would change what is sampled"),
@@ -50,15 +50,15 @@ CHECKED = {
 }
 # Adapter ranks for which vLLM has kernels.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Layers for which vLLM supports adapters. With an adapter on the output layer, vLLM 0.32 cannot score given sequences
-# (it selects wrong rows of logits), but trainers compare log-probs after a push.
+# Layers for which vLLM supports adapters. The output layer is excluded: with an adapter on it, vLLM 0.32 selects wrong
+# rows of logits when it scores given sequences, and trainers need these scores to compare log-probs after a push.
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# KV cache on a CPU in GB. vLLM's default is most of the machine's memory.
+# Size of the KV cache on a CPU in GB. vLLM's default would use most of the machine's memory.
 CPU_CACHE_GB = "4"
 
 State = Literal["awake", "asleep1", "asleep2"]
 LEVELS = ("auto", "1", "2")
-ROOM = 1.2  # Required host memory of level 1, relative to the size of the weights of all ranks on a host.
+ROOM = 1.2  # Host memory that sleep level 1 needs, as a multiple of the size of the weights of all ranks on the host.
 
 
 class Sleeps(Protocol):
@@ -84,19 +84,21 @@ def choose_level(choice: str, *, generations_per_push: float, model_bytes: int, 
 
 
 class Sleeper:
-    """State machine of vLLM's sleep mode: ``{awake, asleep1, asleep2}``, and whether the weights are the pushed ones.
+    """State machine of vLLM's sleep mode, with the states ``awake``, ``asleep1`` and ``asleep2``. It also records
+    whether the engine has the pushed weights.
 
     After ``asleep2`` all weights must be pushed before generation. Weights are never reloaded from disk, because the
     checkpoint differs from the policy once training has begun.
 
     Args:
         engine: Engine with ``sleep`` and ``wake_up``.
-        level: Sleep level. None: it never sleeps.
-        valid: Whether the initially loaded weights may be sampled from. False in training, where a push comes first.
+        level: Sleep level. None: the engine never sleeps.
+        valid: Whether the engine may sample from the weights that it loaded at its start. False in training, where
+            weights are pushed first.
 
     Attributes:
         state: Current state.
-        valid: Whether it has the weights of the last push.
+        valid: Whether the engine has the weights of the last push.
     """
 
     def __init__(self, engine: Sleeps, level: int | None, *, valid: bool = True) -> None:
@@ -152,14 +154,14 @@ class VLLMEngine(RolloutEngine):
     """Rollout engine with a vLLM object in the trainer's process.
 
     Log-probs are those of the sampled distribution (``processed_logprobs``). With truncated sampling, log-probs before
-    truncation are unknown, and `Rollout.logp` has the processed ones.
+    truncation are unknown, so `Rollout.logp` contains the processed log-probs too.
 
     Args:
         llm: A ``vllm.LLM`` with ``logprobs_mode="processed_logprobs"``; see `create`.
         context: Maximum number of tokens of prompt and completion.
         vocabulary: Vocabulary size.
         dtype: Dtype of the weights.
-        sleep_level: Level of the sleep between generations. None: it stays awake.
+        sleep_level: Sleep level between generations. None: the engine stays awake.
         encoder: The model's `PictureEncoder` if prompts may contain images. vLLM receives and preprocesses the original
             images.
         adapter_rank: Maximum rank of a LoRA adapter. None: weights are pushed merged.
@@ -185,7 +187,8 @@ class VLLMEngine(RolloutEngine):
         # The current adapter, in its own folder. None: there is no adapter.
         self._adapter: Any = None
         self._folder: SharedFolder | None = None
-        # Whether the initially loaded weights are assumed to be the base model. A failed comparison unsets it.
+        # Whether to assume that the weights loaded at the start are the base model. Set to False after a failed
+        # comparison.
         self._base_known = True
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
         self.capabilities = Capabilities(
@@ -298,7 +301,7 @@ class VLLMEngine(RolloutEngine):
             enforce_eager=None if accelerator.device.type == "cuda" else True,
         )
         engine.check_pictures(base)
-        engine.sleeper.valid = False  # The weights on disk are not the policy, or will not be for long.
+        engine.sleeper.valid = False  # The weights on disk may differ from the policy.
         return engine
 
     # Interface of engines
@@ -329,7 +332,7 @@ class VLLMEngine(RolloutEngine):
         """Generate from two prompts with images of different size, to compare vLLM's placeholders with the trainer's.
 
         Raises:
-            RolloutError: vLLM's processor creates another number of placeholders (PT-G016).
+            RolloutError: vLLM's processor creates a different number of placeholders (PT-G016).
         """
         rows = probe_rows(model)
         self.generate([Request(row.prompt_ids, pictures=row.pictures[0]) for row in rows], Sampling(1, temperature=0.0))
@@ -357,8 +360,8 @@ class VLLMEngine(RolloutEngine):
         return Rollout(prompt, ids, logps, reason, self.version, processed_logp=drawn, top_logps=tops)
 
     def _settings(self, request: Request, call: Sampling, index: int) -> Any:
-        """Create ``SamplingParams`` of a request. The seed is that of the first completion; vLLM increments it for
-        further ones.
+        """Create the ``SamplingParams`` of a request. The seed is for its first completion; vLLM increments it for each
+        further completion.
         """
         own = request.sampling or call
         seed = own.seed if request.sampling is not None else derived_seed(call.seed, index)
@@ -372,13 +375,13 @@ class VLLMEngine(RolloutEngine):
         return vllm.SamplingParams(n=_drawn(request, call), seed=seed, detokenize=bool(own.stop_strings), **fields)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights like vLLM's loading of a checkpoint, and clear the prefix cache.
+        """Replace all weights in the same way as vLLM loads a checkpoint, and clear the prefix cache.
 
-        An empty iterable only changes the version. A LoRA adapter (`AdapterWeights`) is added to the weights, which
-        must be those of the base model.
+        An empty iterable only changes the version. A LoRA adapter (`AdapterWeights`) is loaded in addition to the
+        current weights, which must be those of the base model.
 
         Raises:
-            ModelError: vLLM has other names or shapes.
+            ModelError: Names or shapes of the weights differ from vLLM's.
             WeightSyncError: Some weights were not received.
         """
         if isinstance(named_tensors, AdapterWeights):
@@ -433,7 +436,7 @@ class VLLMEngine(RolloutEngine):
         return missing
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Compute log-probs of given tokens after their prompts: one list per sequence."""
+        """Compute the log-probs of given sequences after their prompts. The result has one list per sequence."""
         vllm = require("vllm", "scoring")
         self.sleeper.before_generate()
         # vLLM also generates one token, which must fit into the context.
@@ -504,7 +507,7 @@ def generates_from_pictures() -> bool:
 
 
 def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> list[str]:
-    """Return the options of vLLM's server: the passed ones and those that training needs.
+    """Return the options of vLLM's server. They are the passed options, and further options that training needs.
 
     Args:
         argv: Options of vLLM.
@@ -563,7 +566,8 @@ def _refuse_abbreviations(words: Sequence[str], known: argparse.ArgumentParser) 
 
 
 def _set_token(words: Sequence[str]) -> None:
-    """Create a token for a server without one. It listens on loopback, and trainers of this user find the token.
+    """Create a token for a server that was started without one. Such a server listens on a loopback address, and
+    trainers of the same user find the token in a file.
 
     If another process listens on the port, the server cannot start, and that process keeps its token.
     """
@@ -577,7 +581,7 @@ def _set_token(words: Sequence[str]) -> None:
 
 
 def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
-    """Reject options with which log-probs would be wrong, or weights could not be pushed.
+    """Raise an error for options that would make log-probs wrong or weight pushes impossible.
 
     Raises:
         ConfigError: There is such an option.
@@ -684,7 +688,9 @@ def _engine_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
 
 
 def _adapter_rank(model: nn.Module, args: PostTrainingConfig, sleep_level: int | None) -> int | None:
-    """Return the rank of the trained adapter if it can be pushed unmerged. Sleep level 2 would drop the base model."""
+    """Return the rank of the trained adapter if it can be pushed without merging. With sleep level 2 this is not
+    possible, because the base model is dropped.
+    """
     if args.adapter_sync == "merged" or sleep_level == 2 or adapter_obstacle(model, ADAPTED) is not None:
         return None
     return int(model.peft_config[model.active_adapters[0]].r)

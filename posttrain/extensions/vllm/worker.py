@@ -1,5 +1,5 @@
-"""Extension of vLLM's workers: weights that are pushed through shared memory and loaded like a checkpoint. Importing it
-needs vLLM.
+"""Extension of vLLM's workers that receives weights through shared memory and loads them like a checkpoint. Importing
+this module needs vLLM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Pair = tuple[str, Tensor]
 
 
 class Reload:
-    """One update of a worker's model with vLLM's layerwise reload. Tensors have the names and layout of its checkpoint.
+    """One update of a worker's model with vLLM's layerwise reload. Tensors have the names and layout of the model's
+    checkpoint.
 
     Args:
         model: Model of the worker.
@@ -51,7 +52,7 @@ class Reload:
         """Load some tensors. They are copied.
 
         Raises:
-            ModelError: vLLM has other names or shapes. The update ends, and the weights are incomplete.
+            ModelError: Names or shapes differ from vLLM's. The update ends, and the weights stay incomplete.
         """
         try:
             self.loaded |= set(self.model.load_weights(pairs) or ())  # type: ignore[operator]
@@ -66,7 +67,8 @@ class Reload:
         """Repack weights for vLLM's kernels, and return the names of parameters that were not received."""
         finalize_layerwise_reload(self.model, self.config.model_config)
         for module in self.model.modules():
-            # A tied output layer receives no weights, and vLLM's CPU kernels would keep a packed copy of the old ones.
+            # A tied output layer receives no weights itself, so vLLM's CPU kernels would keep a packed copy of its old
+            # weights.
             if hasattr(module, "cpu_linear") and type(module).__name__ == "ParallelLMHead":
                 module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
         # Layers that support adapters have their weights under ``base_layer``; adapters are loaded separately.
@@ -115,7 +117,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """Begin an update, and end an unfinished one."""
+        """Begin an update. If a previous update is unfinished, end it first."""
         self.finish_weight_update()
         self._update = Reload(self.model, self.vllm_config)
 

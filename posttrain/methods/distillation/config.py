@@ -37,15 +37,16 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
     """Decorate a config class with the defaults of one distillation method. Apply it below ``dataclass``.
 
     Args:
-        unread: TRL's fields that have no effect: their default, and the alternative. Another value is an error.
-        defaults: Fields of the base classes with another default. A pair also has another help text.
+        unread: TRL's fields that have no effect here. Each name maps to the field's default and a text about the
+            alternative. Setting another value is an error.
+        defaults: New defaults for fields of the base classes. A pair is a new default and a new help text.
     """
 
     def decorate(cls: Any) -> Any:
         bases = [base for base in cls.__mro__[:0:-1] if dataclasses.is_dataclass(base)]
         known: dict[str, Any] = {f.name: f for base in bases for f in dataclasses.fields(base)}
         kinds: dict[str, Any] = {}
-        for base in (OnlineConfig, *cls.__bases__[::-1]):  # This includes fields that they inherit.
+        for base in (OnlineConfig, *cls.__bases__[::-1]):  # Type hints include inherited fields.
             kinds |= get_type_hints(base, include_extras=True)
         explained = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
         # Collect fields of all bases, not only of the first.
@@ -104,7 +105,7 @@ class Axes:
     policy: float | None = None
 
     def check(self) -> Axes:
-        """Reject losses that train nothing. Return the object itself.
+        """Reject losses whose gradient is always 0. Return the object itself.
 
         Raises:
             ConfigError: A value is out of range, or the support is one id without a tail.
@@ -167,7 +168,7 @@ class DistillationFields:
     lmbda: Share = option(
         1.0,
         "Fraction of prompts whose completions the student samples, from 0 to 1. For all other prompts, the completion is "
-        "taken from the dataset, or sampled from the teacher with seq_kd. 1: only the student's samples are trained "
+        "taken from the dataset, or sampled from the teacher with seq_kd. 1: trains only on the student's samples "
         "(on-policy). 0: the student samples no completions, which is fastest.",
     )
     seq_kd: bool = option(
@@ -254,7 +255,7 @@ class DistillationFields:
         beta: float
         use_liger_kernel: bool
 
-    # Source of the divergence's beta and temperature: the name of a field, or a number.
+    # Where the loss gets beta and the temperature of the divergence: the name of a config field, or a number.
     _beta: ClassVar[str | float] = "beta"
     _loss_temperature: ClassVar[str | float] = "temperature"
     _least_generations: ClassVar[int] = 1
@@ -277,7 +278,7 @@ class DistillationFields:
         axes = self.axes().check()
         if axes.estimator == "score" and (cut := reshaped_sampling(self, "top_p", "top_k", "min_p")):
             logger.warning(
-                "%s with a loss on sampled tokens: they are sampled from another distribution than the loss assumes.",
+                "%s with a loss on sampled tokens: the tokens are sampled from a different distribution than the loss assumes.",
                 cut,
             )
 
@@ -308,7 +309,7 @@ class DistillationFields:
             "teacher_model_kind": self.teacher_model_kind,
         }
         sources = {name: value for name, value in named.items() if value not in (None, "model")}
-        # With a server, the name of the model is allowed: it is compared with the server's model.
+        # With a server, teacher_model_name_or_path may also be set. The server must then have the model with this name.
         if len(sources) > 1 and set(sources) != {"teacher_model_server_url", "teacher_model_name_or_path"}:
             raise ConfigError(
                 f"{sources} are all set, but only one source of the teacher is possible. Fix: set one of them."

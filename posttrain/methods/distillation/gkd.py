@@ -12,9 +12,9 @@ from posttrain.methods.distillation.objective import Distillation
 OF_SFT: dict[str, tuple[Any, str]] = {
     "assistant_only_loss": (
         False,
-        "Remove it: only the completion is trained, which is the last message of a conversation.",
+        "Remove it: the loss is always on the completion only, which is the last message of a conversation.",
     ),
-    "completion_only_loss": (None, "Remove it: only the completion is trained."),
+    "completion_only_loss": (None, "Remove it: the loss is always on the completion only."),
     "dataset_kwargs": (None, "Prepare the dataset with dataset.map."),
     "dataset_num_proc": (None, "Prepare the dataset with dataset.map(num_proc=...)."),
     "dataset_text_field": ("text", "Name the columns prompt and completion, or messages."),

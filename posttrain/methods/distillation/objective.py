@@ -1,4 +1,6 @@
-"""Losses of distillation: the comparison of student and teacher logits in chunks, and the terms computed from it."""
+"""Losses of distillation: student and teacher logits are compared in chunks, and the loss terms are computed from the
+result.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ COLUMNS = ("divergence", "logp", "gap", "entropy", "mass", "agree")
 
 
 def kept(logits: Tensor, columns: int | None, without: Tensor | None) -> Tensor:
-    """Return the first ``columns`` of logits ``(n, W)``. The ids in ``without`` (image placeholders) are set to -inf."""
+    """Return the first ``columns`` columns of logits ``(n, W)``. Logits of the ids in ``without`` (image placeholders)
+    are -inf.
+    """
     logits = logits[:, :columns]
     return logits if without is None else logits.index_fill(1, without, -torch.inf)
 
@@ -104,9 +108,10 @@ class TeacherShare:
     """Output and weight of one of several teachers.
 
     Attributes:
-        teacher: `HiddenTeacher` or `TokenScores` at ``rows``, in that order. None: the teacher has no positions.
+        teacher: `HiddenTeacher` or `TokenScores` at the positions in ``rows``, in the same order. None: the teacher
+            scores no positions.
         rows: ``(M,)`` loss positions that this teacher scores, ascending. None: all positions.
-        weight: Weight of its divergence at each of these positions.
+        weight: Weight of this teacher's divergence at each position in ``rows``.
     """
 
     teacher: Any
@@ -143,7 +148,7 @@ def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) 
 def _by_position(
     hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead, measure: Callable[[Tensor, slice], Tensor]
 ) -> Tensor:
-    """Compute ``(N, K)`` values from the logits of each position; the first two columns are differentiable.
+    """Compute values ``(N, K)`` from the logits of N positions. Only the first two columns are differentiable.
 
     The logits are computed in chunks if the output layer is a single matrix.
     """
@@ -187,8 +192,8 @@ class Comparison:
     def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
         """Compute tensors ``(N,)`` by name. ``divergence`` and ``logp`` are differentiable.
 
-        Several teachers add ``divergence/NAME`` and ``asked/NAME``, which is 1 at the positions that the teacher
-        scored.
+        With several teachers, the result also has ``divergence/NAME`` and ``asked/NAME`` for each teacher.
+        ``asked/NAME`` is 1 at the positions that the teacher scored.
         """
         self.targets = head.targets
         names = (*COLUMNS, *(f"divergence/{name}" for name in self.names))
@@ -202,7 +207,7 @@ class Comparison:
     def measure(self, x: Tensor, part: slice) -> Tensor:
         """Compute values ``(n, K)`` from logits ``(n, V)``, in the order of `COLUMNS` and then by teacher.
 
-        The backward pass computes only the first two.
+        The backward pass computes only the first two columns.
         """
         targets, axes = self.targets[part, None], self.axes
         # The backward pass computes the chunk again for the two differentiable columns.
@@ -246,7 +251,8 @@ class Comparison:
 
 
 def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor, labels: Tensor, axes: Axes) -> Tensor:
-    """Call a user's ``generalized_jsd_loss`` like TRL, and assign its mean to each token.
+    """Call the user's ``generalized_jsd_loss`` with TRL's arguments. Return the mean that it returns, repeated for each
+    token.
 
     Args:
         own: Function that returns the mean over tokens.
@@ -343,7 +349,7 @@ class _Beside:
 
 @dataclass
 class AlignedComparison:
-    """Compare groups of tokens of two vocabularies that have the same bytes.
+    """Compare student and teacher with different tokenizers, on groups of tokens that have the same bytes.
 
     Attributes:
         axes: Temperatures and beta of the loss.
@@ -369,7 +375,7 @@ class AlignedComparison:
         ``aligned`` is the weighted sum of ``matched`` and ``unmatched`` at the positions of the groups, and 0
         elsewhere.
 
-        All ``(N,)``, differentiable.
+        All tensors have the shape ``(N,)`` and are differentiable.
         """
         self.targets = head.targets
         groups = _by_position(hidden[self.rows], layer, rule, head, self.measure)
@@ -398,10 +404,11 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
     """Compute ``w d + w_ce (-log q)`` at every loss token, unreduced.
 
     ``d`` is the divergence, or the policy gradient of the sampled token. With several teachers ``d = sum_i w_i D(q,
-    p_i)``. The weights sum to 1, or the weight is 1 for the teacher that the row selects. Each teacher needs only its
-    own support, so servers can be among them. At ``beta=0`` the gradient is that of the divergence from the mixture
-    ``sum_i w_i p_i``, at ``beta=1`` that of the divergence from the normalized geometric mean ``prod_i p_i ** w_i``.
-    For other values neither holds. With the estimator ``score`` the reward of a token is ``sum_i w_i log p_i - log q``.
+    p_i)``. The weights sum to 1, or the weight is 1 for the teacher that the row selects. Each teacher only scores ids
+    of its own support, so a teacher may be a server. At ``beta=0`` the gradient is that of the divergence from the
+    mixture ``sum_i w_i p_i``, at ``beta=1`` that of the divergence from the normalized geometric mean ``prod_i p_i **
+    w_i``. For other values of beta there is no such equivalence. With the estimator ``score`` the reward of a token is
+    ``sum_i w_i log p_i - log q``.
 
     Args:
         out: Model outputs whose ``compared`` is from `Comparison` or `AlignedComparison`.
@@ -449,7 +456,7 @@ def _check_finite(values: Tensor, mask: Tensor, axes: Axes) -> None:
 
 
 def _agreement(compared: dict[str, Tensor]) -> dict[str, Metric]:
-    """Compute metrics of ``log q - log p`` of the tokens. Its mean estimates KL(student || teacher) on samples of the
+    """Compute metrics of ``log q - log p`` over the tokens. Its mean estimates KL(student || teacher) on samples of the
     student.
     """
     gap = compared["gap"]
@@ -462,8 +469,8 @@ def _agreement(compared: dict[str, Tensor]) -> dict[str, Metric]:
 
 
 def _divergence(compared: dict[str, Tensor]) -> dict[str, Metric]:
-    """Compute metrics of the divergence. Several teachers add one per teacher, and the fraction of tokens that it
-    scored.
+    """Compute metrics of the divergence. With several teachers, also compute each teacher's divergence and the fraction
+    of tokens that it scored.
     """
     metrics = {
         "distill/divergence": mean(compared["divergence"]),
@@ -528,7 +535,8 @@ def _by_source(terms: Tensor, batch: Batch, mask: Tensor) -> dict[str, Metric]:
 
 
 class Distillation(Method[Any]):
-    """Train a student on a teacher's next-token distributions, on its own samples or on other completions.
+    """Train a student on a teacher's next-token distributions. The completions are the student's own samples or other
+    texts.
 
     Attributes:
         axes: Properties of the loss.
@@ -558,11 +566,14 @@ class Distillation(Method[Any]):
 
     @property
     def temperature(self) -> float:
-        """Temperature of log-probs: that of sampling if there is a GRPO term, else that of the loss."""
+        """Temperature of log-probs. It is the sampling temperature if there is a GRPO term, and otherwise the
+        temperature of the loss.
+        """
         return float(self.cfg.temperature) if self.takes_rewards else self.axes.student_temperature
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return whether the loss has a ratio to the weights that sampled, and the ratio may differ from 1.
+        """Return whether the loss contains an importance ratio to the weights that sampled the completion, and the
+        ratio may differ from 1.
 
         GRPO's loss, ``is_clip`` and IW-OPD have such a ratio; exact divergences do not.
 
@@ -586,7 +597,9 @@ class Distillation(Method[Any]):
         return distillation_objective(outputs, batch, self.axes)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Count the sequences that have a teacher, or the aligned groups, if the loss is divided by them."""
+        """Count the sequences that have a teacher, or the aligned token groups, if the loss is divided by this
+        count.
+        """
         if self.axes.reduction == "active":
             return {"active": sum(float(b.columns["active"].sum()) for b in batches if "active" in b.columns)}
         if self.axes.support == "aligned":

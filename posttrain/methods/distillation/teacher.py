@@ -82,7 +82,9 @@ def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) 
 
 
 def teacher_id(teacher: object, args: PostTrainingConfig) -> str:
-    """Return the id or folder of a teacher, or the source of a model object. "": the model was built in memory."""
+    """Return the id or folder of a teacher. For a model object, return the id or folder from which it was loaded, or ""
+    if there is none.
+    """
     if isinstance(teacher, nn.Module):
         return get_config_model_id(causal_lm(teacher).config)
     return teacher or args.teacher_model_name_or_path or ""
@@ -163,13 +165,16 @@ class ModelTeacher:
         return replace(view, hidden=torch.cat(pieces))
 
     def of_prompts(self, batch: Batch, prompt_of: Callable[[int], list[int]]) -> HiddenTeacher:
-        """Compute the teacher's outputs after other prompts, found by the number in the batch's column ``key``."""
+        """Compute the teacher's outputs with other prompts. ``prompt_of`` maps the number in the batch's column ``key``
+        to a prompt.
+        """
         rows = [Row(prompt_of(key), [ids], [mask]) for key, ids, mask in _keyed(batch)]
         return self.of_rows(rows, batch.input_ids.device)
 
 
 class AdapterAverage(transformers.TrainerCallback):
-    """Callback that moves the teacher's adapter, a copy of the student's initial adapter, towards the student's.
+    """Callback that moves the teacher's adapter towards the student's. The teacher's adapter starts as a copy of the
+    student's.
 
     The factors A and B are averaged separately. For a small rate this approximates the average of their products.
 
@@ -225,7 +230,7 @@ def shares_of_batch(
 def scores_of_batch(
     batch: Batch, scores: Callable[[int], TokenScores], members: Sequence[int] | None = None
 ) -> TokenScores:
-    """Return scores of the batch's loss tokens, found by the number in its column ``key``.
+    """Return scores of the batch's loss tokens. ``scores`` maps the number in the batch's column ``key`` to scores.
 
     ``members`` are the sequences to score. None: all sequences.
     """
@@ -244,7 +249,7 @@ def scores_of_batch(
 
 
 class ServerTeacher:
-    """Teacher on a server (``vllm serve`` or ``posttrain serve``), with the client that rollouts use.
+    """Teacher on a server (``vllm serve`` or ``posttrain serve``), called with the same client as rollout servers.
 
     Args:
         client: A `posttrain.extensions.server.client.VLLMClient`, or an object with its methods ``info`` and ``score``.
@@ -256,8 +261,8 @@ class ServerTeacher:
         name: Name of the model that the server reports.
 
     Raises:
-        ConfigError: The server has another model, k is above its limit, or the temperature is not 1, which servers do
-            not apply to prompts.
+        ConfigError: The server has another model, k is above its limit, or the temperature is not 1. Servers apply no
+            temperature to the log-probs of prompts.
         ModelError: The server returns a wrong number of scores, or scores that are not log-probs.
     """
 
@@ -275,8 +280,8 @@ class ServerTeacher:
                 f"loss_top_k={axes.top_k} with beta={axes.beta}: a server returns its own most likely ids and the "
                 "sampled token, but this loss needs other ids. Fix: set beta=0 with any loss_top_k, or loss_top_k=1."
             )
-        # `posttrain serve` has no limit other than the vocabulary. vLLM's limit is an option: 20 if the server does not
-        # report it, -1 for no limit.
+        # `posttrain serve` has no limit other than the vocabulary. vLLM's limit is an option: -1 means no limit. If a
+        # server does not report its limit, it is assumed to be 20.
         most = int(facts.get("max_logprobs") or 20)
         cap = int(facts["vocab_size"]) if most < 0 or facts.get("engine") in IN_WORKERS else most
         if self.top_k > cap:
@@ -341,7 +346,7 @@ def teacher_servers(
     return scores_of_each
 
 
-# Scores in a file: computed once, top-k with the remaining probability, read without the teacher ---------------------
+# Files with the teacher's top-k log-probs, so that training does not need the teacher model ---------------------------
 
 FORMAT = "posttrain teacher scores 2"
 POSITIONS = 256  # Number of positions whose logits exist at the same time.

@@ -20,9 +20,10 @@ from posttrain.methods.online_config import (
 logger = logging.getLogger(__name__)
 
 
-# Number of optimizer steps between sampling and training above which even a clipped ratio is mostly noise.
+# A warning is logged if more optimizer steps than this lie between sampling and training. Beyond it, even a clipped
+# ratio is mostly noise.
 OLD_UPDATES = 16
-# Losses that average over tokens, so the ratio of a sequence is weighted by its length.
+# Losses that average over tokens. With sequence-level ratios, they weight each sequence by its length.
 BY_LENGTH = ("bnpo", "dr_grpo", "dapo", "cispo")
 LOW_TEMPERATURE = 0.1
 # Options that GMPO cannot use, because its loss has one ratio per completion.
@@ -97,7 +98,7 @@ def check_correction(cfg: GRPOConfig) -> None:
 
 
 def warn_ineffective_options(cfg: GRPOConfig) -> None:
-    """Warn about options that are accepted but have no effect, or an unexpected one."""
+    """Warn about options that are accepted but have no effect or an unexpected effect."""
     _warn_of_levels(cfg)
     _warn_of_clips(cfg)
     _warn_of_schedule(cfg)
@@ -154,7 +155,7 @@ def _warn_of_schedule(cfg: GRPOConfig) -> None:
     if window / accumulation > OLD_UPDATES:
         logger.warning(
             "steps_per_generation=%d x num_iterations=%d with gradient_accumulation_steps=%d: the last slices of a "
-            "generation are trained %.0f optimizer steps after sampling. Lower steps_per_generation or "
+            "generation are used for training %.0f optimizer steps after sampling. Lower steps_per_generation or "
             "num_iterations.",
             cfg.steps_per_generation, cfg.num_iterations, accumulation, window / accumulation,
         )  # fmt: skip
@@ -163,7 +164,7 @@ def _warn_of_schedule(cfg: GRPOConfig) -> None:
     chosen += [f"loss_type={cfg.loss_type!r}"] * (cfg.loss_type in ("sapo", "cispo", "vespo"))
     if chosen and accumulation % window == 0:
         logger.warning(
-            "%s has no effect, because each batch is trained before the weights change "
+            "%s has no effect, because each batch is used for training before the weights change "
             "(gradient_accumulation_steps=%d is a multiple of steps_per_generation x num_iterations = %d), so the "
             "importance ratio is 1. Raise steps_per_generation or num_iterations to train off-policy.",
             ", ".join(chosen), accumulation, window,
@@ -264,8 +265,8 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     mask_zero_variance_groups: bool = option(
         False,
-        "Exclude groups whose rewards are all equal from the loss, its denominators and the KL penalty. This saves the time "
-        "to compute them. False keeps these groups: their advantages are 0, but their tokens count in averages.",
+        "Exclude groups whose rewards are all equal from the loss, its denominators and the KL penalty. Computing them "
+        "would only cost time. False keeps these groups: their advantages are 0, but their tokens count in averages.",
     )
     log_ref_kl: bool = option(
         False,
@@ -312,7 +313,7 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     entropy_target: NonNegativeFloat = option(
         0.2,
-        "With use_adaptive_entropy: entropy per trained token, in nats, below which the bonus is applied. Set it close to the "
+        "With use_adaptive_entropy: mean entropy per token, in nats, below which the bonus is applied. Set it close to the "
         "entropy logged in the first steps. The default is lower than the entropy of most models, so with the default the "
         "bonus starts only close to entropy collapse.",
     )

@@ -63,12 +63,12 @@ def grpo_objective(
 ) -> LossTerms:
     """Compute ``-surrogate(ratio, A) * weights + beta * KL - entropy_coef * H``, unreduced.
 
-    The entropy bonus is the first extra term. The KL term is never clipped, weighted, filtered by entropy or masked as
-    off-policy.
+    The entropy bonus is the first extra term. Clipping, importance weights, the entropy filter and the off-policy mask
+    never apply to the KL term.
 
     Args:
         out: Log-probs and entropies of the policy.
-        batch: Completions with advantages, and log-probs of older, reference and sampling weights if there are any.
+        batch: Completions with advantages. Log-probs of the old policy, the reference and the sampler are optional.
         cfg: `GRPOConfig`.
         entropy_coef: Replaces ``cfg.entropy_coef`` if the coefficient is adaptive.
         gather: Function that concatenates a tensor over ranks, for one entropy threshold. All ranks must call it.
@@ -129,8 +129,8 @@ def _vespo(
     log_ratio: Tensor, advantages: Tensor, logp: Tensor, batch: Batch, cfg: GRPOConfig, weight: Tensor | None
 ) -> tuple[Tensor, dict[str, Metric]]:
     if weight is not None and batch.rollout_logp is not None:
-        # A missing log-prob gives no information about its sequence. A weight that is masked to 0 suppresses the
-        # sequence.
+        # A missing log-prob does not affect its sequence. A weight that is masked to 0 sets the weight of its whole
+        # sequence to 0.
         weight = weight.masked_fill(batch.rollout_logp.isnan(), 1.0)
     phi = vespo_weight(
         log_ratio,
@@ -162,9 +162,9 @@ def _geometric(
 def _rollout_weight(
     logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig
 ) -> tuple[Tensor | None, dict[str, Metric]]:
-    """Return the correction for an engine that is not exactly the policy, and metrics of the mismatch.
+    """Return the importance-sampling correction between engine and policy, and metrics of the mismatch.
 
-    The correction is None if the engine's log-probs are the policy's.
+    The correction is None if the engine computes exactly the policy's log-probs.
     """
     if sampled is None:
         return None, {}
@@ -311,13 +311,14 @@ class GRPO(Method[Config]):
         )
 
     def without_signal(self, rewards: RewardTable, group_size: int) -> Tensor:
-        """Mark groups without a signal as defined by the config; see `Method.without_signal`."""
+        """Mark groups whose rewards are all equal or missing; see `Method.without_signal`."""
         each = self.cfg.multi_objective_aggregation == "normalize_then_sum"
         least = self.cfg.min_group_std
         return flat_groups(rewards.values, rewards.weights, group_size, least=least, each_function=each)
 
     def knows_gradient(self, batch: Batch) -> bool | TokenLoss:
-        """Return True for on-policy samples without KL, entropy bonus and entropy filter, or the terms of single tokens.
+        """Return True for on-policy samples without KL, entropy bonus and entropy filter. Otherwise return the function
+        of token losses if there is one.
 
         On-policy, all ratios are 1, and the gradient of a token's loss is its advantage.
         """

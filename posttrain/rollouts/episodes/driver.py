@@ -32,14 +32,15 @@ class EpisodeSetup:
 
     Attributes:
         tools: Functions that the model may call, with type hints and Google-style docstrings. They may be asynchronous.
-        environment_factory: Function that creates an object with ``reset`` whose public methods are tools. Or a dict of
-            such functions; the column ``environment`` of each row selects one. An object with ``get_reward`` is also a
-            reward function.
+        environment_factory: Function that creates an object with a method ``reset``. Its other public methods are
+            tools. Or a dict of such functions; the column ``environment`` of each row selects one. An object with
+            ``get_reward`` is also a reward function.
         rollout_func: ``f(prompts, trainer) -> dict`` with ``prompt_ids``, ``completion_ids`` and ``logprobs`` (or
             None), one entry per prompt, and optionally ``env_mask``. Other keys are passed to reward functions.
         template_kwargs: Arguments of the chat template.
         max_iterations: Maximum number of rounds of tool calls. None: no limit.
-        max_output_tokens: Maximum number of tokens of a tool result. A longer result loses its middle. None: no limit.
+        max_output_tokens: Maximum number of tokens of a tool result. The middle of a longer result is removed. None: no
+            limit.
         tool_workers: Number of rollouts whose tools run concurrently. None: all, up to 32. 0: one after the other, on
             the calling thread.
         tool_timeout: Maximum number of seconds of a tool call, a reset or a get_reward. None: no limit.
@@ -83,7 +84,8 @@ class EpisodeSetup:
 def take_harness(worker: object, harness: object, reward_funcs: object) -> tuple[Any, Any, Any]:
     """Return the worker, the harness and the reward functions of a trainer's arguments.
 
-    A worker that is a harness is returned as the harness. Without ``reward_funcs``, the harness's own result is the reward.
+    If the worker is a harness, it is returned as the harness. Without ``reward_funcs``, the reward is the value that
+    the harness returns.
 
     Raises:
         ConfigError: There are two harnesses.
@@ -151,7 +153,8 @@ class EpisodeDriver:
 
         Raises:
             ModelError: The chat template does not support tool calls, or the model's attention is bidirectional within
-                prompts or images, so a completed turn would be computed differently as part of the next prompt.
+                prompts or images, so hidden states of a completed turn would change when the turn becomes part of the
+                next prompt.
         """
         if reader is not None and not reader.family.several_turns:
             raise ModelError(
@@ -431,7 +434,7 @@ def _chosen(returned: dict[str, Any], row: int, position: int, value: object, to
     if token not in candidates or len(candidates) != len(value):
         raise _Bad(
             f"rollout_func: row {row}, token {position}: 'logprob_token_ids' {candidates} does not contain the token "
-            f"{token}, or has not the same length as its {len(value)} log-probs."
+            f"{token}, or its length differs from that of its {len(value)} log-probs."
         )
     return value[candidates.index(token)]
 

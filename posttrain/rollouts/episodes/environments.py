@@ -123,8 +123,8 @@ class EnvironmentPool:
     """Pool of environment instances, one per rollout. `begin` resets and assigns instances, `release` returns them.
 
     Args:
-        factories: Function without arguments that returns an object with ``reset``, or a dict of such functions that
-            the column ``environment`` of each row selects from.
+        factories: Function without arguments that returns an object with ``reset``, or a dict of such functions. The
+            column ``environment`` of each row then selects one.
         runner: Threads and time limit of ``reset``, ``get_reward`` and the tools.
         retries: Number of further attempts if ``reset`` raises. Each uses a new instance.
 
@@ -144,10 +144,10 @@ class EnvironmentPool:
         if not named:
             raise ConfigError("environment_factory is an empty dict. Pass at least one name and factory.")
         self.kinds = {name: _probe(name, factory) for name, factory in named.items()}
-        # Instances with a call that did not return. They are not asked for a reward.
+        # Instances with a call that did not return. Their get_reward is not called.
         self.lost: list[Any] = []
         self._warned = False
-        # Groups that use servers are started and finished on their own threads.
+        # A lock, because groups that use servers begin and end on different threads.
         self._lock = threading.Lock()
 
     @property
@@ -271,7 +271,9 @@ class EnvironmentPool:
             _close(environment)
 
     def _reset(self, kind: _Kind, environment: object, row: dict[str, Any], seed: int, index: int) -> tuple[Any, Any]:
-        """Reset an instance, or a new one if None is passed, and return it with the result of ``reset``."""
+        """Reset an instance, and return it with the result of ``reset``. If None is passed, a new instance is
+        created.
+        """
         if self.routed:
             row.pop("environment", None)
         if row.get("prompt") is not None:
@@ -461,11 +463,12 @@ def step_environment(
 
 
 def _read(result: Any, where: str) -> tuple[Any, float, bool]:
-    """Parse the result of a client's ``reset`` or ``step`` to observation, reward and end of the episode.
+    """Parse the result of a client's ``reset`` or ``step``. Return the observation, the reward, and whether the episode
+    has ended.
 
     Raises:
-        RolloutError: The result has another form, the reward is not finite (None counts as 0), or the end is not a
-            bool.
+        RolloutError: The result has a different form, the reward is not finite (None counts as 0), or a flag for the
+            end of the episode is not a bool.
     """
     resets, tells = where.endswith("reset"), hasattr(result, "observation")
     odd = len(result) not in (3, 4, 5) if isinstance(result, tuple) else not tells

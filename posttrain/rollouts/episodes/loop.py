@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 # Default maximum number of rounds of tool calls.
 MAX_ITERATIONS = 32
-# Seed offsets: later calls of the engine use other random numbers than the first, and batches of a call use others than
-# the next rank, whose seeds are consecutive.
+# Offsets that make all seeds of an episode batch different. One separates later engine calls from the first call. The
+# other separates the batches of a call from other ranks, because ranks have consecutive seeds.
 SEED_STRIDE, BATCH_STRIDE = 7_919, 15_485_863
-# Rollouts share a call of the engine if none can be generated beyond this multiple of its budget.
+# Rollouts share an engine call only if the call's token limit is at most this multiple of each rollout's budget.
 TURN_WASTE = 2
 
 Batches = list[tuple[list[list[int]], Sampling]]
@@ -48,12 +48,12 @@ class Episode:
         token_ids: Tokens after the prompt: turns of the model and results of tools.
         tool_mask: 1 for tokens of the model, 0 for tokens of tools.
         logp: The engine's log-probs of the model's tokens, 0.0 for tokens of tools. Empty if the engine returns none.
-        processed_logp: The same under the distribution that was sampled from, after truncation.
+        processed_logp: Log-probs of the same tokens under the truncated distribution from which they were sampled.
         messages: The turns as messages, with parsed tool calls.
         finish_reason: ``stop``, or ``length`` if the budget of the whole episode truncated the last turn.
         version: Version of the weights.
-        spans: Runs of (version, number of tokens) of the model's tokens.
-        shown: Images in tool results, with positions in ``token_ids``.
+        spans: Versions of the weights that sampled the model's tokens, as (version, number of consecutive tokens).
+        shown: Images in tool results, with their positions in ``token_ids``.
         masked: Whether the episode is excluded from training, because images of a result could not be placed.
         escaped: Number of special tokens in tool results that were encoded as plain text.
         calls: Number of tool calls so far.
@@ -131,7 +131,8 @@ class ToolLoop:
         max_iterations: Maximum number of rounds of tool calls. None: no limit.
         max_output_tokens: Maximum number of tokens of a result. A longer result loses its middle. None: no limit.
         context: Maximum number of tokens of prompt and completion.
-        any_process: Function of whether this process has episodes left, which returns whether any process has.
+        any_process: Function that is called with whether this process has unfinished episodes. It returns whether any
+            process has.
         template_kwargs: Arguments of the chat template.
         reader: Image processor, if prompts and results may contain images.
         parse: Function that parses a turn: ``(tokenizer, ids, prefix, tools) -> message``.
@@ -171,7 +172,7 @@ class ToolLoop:
             self._generate_turn(ready, replace(sampling, seed=_later(sampling.seed, number)))
 
     def _left(self, episode: Episode, sampling: Sampling) -> int:
-        """Return the number of tokens left in the budget and the context."""
+        """Return the number of tokens that the budget and the context still allow."""
         left = sampling.max_new_tokens - len(episode.token_ids)
         return left if self.context is None else min(left, self.context - len(episode.ids))
 
@@ -207,7 +208,7 @@ class ToolLoop:
         except DataError as error:
             if not any(isinstance(message["content"], list) for message in messages):
                 raise
-            logger.warning("the images of a tool result cannot be used, so the episode is not trained: %s", error)
+            logger.warning("the images of a tool result cannot be used, so the episode is excluded: %s", error)
             episode.masked = True
             return None
 
@@ -258,10 +259,11 @@ class ToolLoop:
                 self._append_turn(episodes[index], rollout, self._left(episodes[index], sampling))
 
     def _batches(self, episodes: list[Episode], sampling: Sampling) -> list[tuple[list[int], int]]:
-        """Group episodes into calls of the engine, each with its token limit, the largest budget of the group.
+        """Group episodes into engine calls. The token limit of a call is the largest budget of its episodes.
 
-        A call has one limit. A rollout with a much smaller budget would be generated far beyond it and then truncated,
-        and a long rollout plus the largest budget may exceed the context. Such rollouts get their own call.
+        All rollouts of a call share one limit. A rollout with a much smaller budget would be generated far beyond its
+        budget and then truncated. A long rollout plus the largest budget may exceed the context. Such rollouts get
+        their own call.
         """
         left = [self._left(e, sampling) for e in episodes]
         for e, tokens in zip(episodes, left, strict=True):
@@ -298,7 +300,8 @@ class ToolLoop:
         message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
         episode.messages.append(message)
         if self.reader is not None and self.reader.token_id in ids:
-            # No engine should sample this token; a following turn would lack an image.
+            # Engines should never sample an image placeholder. The next turn would contain a placeholder without an
+            # image.
             return
         # A truncated turn has used up the budget, so there is no space for results.
         if episode.finish_reason == "stop":
@@ -314,7 +317,9 @@ def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def turn_spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
-    """Return the runs of (version, number of tokens) of the first ``length`` tokens of a rollout."""
+    """Return the versions of the weights that sampled the first ``length`` tokens of a rollout, as (version, number of
+    consecutive tokens).
+    """
     kept = []
     for version, count in rollout.spans or [(rollout.version, length)]:
         kept.append((version, min(count, length)))

@@ -17,12 +17,12 @@ class HarnessFields:
         600.0, "Maximum number of seconds of an episode. A longer episode counts as failed. None: no limit."
     )
     harness_failure: float | None = option(
-        None, "Reward of a failed episode, with which its tokens are trained. None: failed episodes are not trained."
+        None, "Reward of a failed episode. None: failed episodes are excluded from training."
     )
     harness_sampling: Literal["refuse", "override"] = option(
         "refuse",
         "How to treat a call whose sampling settings differ from the run's settings. 'refuse': reject the call. 'override': "
-        "sample with the run's settings, so that the trained log-probs are correct.",
+        "sample with the run's settings, so that the log-probs of the loss are correct.",
     )
     harness_model: str = option("policy", "Name of the model that calls must request. Other names are rejected.")
     harness_host: str = option(

@@ -62,8 +62,8 @@ def prepare_tokenizer(tokenizer: Tokenizer) -> Any:
         preserved = is_chat_template_prefix_preserving(with_template(tokenizer, template))
     if not preserved:
         raise ModelError(
-            "the chat template renders a tool call differently once its result follows, so the trained tokens would "
-            "differ from the generated ones. Use a template that only appends (chat_template_path)."
+            "the chat template renders a tool call differently once its result follows, so the tokens of the loss would "
+            "differ from the generated tokens. Set chat_template_path to a template that does not change earlier turns."
         )
     return add_response_schema(with_template(tokenizer, template))
 
@@ -193,7 +193,7 @@ class ToolSuffix:
         ends = [i for i, token in enumerate(before) if token in self.stop_ids]
         cut = ends[-1] + 1 if ends else len(before)
         if self.tokenizer.decode(before[cut:]).strip():
-            cut = len(before)  # That token ended the question; the template has no such token after a call.
+            cut = len(before)  # The found end token belongs to the question. The template writes none after a call.
         if common_prefix(before, after) < cut:
             raise ModelError(
                 "the chat template renders a tool call differently if its result follows, so the tokens of the "
@@ -204,7 +204,7 @@ class ToolSuffix:
         return Prompt(after[cut:], () if self.reader is None else self.reader.place(after[cut:], pictures))
 
     def _hidden(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a result in whose texts special tokens are hidden."""
+        """Return a copy of a tool result with hidden special tokens."""
         hide, content = self.text.hide, message["content"]
         if isinstance(content, str):
             content = hide(content)
@@ -223,5 +223,5 @@ class ToolSuffix:
         return text, self.reader.encode(text, pictures, ids_of=self.text.ids)[0], pictures
 
     def plain(self, text: str) -> list[int]:
-        """Tokenize a text without any special token."""
+        """Tokenize a text without adding special tokens."""
         return self.text.ids(self.text.hide(text))

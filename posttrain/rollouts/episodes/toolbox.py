@@ -20,7 +20,7 @@ from posttrain.pictures.picture import Background, is_image, observed_blocks
 from posttrain.values import BadValue
 
 T = TypeVar("T")
-# Maximum number of characters of a result. A longer result fits into no context and takes long to tokenize.
+# Maximum number of characters of a result. Longer results would not fit into any context, and take long to tokenize.
 LONGEST = 1_000_000
 GRACE = 1.0  # Seconds that an event loop has to report a timeout before it counts as blocked.
 
@@ -117,7 +117,9 @@ def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
 
 
 def _first_fit(value: object, schemas: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """Convert with the schema whose type the value already has, else with the first that works."""
+    """Convert a value with one of several schemas: the one whose type the value already has, otherwise the first one
+    that works.
+    """
     for schema in sorted(schemas, key=lambda one: not _is_kind(value, one.get("type"))):
         try:
             return by_schema(value, schema, name)

@@ -1,3 +1,3 @@
-"""The native rollout engine: it samples in the trainer's process with the trained weights and computes each prompt
-once.
+"""The native rollout engine. It samples in the trainer's process, uses the trained weights directly, and computes each
+prompt once.
 """

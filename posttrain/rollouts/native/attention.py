@@ -25,11 +25,11 @@ from posttrain.models.heads import attention_renamed
 
 
 class Rule(NamedTuple):
-    """How the scores of one layer become weights.
+    """Rule by which a layer converts attention scores to attention weights.
 
     Attributes:
         scale: Factor of the products of queries and keys.
-        softcap: Bound of the scaled scores (``softcap * tanh(scores / softcap)``), or None.
+        softcap: Bound of the scaled scores, which become ``softcap * tanh(scores / softcap)``. None: no bound.
         window: Number of positions that a token attends to, including its own. None: all.
         chunk: Size of chunks of positions that attend only within the chunk (Llama 4), or None.
         sinks: ``(heads,)`` an additional logit per head with value zero, or None.
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether the weights are a softmax of scaled scores, which torch's attention computes."""
+        """Whether the weights are a plain softmax of scaled scores, so that torch's attention function can be used."""
         return self.softcap is None and self.sinks is None
 
     def weights(self, scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -85,8 +85,8 @@ class Block:
                 memory[layer] = torch.cat([memory[layer], tensor], 2) if layer in memory else tensor
 
     def close_gaps(self, known: Tensor, room: int) -> None:
-        """Move new columns, from column ``room`` on, directly behind the ``known (P,)`` cached positions of each
-        prompt.
+        """Close the gaps between cached and new positions. New columns start at column ``room``; they are moved
+        directly behind the ``known (P,)`` cached positions of each prompt.
         """
         width = int(self.lengths.max())
         columns = torch.arange(width, device=known.device).expand(len(known), -1)
@@ -107,7 +107,7 @@ class Block:
         return one_row(self.states, self.prompts.index(prompt))
 
     def keep(self, prompts: list[int]) -> None:
-        """Keep only these prompts and free the memory of all other prompts."""
+        """Keep only these prompts, and free the memory of all others."""
         index = torch.tensor([self.prompts.index(p) for p in prompts], device=self.lengths.device)
         self.prompts, self.lengths = prompts, self.lengths[index]
         self.states = [state[index] for state in self.states]
@@ -124,11 +124,12 @@ def one_row(states: list[Tensor], row: int) -> list[Tensor]:
 
 @dataclass(slots=True)
 class Group:
-    """The live rows of one block.
+    """The rows of one block that are still generating.
 
     Attributes:
         rows: ``(m,)`` live rows, ascending.
-        grid: ``(P, g)`` the same rows by prompt. g is the maximum number of rows per prompt; a repeated row fills gaps.
+        grid: ``(P, g)`` the same rows, grouped by prompt. g is the maximum number of rows per prompt. Prompts with
+            fewer rows repeat a row.
         place: ``(m,)`` index of each of ``rows`` in the flattened grid.
         alone: Whether the group contains all live rows.
     """
@@ -171,13 +172,14 @@ class Fill:
     """A prefill pass: the earlier keys and values that its tokens attend to, and the new ones.
 
     Attributes:
-        past: By layer, earlier keys and values ``(1 or P, KV heads, length, head size)``, in the order of positions.
-        keys, values: By layer ``(P, KV heads, width, head size)``, set by the pass.
-        shared: Number of tokens in the common prefix of all prompts, which is first in ``past``.
-        known: ``(P,)`` number of cached tokens of each prompt, which are next in ``past``. None: equal for all prompts.
-        room: Number of columns of the cached tokens, the maximum of ``known``.
+        past: Earlier keys and values by layer, ``(1 or P, KV heads, length, head size)``, in the order of positions.
+        keys, values: New keys and values by layer, ``(P, KV heads, width, head size)``. The pass sets them.
+        shared: Number of tokens in the common prefix of all prompts. It is at the beginning of ``past``.
+        known: ``(P,)`` number of cached tokens of each prompt. They follow the common prefix in ``past``. None: all
+            prompts have the same number.
+        room: Number of columns for cached tokens, which is the maximum of ``known``.
         span: ``(P, width)`` number of the block (an image) with bidirectional attention, -1 outside. None: no blocks.
-        hidden: Attention mask by window and chunk, computed once for all layers.
+        hidden: Attention masks by window and chunk. Each is computed once for all layers.
         states: ``(P, width, H)`` final hidden states, set after the pass.
     """
 
@@ -192,7 +194,8 @@ class Fill:
     states: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def unseen(self, sight: Sight, width: int, whole: int, device: torch.device) -> Tensor:
-        """Return a mask ``(width, whole)`` (or with a row dimension) that is True where a token must not attend.
+        """Return a mask ``(width, whole)`` that is True where a token must not attend. It has a row dimension if rows
+        differ.
 
         ``width`` is the number of new positions, ``whole`` the number of all positions.
         """
@@ -240,8 +243,8 @@ class Store:
         longest: Maximum of ``lengths``, on the host.
         keys, values: By layer ``(slots, KV heads, capacity, head size)``.
         states: ``(slots, ...)`` states of recurrent layers, see `posttrain.models.recurrent.states`.
-        repeats: Number of calls in the running pass of attention layers that are used at several depths.
-        unseen: Attention mask of this step by window and chunk, computed once for all layers.
+        repeats: For attention layers that are used at several depths: number of their calls in the current pass.
+        unseen: Attention masks of this step by window and chunk. Each is computed once for all layers.
         places: Indices of this step's keys in a layer's cache, by key-value heads and capacity, computed once for all
             layers.
         plan: Data of the groups for compiled layers (`posttrain.rollouts.native.layers`).
@@ -343,7 +346,8 @@ class Store:
             layer: Key of the layer's cache.
             key: A sample ``(n, KV heads, 1, size)``.
             value: A sample of the values.
-            blank: Whether to zero unused positions. Products over all columns need it, because a NaN would spread.
+            blank: Whether to zero unused positions. It is needed for matrix products over all columns, because a NaN in
+                an unused column would reach the result.
         """
         if layer not in self.keys or self.keys[layer].shape[2] <= self.longest:
             self._grow(layer, key, value, blank=blank)
@@ -379,7 +383,7 @@ class Store:
         self.keys, self.values, self.states = {}, {}, []
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy one row's suffix and states to another row, to fill the gap of a finished sequence."""
+        """Copy the suffix and states of one row to another row, to reuse the row of a finished sequence."""
         for memory in (self.keys, self.values):
             for tensor in memory.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
@@ -434,8 +438,8 @@ def native_attention(
 
 
 def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-    """Compute causal attention of the last positions. Right padding is after all real tokens, so they never attend to
-    it.
+    """Compute causal attention for the last positions. Right padding comes after all real tokens, so real tokens never
+    attend to it.
     """
     width, whole = query.shape[2], key.shape[2]
     limit = min(rule.window or whole, rule.chunk or whole)
@@ -454,8 +458,8 @@ def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) 
 
 
 def _decode(store: Store, layer: int, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
-    """Compute attention of one new query per row to the common prefix, its prompt and its suffix, ``(n, 1, heads,
-    size)``.
+    """Compute attention of one new query per row. It attends to the common prefix, the row's prompt and the row's
+    suffix. The result is ``(n, 1, heads, size)``.
     """
     n, heads, _, size = query.shape
     kv, used, first, width = keys.shape[1], keys.shape[2], store.shared, store.width

@@ -38,13 +38,13 @@ def has_rules(sampling: Sampling) -> bool:
 
 
 def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: list[list[int]] | None) -> Tensor:
-    """Return a copy of logits with the bias added and forbidden tokens set to minus infinity.
+    """Return a copy of the logits, with the logit bias added and the logits of forbidden tokens set to minus infinity.
 
     Args:
         x: ``(n, V)`` logits after division by the temperature.
         sampling: Settings of all rows.
-        written: Number of completion tokens so far, for n rows.
-        history: Tokens so far of n rows, including the prompt. Only needed for repeated n-grams.
+        written: Number of completion tokens so far, for each of the n rows.
+        history: Tokens so far of each of the n rows, including the prompt. Only needed to forbid repeated n-grams.
     """
     x = x.clone()
     if sampling.logit_bias:
@@ -111,7 +111,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     inner = torch.searchsorted(chosen.cumsum(-1), target - before, right=True).clamp_max(BLOCK - 1)
     # Rounding may select an index after the last positive weight of the block. Use the last positive weight then.
     last = (BLOCK - 1) - (chosen.flip(-1) > 0).int().argmax(-1, keepdim=True)
-    # A row with NaN gets an arbitrary token. The error is raised when its values are read.
+    # A row with NaN gets an arbitrary token. `SampledTokens.rows` raises the error later.
     return (block * BLOCK + torch.minimum(inner, last)).squeeze(1).clamp_max(size - 1)
 
 
@@ -123,7 +123,8 @@ class SampledTokens:
         tokens: ``(n,)`` int64.
         logp: ``(n,)`` float32 log-prob at the sampling temperature, before truncation and other changes.
         processed_logp: ``(n,)`` float32 log-prob under the sampled distribution. None: the same.
-        top: ``(n, k)`` ids and log-probs of the most likely tokens before any change, if requested.
+        top: ``(n, k)`` ids and log-probs of the most likely tokens, before penalties, rules and truncation. None: not
+            requested.
     """
 
     tokens: Tensor
@@ -206,7 +207,7 @@ def _shaped(
         y = change(y)
     if greedy:
         token = y.argmax(-1)
-        # NaN if no token is allowed, as below.
+        # The result is NaN if no token is allowed, as below.
         processed = torch.zeros_like(log_z).masked_fill_(y.amax(-1).isneginf(), torch.nan)
     else:
         y = truncate(y, sampling.truncation)

@@ -43,10 +43,10 @@ from posttrain.types import Request, Rollout, Row, Sampling
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-PREFILL_TOKENS = (
-    2048  # Short prompts share a prefill; a long one in pieces attends to earlier ones without the causal half saved.
-)
-KEEP_BYTES = 2 * 10**9  # 43,000 tokens of a model of 135M parameters in float32, 35,000 of Qwen2.5-7B in bfloat16.
+# Short prompts share a prefill pass. Long prompts are split into pieces of this size, and only the attention within a
+# piece is causal, so smaller pieces cost time.
+PREFILL_TOKENS = 2048
+KEEP_BYTES = 2 * 10**9  # 43,000 tokens with 135M parameters in float32, 35,000 of Qwen2.5-7B in bfloat16.
 FAILURE = "rollout_failure.json"
 
 
@@ -166,7 +166,9 @@ class NativeEngine(RolloutEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `Capabilities`. Log-probs match the training forward if everything is float32, which autocast can change."""
+        """See `Capabilities`. Log-probs match the training forward pass only if weights and autocast are float32, so
+        the result can change.
+        """
         kind = next(self.inner.parameters()).device.type
         coarse = torch.is_autocast_enabled(kind) or (kind == "cuda" and rounds_to_tf32())
         matches = self.shares_weights and coarsest_dtype(self.inner) == torch.float32 and not coarse
@@ -252,7 +254,9 @@ class NativeEngine(RolloutEngine):
 
 
 def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """Return data to reproduce a failed call: prompts, generated tokens, settings and the version of the weights."""
+    """Return the data that is needed to reproduce a failed call: prompts, generated tokens, settings and the version of
+    the weights.
+    """
     failed = []
     for index in error.requests:
         prompt = list(run.requests[index].prompt_ids)
@@ -264,12 +268,15 @@ def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -
 
 
 VERDICTS: dict[str, str | None] = {}
-# Tolerance relative to the standard deviation of the true log-probs; 0.05 in half precision.
+# Tolerance of `native_is_exact`, relative to the standard deviation of the true log-probs. In half precision it is
+# 0.05.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
 
 
 def native_is_exact(model: nn.Module) -> str | None:
-    """Return None if the engine's log-probs equal those of the model's own forward pass, else a reason."""
+    """Return None if the engine's log-probs equal those of the model's own forward pass, and otherwise a description of
+    the difference.
+    """
     key = probe_key(model)
     if key not in VERDICTS:
         try:
@@ -296,7 +303,9 @@ def own_precision(model: nn.Module) -> Iterator[None]:
 
 
 def logp_gaps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """Return the absolute differences to the log-probs of the model's own forward pass, one ``(T,)`` per rollout."""
+    """Return the absolute differences between the rollouts' log-probs and those of the model's own forward pass, one
+    tensor ``(T,)`` per rollout.
+    """
     truth = _true_logps(model, rollouts)
     return [(t.cpu() - torch.tensor(r.logp)).abs() for t, r in zip(truth, rollouts, strict=True)]
 

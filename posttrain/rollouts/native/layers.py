@@ -41,7 +41,7 @@ LONG, FLOAT, ADDRESS, INT = ctypes.c_long, ctypes.c_float, ctypes.c_void_p, ctyp
 
 
 class Step(ctypes.Structure):
-    """``struct step`` of the source: data of a step that all layers share."""
+    """``struct step`` of `layer.c`: data of a step that all layers share."""
 
     _fields_ = [
         *((name, LONG) for name in ("heads", "kv", "common", "longest", "window", "chunks")),
@@ -52,7 +52,7 @@ class Step(ctypes.Structure):
 
 
 class Memory(ctypes.Structure):
-    """``struct memory`` of the source: keys and values of one layer."""
+    """``struct memory`` of `layer.c`: keys and values of one layer."""
 
     _fields_ = [
         *((name, ADDRESS) for name in ("common_keys", "common_values", "blocks", "keys", "values")),
@@ -135,9 +135,9 @@ ROWS_HINT = 16
 # 2365; packed float32 28, 39, 118, 1734; packed bfloat16 18, 26, 63, 899. Packing takes 207 ms, rounded to bfloat16 114
 # ms. A step of 8 rows with 2 threads takes 61 ms without and 37 ms with packed weights.
 PACK_FROM = 8  # Number of decoding steps after which packing pays.
-PACK_STEPS = 16  # Maximum number of requested steps from which packing pays at the start.
-PACK_TOKENS = 1024  # Number of tokens, including prompts, from which packing pays at the start.
-PACK_SHARE = 4  # A packed copy may use one part in this number of the free memory.
+PACK_STEPS = 16  # Packing at the start pays if at least this many steps are requested.
+PACK_TOKENS = 1024  # Packing at the start pays if at least this many tokens are requested, including prompts.
+PACK_SHARE = 4  # A packed copy may use up to 1 / PACK_SHARE of the free memory.
 
 
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -254,7 +254,8 @@ def worth_packing(model: nn.Module) -> bool:
 
 
 def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:
-    # peft changes a layer's class while it replaces its weight (``target_parameters``): a copy would lack the adapter.
+    # With ``target_parameters``, peft replaces a layer's weight and changes its class during the forward pass. A packed
+    # copy would not contain the adapter.
     if torch.is_autocast_enabled("cpu") or type(layer) is not nn.Linear:
         return F.linear(x, layer.weight, layer.bias)
     if packed is not None and (layer,) in packed.weights:
@@ -280,7 +281,7 @@ def quick_products(model: nn.Module, packed: Packed | None = None) -> Iterator[N
 # RMS norm, rotary embedding, attention, RMS norm and SwiGLU, with two residual connections. Qwen3 also normalizes
 # queries and keys.
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-# Maximum number of rows in a chunk, which one thread processes. The keys of their prompt are read once per chunk.
+# Maximum number of rows in a chunk. One thread processes a chunk, and reads the keys of the chunk's prompt once.
 CHUNK = 8
 ITEMS = 2  # Minimum number of chunks per thread. With fewer chunks, the chunk size is halved.
 
@@ -291,15 +292,16 @@ class Plan:
 
     Attributes:
         groups: Groups that the plan was made for.
-        seen: First tensor of each group's cache. Another tensor means that the cache was reallocated.
+        seen: First tensor of each group's cache. If the tensor is a different object later, the cache was reallocated.
         order: ``(n,)`` rows by prompt. Rows of a chunk have the same prompt.
         begins: ``(chunks + 1,)`` start of each chunk in ``order``.
         most: Number of rows of the longest chunk.
-        place: ``(n, 3)``: block of each row's prompt, offset of the prompt in the block, and stride between heads.
+        place: ``(n, 3)``. For each row: the block of its prompt, the offset of the prompt in the block, and the stride
+            between heads.
         blocks: Addresses of the groups' keys and values by layer.
         scratch: Memory of all threads for scores and queries.
         step: Data of the running step, created by its first layer.
-        lengths: Lengths for which ``step`` was created.
+        lengths: Suffix lengths for which ``step`` was created.
     """
 
     groups: list[Group]
@@ -315,7 +317,7 @@ class Plan:
 
     @classmethod
     def of(cls, groups: list[Group], kv: int, threads: int) -> Plan:
-        """Create a plan: rows by prompt, split into chunks."""
+        """Create a plan: group rows by prompt and split them into chunks."""
         by_prompt = [rows for group in groups for rows in rows_by_prompt(group)]
         size = CHUNK
         while size > 1 and kv * sum(-(-len(rows) // size) for rows in by_prompt) < ITEMS * threads:
@@ -371,7 +373,7 @@ def in_order(block: Block, layer: int) -> tuple[Tensor, Tensor]:
 
 
 class Layer:
-    """A decoder layer that is computed with few function calls.
+    """A decoder layer that is computed by a few calls of compiled functions.
 
     Args:
         layer: A layer of one of `KINDS`.

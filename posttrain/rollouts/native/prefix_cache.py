@@ -56,14 +56,14 @@ def _bytes(tensors: list[Tensor]) -> int:
 class PrefixCache:
     """Radix tree of cached sequences with a limit in bytes. The least recently used nodes are removed first.
 
-    A sequence is found by its prefix: turn two of an episode begins with all of turn one, and prompts of one task with
-    its system prompt. Nothing is approximate: equal tokens at equal positions with equal weights have equal keys and
-    values. The caller must call `clear` after a change of weights.
+    A sequence is found by its prefix. For example, the second turn of an episode begins with the whole first turn, and
+    prompts of a task begin with the same system prompt. Results are exact: equal tokens at equal positions with equal
+    weights have equal keys and values. The caller must call `clear` after a change of weights.
 
     Args:
         most_bytes: Maximum memory in bytes.
-        stateful: Whether the model has recurrent layers. A sequence can then continue only where their states are
-            cached.
+        stateful: Whether the model has recurrent layers. A sequence can then only be continued from positions whose
+            recurrent states are cached.
     """
 
     def __init__(self, most_bytes: int, *, stateful: bool = False) -> None:
@@ -80,8 +80,8 @@ class PrefixCache:
         """Return the longest cached prefix of ``tokens``, up to ``most`` tokens.
 
         Returns:
-            Its length, pieces of keys and values in order, and the states of recurrent layers after it. They are views,
-            so copy them before changing them.
+            The length of the prefix, its keys and values as pieces in order, and the states of recurrent layers after
+            it. The tensors are views, so copy them before changing them.
         """
         self.clock += 1
         layers: list[Layers] = []
@@ -133,7 +133,9 @@ class PrefixCache:
             node, at = child, at + matched
 
     def _split(self, node: Node, at: int) -> Node:
-        """Split a node and return the first part. Each part owns its memory, so that it can be freed separately."""
+        """Split a node in two and return the first node. The tensors are copied, so that each node can be freed
+        separately.
+        """
         assert node.parent is not None
         head = Node(node.tokens[:at], _copied(_cut(node.layers, 0, at)), node.parent, used=node.used)
         node.parent.children[head.tokens[0]] = head
@@ -218,7 +220,8 @@ def fingerprint(model: nn.Module) -> tuple:
     return (tuple(written), tuple(torch.stack(samples).tolist()) if samples else (), tuple(adapters))
 
 
-# An additional pass reads all weights, which costs about as much as this number of additional tokens in a pass.
+# Cost of an additional pass, in tokens. A pass must read all weights, which takes about as long as computing this many
+# tokens.
 STEM_LEAST = 32
 STEM = -1  # Index of a common prefix of several prompts, which is not itself a prompt of the call.
 
@@ -394,8 +397,8 @@ class Prefiller:
         return (known - first, without(layers, first), states) if known > first else (0, [], common)
 
     def _stem(self, wanted: Prompt) -> PrefillBatch | None:
-        """Return a prefill of the prefix that this prompt shares with another, if it is long enough for a separate
-        pass.
+        """Create a prefill of the prefix that this prompt shares with another prompt. Return None if the prefix is too
+        short for a separate pass.
         """
         shares, wanted.shares = wanted.shares, 0
         if shares < STEM_LEAST:

@@ -32,7 +32,7 @@ def check_requests(
     *,
     placeholder: int | None = None,
 ) -> None:
-    """Reject requests that no engine can serve. A request's own sampling settings override those of the call.
+    """Reject requests that no engine can serve. If a request has sampling settings, they override those of the call.
 
     Args:
         requests: Requests of the call.

@@ -149,9 +149,10 @@ class RunningRequest:
         sampling: Its own sampling settings, or those of the call.
         waiting: Number of completions that have not started.
         seed: Seed of its random numbers.
-        number: Number of its first completion in the call.
-        draws: Number of its first completion for the seed.
-        kind: Settings that determine how a token is sampled. Requests with the same value are sampled together.
+        number: Index of its first completion among all completions of the call.
+        draws: Index of its first completion among the completions with the same seed.
+        kind: Settings that determine how a token is sampled. The tokens of requests with equal values are sampled
+            together.
     """
 
     index: int

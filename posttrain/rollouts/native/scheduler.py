@@ -115,7 +115,7 @@ class Run:
                 break
             passes += 1
             self.filler.step(asked.prompt, free)
-        if started:  # Regroup once for all of them, because groups are not used before the next step.
+        if started:  # Update the groups only once, because they are not used before the next step.
             self._regroup()
         return bool(self.live)
 
@@ -174,7 +174,9 @@ class Run:
         self._finish()
 
     def read_from(self, packed: Packed) -> None:
-        """Use packed weights: from the start if many tokens are requested, else after a number of steps."""
+        """Decide when to use packed weights: from the start if many tokens are requested, otherwise after some
+        steps.
+        """
         self.packed = packed
         asked = sum(len(prompt.ids) for prompt in self.prompts)
         asked += sum(each.request.n * each.sampling.max_new_tokens for each in self.asked)
@@ -189,7 +191,9 @@ class Run:
     # Ends --------------------------------------------------------------------------------------------------------
 
     def _finish(self, first: int = 0) -> None:
-        """Finish completions that stopped or are full, from row ``first`` on, and fill their rows."""
+        """Finish completions that stopped or reached their maximum length, from row ``first`` on, and assign their rows
+        to new completions.
+        """
         ended = []
         for row, completion in enumerate(self.live[first:], first):
             stopped = self.chooser.stopped(completion)
@@ -267,7 +271,9 @@ class Run:
 
 
 def common_beginning(prompts: list[list[int]]) -> list[int]:
-    """Return the common prefix of all prompts if it is long enough. At least one token of every prompt remains."""
+    """Return the common prefix of all prompts, or an empty list if it is too short. At least one token of every prompt
+    stays outside the prefix.
+    """
     if len(prompts) < 2:
         return []
     first, last = min(prompts), max(prompts)

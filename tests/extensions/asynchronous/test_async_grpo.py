@@ -481,7 +481,7 @@ BAD = [
     ({"beta": 0.1}, "beta=0.1 is not supported"),
     ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False is not supported"),
     ({"num_iterations": 2}, "num_iterations=2 is not supported"),
-    ({"vllm_server_port": 8001}, "vllm_server_port=8001 is not supported.* vllm_server_base_url the servers"),
+    ({"vllm_server_port": 8001}, "vllm_server_port=8001 is not supported.* vllm_server_base_url selects the servers"),
     ({"weight_sync_timeout": 5, "vllm_sync_timeout": 6}, "names of the same option"),
     ({"reward_transform": "running"}, "workers score each group separately"),
     ({"reward_transform": ["zscore"]}, "reward_transform='zscore'.* do not have statistics of all rewards"),
@@ -568,7 +568,7 @@ def test_trap_s42_big_reward_models_in_workers_are_told_of(caplog):
 
 def test_the_schedule_is_told_in_words(tiny_tokenizer, tmp_path):
     text = trainer(tmp_path, tiny_tokenizer, fresh).schedule_text(16)
-    assert text.startswith("1 worker(s) write up to 20 rollouts at once (native); a step trains 4 of them")
+    assert text.startswith("1 worker(s) sample up to 20 rollouts concurrently (native); a step trains on 4 of them")
     assert text.endswith("16 prompts are 32 rollouts.")
 
 

@@ -301,7 +301,7 @@ def test_r50_long_prompts_lose_their_beginning(tiny_tokenizer, tmp_path, caplog)
     whole = tiny_tokenizer.apply_chat_template(prompts(1)[0]["prompt"], add_generation_prompt=True)["input_ids"]
     assert whole[-10:] in seen
     assert all(len(ids) == 10 for ids in seen)
-    assert "max_prompt_length leaves them 10 tokens" in caplog.text
+    assert "max_prompt_length limits a prompt to 10 tokens" in caplog.text
 
 
 def test_the_native_engine_samples_values_from_the_reference_even_late(tiny_tokenizer, tmp_path):
