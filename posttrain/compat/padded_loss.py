@@ -325,8 +325,9 @@ class BeforeUser(Trainer):
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
     def as_batch(self, inputs: Any) -> Batch:
-        """Return the same as the parent's method. TRL's dict is accepted too. A subclass may call a method of the library's classes
-        directly.
+        """Return the same as the parent's method. TRL's dict is accepted too.
+
+        A subclass may call a method of the library's classes directly.
         """
         return to_batch(inputs)
 

@@ -29,6 +29,7 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import EvalShard
+from posttrain.errors import ConfigError
 from posttrain.fields import accepting, check_arguments
 from posttrain.integrations.hub import MODEL_FILES, upload
 from posttrain.loop import attributes, build, checkpoint, step
@@ -547,11 +548,10 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             return {}  # With `eval_on_start`, the run ends after the first step.
         except KeyError as error:  # A learning-rate schedule reads the metric before this function can check it.
             name = self.args.metric_for_best_model
-            if name not in str(error):
+            if not name or name not in str(error):
                 raise
-            raise ConfigError(
-                f"metric_for_best_model={name!r}: the evaluation has no such metric. {error.args[0]}"
-            ) from None
+            text = f"metric_for_best_model={name!r}: the evaluation has no such metric. {error.args[0]}"
+            raise ConfigError(text) from None
         check_best_metric(self.args, metrics)
         return metrics
 
