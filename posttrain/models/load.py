@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import re
 import warnings
@@ -581,6 +582,25 @@ def _check_tied_layers(model: Any) -> None:
         )
 
 
+def _check_scales(model: Any) -> None:
+    """Raise if a LoRA layer has another scale than that of the adapter's config, for example after ``set_scale``."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        for adapter in set(layer.active_adapters) & layer.scaling.keys():
+            rank = layer.r[adapter]
+            rank = math.sqrt(rank) if model.peft_config[adapter].use_rslora else rank
+            if not math.isclose(layer.scaling[adapter], layer.lora_alpha[adapter] / rank, rel_tol=1e-6):
+                raise ConfigError(
+                    f"{name} has scale {layer.scaling[adapter]:g}, but its adapter's config has "
+                    f"{layer.lora_alpha[adapter] / rank:g}. Saved adapters, references and adapters that are sent to servers "
+                    "have the scale of the config, so they would differ from the trained model. Fix: set lora_alpha in "
+                    "adapter_config.json and load the adapter again, or restore the scale with set_scale(name, 1)."
+                )
+
+
 def _check_recurrent_layers(model: Module, moved: bool) -> None:
     """Raise or warn for adapters of layers whose weights a recurrent layer reads without calling them, so nothing is added.
 
@@ -635,6 +655,7 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             "active_adapter. Reference passes and checkpoints read that one alone. Fix: activate one adapter with "
             "model.set_adapter(name); model.add_weighted_adapter combines several into one."
         )
+    _check_scales(model)
     _check_tied_layers(model)
     _check_recurrent_layers(model, moves_base(config))
     if any(getattr(module, "merged", False) is True for module in model.modules()):
