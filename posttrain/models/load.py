@@ -25,7 +25,7 @@ from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
 from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, text_of
 from posttrain.models.attention import has_recurrent_layers
-from posttrain.models.heads import adapter_kind, causal_lm, output_layer
+from posttrain.models.heads import adapter_kind, adapters_of, causal_lm, output_layer
 from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.quantised import prepare_adapter
 from posttrain.models.reference import moves_base
@@ -582,7 +582,7 @@ def _check_tied_layers(model: Any) -> None:
         )
 
 
-def _check_scales(model: Any) -> None:
+def _check_scales(model: Module) -> None:
     """Raise if a LoRA layer has another scale than that of the adapter's config, for example after ``set_scale``."""
     from peft.tuners.lora.layer import LoraLayer
 
@@ -591,7 +591,7 @@ def _check_scales(model: Any) -> None:
             continue
         for adapter in set(layer.active_adapters) & layer.scaling.keys():
             rank = layer.r[adapter]
-            rank = math.sqrt(rank) if model.peft_config[adapter].use_rslora else rank
+            rank = math.sqrt(rank) if vars(adapters_of(model)[adapter])["use_rslora"] else rank
             if not math.isclose(layer.scaling[adapter], layer.lora_alpha[adapter] / rank, rel_tol=1e-6):
                 raise ConfigError(
                     f"{name} has scale {layer.scaling[adapter]:g}, but its adapter's config has "

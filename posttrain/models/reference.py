@@ -332,12 +332,11 @@ def forward_settings(model: nn.Module) -> dict[str, Any]:
     These are its config and, for a peft model, the configs and scales of its adapters and the names of the active adapters.
     """
     bare: Any = unwrapped(model)
-    config = config_of(model)
-    settings: dict[str, Any] = {"config": _fields(config.to_dict() if hasattr(config, "to_dict") else {})}
+    settings: dict[str, Any] = {"config": _fields(config_of(model).to_dict())}
     if _is_peft(bare):
         settings["adapters"] = {name: _fields(config.to_dict()) for name, config in bare.peft_config.items()}
         settings["active"] = list(bare.active_adapters)
-        scales = ((name, getattr(module, "scaling", None)) for name, module in bare.named_modules())
+        scales = ((name, vars(module).get("scaling")) for name, module in bare.named_modules())
         settings["scales"] = {name: scale for name, scale in scales if isinstance(scale, dict)}
     return settings
 
