@@ -29,7 +29,14 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.architecture import attention_name, config_of, text_of
 from posttrain.models.forward import forward
-from posttrain.models.reference import Reference, fingerprint, hash_frozen, hash_module, hash_vocabulary
+from posttrain.models.reference import (
+    Reference,
+    fingerprint,
+    forward_settings,
+    hash_frozen,
+    hash_module,
+    hash_vocabulary,
+)
 from posttrain.types import Batch
 
 if TYPE_CHECKING:
@@ -148,6 +155,7 @@ def _cache(run: Run, dataset: datasets.Dataset, reference: Reference | None, col
         "vocabulary": hash_vocabulary(run.tokenizer),
         "data": dataset._fingerprint,
         "weights": hash_module(model),
+        "forward": forward_settings(model),
         "adapter": adapter,
         "columns": list(columns),
         "precision": run.accelerator.mixed_precision,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import re
 import warnings
@@ -24,7 +25,7 @@ from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
 from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, text_of
 from posttrain.models.attention import has_recurrent_layers
-from posttrain.models.heads import adapter_kind, causal_lm, output_layer
+from posttrain.models.heads import adapter_kind, adapters_of, causal_lm, output_layer
 from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.quantised import prepare_adapter
 from posttrain.models.reference import moves_base
@@ -582,6 +583,25 @@ def _check_tied_layers(model: Any) -> None:
         )
 
 
+def _check_scales(model: Module) -> None:
+    """Raise if a LoRA layer has another scale than that of the adapter's config, for example after ``set_scale``."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        for adapter in set(layer.active_adapters) & layer.scaling.keys():
+            rank = layer.r[adapter]
+            rank = math.sqrt(rank) if vars(adapters_of(model)[adapter])["use_rslora"] else rank
+            if not math.isclose(layer.scaling[adapter], layer.lora_alpha[adapter] / rank, rel_tol=1e-6):
+                raise ConfigError(
+                    f"{name} has scale {layer.scaling[adapter]:g}, but its adapter's config has "
+                    f"{layer.lora_alpha[adapter] / rank:g}. Saved adapters, references and adapters that are sent to servers "
+                    "have the scale of the config, so they would differ from the trained model. Fix: set lora_alpha in "
+                    "adapter_config.json and load the adapter again, or restore the scale with set_scale(name, 1)."
+                )
+
+
 def _check_recurrent_layers(model: Module, moved: bool) -> None:
     """Raise an error or warn if an adapter has no effect, because a recurrent layer uses the weights without calling the module.
 
@@ -636,6 +656,7 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             f"{model.active_adapter!r}. Reference passes and checkpoints use only the latter. Fix: activate one adapter with "
             "model.set_adapter(name). To combine several adapters into one, use model.add_weighted_adapter."
         )
+    _check_scales(model)
     _check_tied_layers(model)
     _check_recurrent_layers(model, moves_base(config))
     if any(getattr(module, "merged", False) is True for module in model.modules()):

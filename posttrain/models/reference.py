@@ -32,7 +32,7 @@ LAYERS = ("transformer.h.{layer}", "model.decoder.layers.{layer}", "gpt_neox.lay
 
 
 # LoRA initializations that do not change base weights. Other methods, e.g. PiSSA, move parts of the weights to the adapter.
-PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
 def moves_base(config: Any) -> bool:
@@ -150,6 +150,19 @@ def _check_vocabulary(model: nn.Module, reference: object) -> None:
         )
 
 
+def _check_own_weights(model: nn.Module, reference: nn.Module) -> None:
+    """Raise if training would change weights of the reference, because both models contain the same parameters."""
+    theirs = {id(parameter) for parameter in reference.parameters()}
+    shared = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) in theirs
+    ]
+    if shared:
+        raise ConfigError(
+            f"ref_model contains trained weights of the model: {shared[0]}. peft.get_peft_model changes its base model in place, "
+            "so the base model contains the adapter too. Fix: leave ref_model out, or load the reference a second time."
+        )
+
+
 def _check_frozen_base(model: nn.Module) -> None:
     """Raise an error if training would change base weights that the reference shares with the policy."""
     biased = [
@@ -225,6 +238,7 @@ class Reference:
         self.policy: Any = model if _is_peft(model) else None
         if given is not None:
             _check_vocabulary(model, given)
+            _check_own_weights(model, given)
             self.copy = given.requires_grad_(False).eval()
         elif self.policy is None:
             self.copy = create_reference_model(model)
@@ -238,6 +252,12 @@ class Reference:
 
     def _freeze_adapter(self, model: nn.Module) -> None:
         active = model.active_adapter
+        if REF_ADAPTER in model.peft_config:
+            raise ConfigError(
+                f"the model has an adapter named {REF_ADAPTER!r}, which is the name of the frozen copy that the reference needs. "
+                f"Fix: model.delete_adapter({REF_ADAPTER!r}), or load the adapter under another name. To use that adapter as the "
+                "reference, load model and adapter a second time and pass them as ref_model."
+            )
         if adapter_kind(model.active_peft_config) == "TRAINABLE_TOKENS":
             self.copy = create_reference_model(model)  # With tied embeddings, peft does not support a second adapter.
             return
@@ -292,6 +312,40 @@ class Reference:
 def hash_module(module: torch.nn.Module) -> str:
     """Return the SHA-256 of the names, shapes, dtypes and bytes of all parameters and buffers, sorted by name."""
     return hash_tensors(module.state_dict())
+
+
+# Fields of a model's or adapter's config that do not affect its forward pass.
+NAMES = (
+    "_name_or_path",
+    "transformers_version",
+    "base_model_name_or_path",
+    "revision",
+    "peft_version",
+    "auto_mapping",
+    "inference_mode",
+)
+
+
+def forward_settings(model: nn.Module) -> dict[str, Any]:
+    """Return the settings that determine what a model computes with its weights.
+
+    These are its config and, for a peft model, the configs and scales of its adapters and the names of the active adapters.
+    """
+    bare: Any = unwrapped(model)
+    settings: dict[str, Any] = {"config": _fields(config_of(model).to_dict())}
+    if _is_peft(bare):
+        settings["adapters"] = {name: _fields(config.to_dict()) for name, config in bare.peft_config.items()}
+        settings["active"] = list(bare.active_adapters)
+        scales = ((name, vars(module).get("scaling")) for name, module in bare.named_modules())
+        settings["scales"] = {name: scale for name, scale in scales if isinstance(scale, dict)}
+    return settings
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that affect the forward pass, with sets sorted, because their order differs between processes."""
+    return {
+        name: sorted(value) if isinstance(value, set) else value for name, value in config.items() if name not in NAMES
+    }
 
 
 SUMMED = 1 << 14  # Weights per sum. With so few weights, a small change of one weight changes the float32 sum.

@@ -6,6 +6,7 @@ import types
 import datasets
 import filelock
 import numpy as np
+import peft
 import pytest
 
 from posttrain.loop import precompute
@@ -77,6 +78,34 @@ def test_whatever_moves_the_numbers_names_another_file(cache, tiny_tokenizer, mo
     elif change == "precision":
         trainer.accelerator.mixed_precision = "bf16"
     run(trainer, datasets.Dataset.from_dict({"x": [1, 2, 4]}) if change == "data" else DATA)
+    assert len(cache.calls) == 2
+
+
+@pytest.mark.parametrize("change", ["active adapter", "lora_alpha", "scale", "rope_theta"])
+def test_equal_weights_with_another_forward_pass_name_another_file(cache, tiny_tokenizer, change):
+    """The log-probs of one adapter were read as those of the other, because both models hold both adapters."""
+
+    def trainer(changed):
+        made = Stub(tiny_tokenizer)
+        alpha = 16 if changed and change == "lora_alpha" else 8
+        config = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj", "v_proj"])
+        made.model = peft.get_peft_model(made.model, config)
+        made.model.add_adapter("two", config)
+        for name, parameter in made.model.named_parameters():
+            if "lora_" in name:
+                parameter.data.fill_(0.1 if ".two." in name else 0.2)
+        if changed and change == "active adapter":
+            made.model.set_adapter("two")
+        if changed and change == "scale":
+            made.model.get_base_model().model.layers[0].self_attn.q_proj.set_scale("default", 3.0)
+        if changed and change == "rope_theta":
+            made.model.config.rope_parameters["rope_theta"] = 500.0
+        return made
+
+    run(trainer(False))
+    run(trainer(False))
+    assert len(cache.calls) == 1
+    run(trainer(True))
     assert len(cache.calls) == 2
 
 

@@ -16,6 +16,7 @@ from posttrain.rollouts.shared_weights import merged_weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.methods.helpers import chats, grpo, sft
+from tests.methods.test_dpo import dpo
 from tests.models.architectures import built
 from tests.wordings import raises
 
@@ -137,6 +138,37 @@ def test_adapters_that_are_active_in_the_layers_alone_are_refused(active):
         wrap_with_peft(model, None, activation_checkpointing=False)
     model.set_adapter("two")
     assert wrap_with_peft(model, None, activation_checkpointing=False) is model
+
+
+def test_scales_that_the_config_does_not_have_are_refused():
+    """The frozen copy of the reference, a saved adapter and a server would have the scale of the config."""
+    for settings in ({}, {"use_rslora": True, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3}}):
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)
+        model = peft.get_peft_model(build_model(37), config)
+        layer = model.get_base_model().model.layers[1].self_attn.q_proj
+        wrap_with_peft(model, None, activation_checkpointing=False)
+        layer.set_scale("default", 2.0)
+        with raises(ConfigError, "layers.1.self_attn.q_proj has scale", "lora_alpha"):
+            wrap_with_peft(model, None, activation_checkpointing=False)
+        layer.set_scale("default", 1)
+        wrap_with_peft(model, None, activation_checkpointing=False)
+
+
+def test_a_reference_that_contains_the_trained_adapter_is_refused(tiny_tokenizer, tmp_path):
+    """peft changes the base model in place, so it is no longer the model without the adapter."""
+    base = build_model(len(tiny_tokenizer))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, **TARGETS))
+    with raises(ConfigError, "lora_A.default.weight", "leave ref_model out"):
+        dpo(tmp_path, tiny_tokenizer, model=model, ref_model=base)
+    assert model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight.requires_grad
+    dpo(tmp_path, tiny_tokenizer, model=model, ref_model=copy.deepcopy(base)).train()
+
+
+def test_an_adapter_with_the_name_of_the_frozen_copy_is_refused():
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(build_model(37), config, adapter_name="ref")
+    with raises(ConfigError, "'ref'", "delete_adapter"):
+        Reference(model)
 
 
 @pytest.mark.parametrize("branch", ["fresh", "trained", "named"])
