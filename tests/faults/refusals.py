@@ -147,7 +147,6 @@ REFUSED: dict[str, Refused] = {
     "methods/sft.py SFTConfig.__post_init__ 2": ("sft", {"loss_type": "dft", "label_smoothing_factor": 0.1}),
     "methods/sft.py SFTConfig.__post_init__ 3": ("sft", {"dataset_kwargs": {"shuffle": True}}),
     "methods/tpo.py TPOConfig.__post_init__ 1": ("tpo", {"loss_type": "hinge", "label_smoothing": 0.1}),
-    "models/load.py _check_scales": ADAPTER,
     "models/load.py ModelConfig.__post_init__ 1": ("sft", {"load_in_8bit": True, "load_in_4bit": True}),
     "models/load.py add_adapter 1": ("sft", {"use_peft": True, "lora_target_modules": ["input_layernorm"]}),
     "models/load.py add_adapter 2": ("sft", {"use_peft": True, "lora_target_modules": ["query_key_value"]}),
@@ -323,6 +322,7 @@ ADAPTER = "a command makes a new LoRA of the lora_ options, and no other adapter
 PROCESSES = "needs several processes, which check does not start"
 SERVER = "needs a server, which check does not start"
 NO_CONFIG: dict[str, str] = {
+    "models/load.py _check_scales": ADAPTER,
     "cli/train.py _launch.terminated": WHILE,
     "cli/train.py train 1": WHILE,
     "fields.py check_fields 2": "a value that is no text, and a command line passes text",
