@@ -313,7 +313,7 @@ def test_a_run_that_resumes_is_tried_from_its_checkpoint(trainable, sums, capsys
     assert main(["check", "sft", *options]) == 0, capsys.readouterr().out
     write("chats.jsonl", sums[:11])
     assert main(["check", "sft", *options]) == 78
-    assert "the run began with other training rows" in " ".join(capsys.readouterr().out.split())
+    assert "the training rows have changed since the run began" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_schedule_that_reads_a_missing_metric_ends_the_run_with_one_line(trainable, capsys):

@@ -116,7 +116,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path, settings, match):
         ({"repetition_penalty": 1.1, "top_k": 50}, "repetition_penalty=1.1 changes the distribution of completions"),
         ({"epsilon": 0.1}, "epsilon=0.1 has no effect"),
         ({"loss_type": "sapo"}, "loss_type='sapo' has no effect"),
-        ({"steps_per_generation": 4, "num_iterations": 5}, "are trained 20 optimizer steps after sampling"),
+        ({"steps_per_generation": 4, "num_iterations": 5}, "are used for training 20 optimizer steps after sampling"),
         ({"use_liger_kernel": True}, "liger_kernel is not installed"),
     ],
 )

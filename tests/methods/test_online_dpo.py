@@ -481,7 +481,7 @@ def test_o10_a_prompt_keeps_its_end(tiny_tokenizer, tmp_path, caplog):
     cut, full = ([list(r.prompt_ids) for r in t.engine.requests] for t in (trainer, whole))
     assert {len(ids) for ids in cut} == {4}
     assert cut == [ids[-4:] for ids in full]
-    assert sum("prompts lose their beginning" in r.message for r in caplog.records) == 1
+    assert sum("prompts lose their first tokens" in r.message for r in caplog.records) == 1
 
 
 def test_o11_engines_get_prompts_without_padding_and_passes_are_as_wide_as_they_must(tiny_tokenizer, tmp_path):

@@ -149,7 +149,7 @@ def test_four_bits_without_their_package_are_refused_by_name(tiny_model_dir, tmp
 
     settings = BitsAndBytesConfig(load_in_4bit=True)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with raises(MissingDependencyError, "bitsandbytes", "4 bits", 'pip install "posttrain[quantization]"'):
+    with raises(MissingDependencyError, "bitsandbytes", "4-bit", 'pip install "posttrain[quantization]"'):
         SFTTrainer(
             tiny_model_dir, SFTConfig(str(tmp_path), report_to="none", bf16=False), train_dataset=chats(),
             quantization_config=settings, peft_config=LoraConfig(r=2, target_modules="all-linear"),

@@ -418,7 +418,7 @@ def test_an_unknown_family_that_sees_later_tokens_is_refused_with_the_difference
 
 def test_an_unknown_family_that_prepares_two_pictures_otherwise_than_one_is_refused():
     model, processor = build("llava_onevision")
-    with pytest.raises(ModelError, match=r"processor writes \d+ tokens, and \d+ were expected"):
+    with pytest.raises(ModelError, match=r"processor returns \d+ tokens, but \d+ were expected"):
         install_pictures(model, processor)
 
 

@@ -472,7 +472,7 @@ def test_an_optimizer_that_cannot_be_read_is_refused_with_both_kinds_and_numbers
     kinds = {ZERO2: "ZeRO below 3", ZERO3: "ZeRO-3", "optimizer.pt": "neither FSDP nor DeepSpeed"}
     written = kinds.get(wrote, "FSDP")
     with pytest.raises(
-        CheckpointError, match=rf"by 2 processes with {written}.* run is {runs[1]} process.*Fix: resume with {written}"
+        CheckpointError, match=rf"by 2 processes with {written}.* run has {runs[1]} process.*Fix: resume with {written}"
     ):
         parallel.refuse_other_optimizer(tmp_path, run)
 
@@ -482,7 +482,7 @@ def test_a_shard_that_is_not_there_is_an_error_on_any_number_of_processes(tmp_pa
     """DeepSpeed warns, and goes on with a new optimizer."""
     for name in (ZERO2, "global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt", "rng_state_0.pth", "rng_state_1.pth"):
         (tmp_path / name).mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="holds 1 of 2 shards"):
+    with pytest.raises(CheckpointError, match="has 1 of 2 shards"):
         parallel.refuse_other_optimizer(tmp_path, run_of("DEEPSPEED", processes))
 
 
@@ -515,7 +515,7 @@ def test_a_resumed_step_of_another_number_of_rows_is_told_with_both(
     ("given", "said"),
     [
         ({"learning_rate": 3e-3}, "learning_rate=0.003 (the checkpoint's: 0.01): the optimizer continues with the checkpoint's value"),
-        ({"weight_decay": 0.1}, "weight_decay=0.1 (the checkpoint's: 0.0): the optimizer goes on"),
+        ({"weight_decay": 0.1}, "weight_decay=0.1 (the checkpoint's: 0.0): the optimizer continues"),
         ({"adam_beta1": 0.8, "adam_beta2": 0.9}, "adam_beta1=0.8 (the checkpoint's: 0.9), adam_beta2=0.9 (the checkpoint's: 0.999)"),
         ({"seed": 7}, "seed=7 (the checkpoint's: 42): rows come in a different order"),
         ({"data_seed": 7}, "data_seed=7 (the checkpoint's: None): rows come in a different order"),

@@ -157,7 +157,7 @@ def test_a_script_that_does_not_parse_names_file_and_line(tmp_path, capsys):
     with pytest.raises(DataError, match="neither a folder nor a file with the extension"):
         migrate([str(tmp_path / "missing.py")])
     (tmp_path / "bad.ipynb").write_text("{}")
-    with pytest.raises(DataError, match="it is not a notebook"):
+    with pytest.raises(DataError, match="is not a notebook"):
         migrate_file(tmp_path / "bad.ipynb")
 
 

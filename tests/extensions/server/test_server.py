@@ -586,7 +586,7 @@ def test_a_newcomer_that_belongs_to_another_trainer_ends_no_run_that_has_a_serve
         engine.fleet.refresh(force=True)
     assert len(engine.generate(REQUESTS, SAMPLING)) == sum(one.n for one in REQUESTS)
     assert list(engine.fleet.servers) == [stubs[0].url]
-    assert caplog.text.count(f"{stubs[1].url} is not used until it is available") == 1
+    assert caplog.text.count(f"{stubs[1].url} is not used until this error is fixed") == 1
     other.close()
     engine.fleet.refresh(force=True)
     assert list(engine.fleet.servers) == [one.url for one in stubs]
