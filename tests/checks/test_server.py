@@ -43,7 +43,7 @@ def test_a_server_that_fits_is_not_mentioned():
         ({"architectures": ["Qwen2ForCausalLM"]}, {}, "PT-S001", "error", "Qwen2ForCausalLM"),
         ({"num_key_value_heads": 4}, {}, "PT-S001", "error", "num_key_value_heads=4"),
         ({"vocab_size": 36}, {}, "PT-S002", "error", "36 tokens, but the trainer's 37"),
-        ({"revision": "a"}, {"revision": "b"}, "PT-S003", "warning", "revision a, the trainer b"),
+        ({"revision": "a"}, {"revision": "b"}, "PT-S003", "warning", "revision a, but the trainer loaded b"),
         ({"max_model_len": 128}, {}, "PT-S010", "error", "max_model_len=128 .* max_completion_length=128"),
         ({"takes_no_weights": "it runs without x"}, {}, "PT-S012", "error", "without x"),
         ({"device_uuids": ["GPU-1"]}, {"devices": ("GPU-1", "GPU-2")}, "PT-S013", "error", "GPU-1"),
@@ -118,7 +118,7 @@ def test_parity_has_a_limit_for_each_dtype_and_one_for_the_worst_percent():
     assert said(0.29, "fp8") is None
     assert said(0.31, None) is not None
     assert said(0.0, "float16", x0=0.9, x1=0.9) is None  # Two of 252 are below one percent.
-    assert "99th percentile 0.9" in said(0.0, "float16", x0=0.9, x1=0.9, x2=0.9).what
+    assert "99th percentile is 0.9" in said(0.0, "float16", x0=0.9, x1=0.9, x2=0.9).what
     assert said(0.0, "bfloat16", x0=0.9, x1=0.9, x2=0.9) is None
     assert said(float("nan"), "float32") is not None
     found = said(0.41, "bfloat16")
@@ -130,7 +130,7 @@ def test_tokens_that_rounding_sends_to_other_experts_are_no_lost_weights():
     ours = [[-1.0] * 63] * 4
     theirs = [[-0.92] * 63, [-0.92] * 63, [-0.92] * 63, [0.4] * 4 + [-0.92] * 59]
     kinds = {"dtype": "bfloat16", "computed": "bfloat16", "version": 2}
-    assert "99th percentile 1.4 (limit 1)" in check_parity("x", ours, theirs, **kinds).what
+    assert "99th percentile is 1.4 (limit 1)" in check_parity("x", ours, theirs, **kinds).what
     assert check_parity("x", ours, theirs, **kinds, noise=0.137) is None
     assert "limit 1.2" in check_parity("x", ours, theirs, **kinds, noise=0.06).what
     lost = [[x + 0.4 for x in line] for line in ours]  # The base model without the adapter.

@@ -20,17 +20,17 @@ def lines(*rows):
 
 
 CASES = {
-    "a broken line": ("sft", lines(CHAT, CHAT, '{"messages": [{"role"'), [], "rows.jsonl, line 3: it is not valid JSON"),
+    "a broken line": ("sft", lines(CHAT, CHAT, '{"messages": [{"role"'), [], "rows.jsonl, line 3: the line is not valid JSON"),
     "a broken line of a stream": (
-        "sft", lines(CHAT, CHAT, '{"messages": [{"role"'), ["--dataset_streaming", "true"], "rows.jsonl, line 3: it is not valid JSON",
+        "sft", lines(CHAT, CHAT, '{"messages": [{"role"'), ["--dataset_streaming", "true"], "rows.jsonl, line 3: the line is not valid JSON",
     ),
     "a line that is no object": ("sft", lines(CHAT, "[1]"), [], "line 2: a row must be a JSON object, not list"),
-    "a lone surrogate": ("sft", lines({"text": "a"}, '{"text": "b \\ud800"}'), [], "line 2: text that is not valid Unicode"),
+    "a lone surrogate": ("sft", lines({"text": "a"}, '{"text": "b \\ud800"}'), [], "line 2: the text is not valid Unicode"),
     "a lone surrogate of a stream": (
-        "sft", lines({"text": "a"}, '{"text": "b \\ud800"}'), ["--dataset_streaming", "true"], "line 2: text that is not valid Unicode",
+        "sft", lines({"text": "a"}, '{"text": "b \\ud800"}'), ["--dataset_streaming", "true"], "line 2: the text is not valid Unicode",
     ),
     "a lone surrogate in a pair": (
-        "reward", lines('{"chosen": "a \\udc00", "rejected": "b"}'), [], "line 1: text that is not valid Unicode",
+        "reward", lines('{"chosen": "a \\udc00", "rejected": "b"}'), [], "line 1: the text is not valid Unicode",
     ),
     "bytes that are no UTF-8": ("sft", b'{"text": "a"}\n{"text": "b \xff"}', [], "line 2: the line is not valid UTF-8 (byte 12"),
     "types that differ from row to row": ("sft", lines({"text": "a"}, {"text": 3}), [], "row 1: column 'text' must be a string, not int"),

@@ -102,7 +102,7 @@ def test_a_reward_without_its_column_refuses_grpo(folder, capsys):
     code, found = checked(capsys, "grpo", "--config", "grpo.yaml")
     assert code == 78
     (finding,) = [f for f in found["findings"] if f["severity"] == "error"]
-    assert finding["code"] == "PT-R029" and "`accuracy_reward` needs column `solution`" in finding["what"]
+    assert finding["code"] == "PT-R029" and "`accuracy_reward` needs the column `solution`" in finding["what"]
     code, found = checked(capsys, "grpo", "--config", "grpo.yaml", "--reward_funcs", "think_format_reward")
     assert code == 0 and found["stages"][3]["said"] == "think_format_reward"
 

@@ -377,7 +377,10 @@ def test_bad_prompts_are_refused_before_the_model_loads(unloadable, tmp_path):
 
     good = [{"role": "user", "content": "x"}]
     cases = [
-        (datasets.Dataset.from_list([{"text": "a"}]), "no 'prompt' column, which online methods need. Its columns are \\['text'\\]"),
+        (
+            datasets.Dataset.from_list([{"text": "a"}]),
+            "no 'prompt' column, which online methods need. Its columns are \\['text'\\]",
+        ),
         (rows(good, [], good), "row 1, column 'prompt': it is an empty list of messages"),
         (rows("a", "", "b"), "row 1, column 'prompt': it is empty"),
         (datasets.Dataset.from_list([]), "train_dataset is empty"),
