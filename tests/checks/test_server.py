@@ -134,7 +134,7 @@ def test_tokens_that_rounding_sends_to_other_experts_are_no_lost_weights():
     assert check_parity("x", ours, theirs, **kinds, noise=0.137) is None
     assert "limit 1.2" in check_parity("x", ours, theirs, **kinds, noise=0.06).what
     lost = [[x + 0.4 for x in line] for line in ours]  # The base model without the adapter.
-    assert "gap 0.4 over 252 tokens (limit 0.274)" in check_parity("x", ours, lost, **kinds, noise=0.137).what
+    assert "over 252 tokens is 0.4 (limit 0.274)" in check_parity("x", ours, lost, **kinds, noise=0.137).what
 
 
 def test_what_training_changed_must_have_changed_on_both_sides():
