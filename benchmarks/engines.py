@@ -19,8 +19,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from posttrain.errors import ConfigError, RolloutError, check_choice
 from posttrain.models.forward import causal_lm
 from posttrain.models.heads import evaluating
+from posttrain.models.logprob import HAS_ONEDNN
 from posttrain.rollouts.native.engine import NativeEngine, logp_gaps
-from posttrain.rollouts.native.layers import can_pack, packs
+from posttrain.rollouts.native.layers import packs
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["RUNS", "Figure", "Work", "engines_here", "lengths", "measure", "recommended", "seconds_at_least"]
@@ -197,7 +198,7 @@ RUNS: dict[str, Callable[[Any, Work, int], list[Rollout]]] = {
 def engines_here(model: nn.Module) -> tuple[str, ...]:
     """What is worth timing on this machine with this model."""
     weight = next(model.parameters())
-    rounded = weight.device.type == "cpu" and weight.dtype == torch.float32 and can_pack() and packs(torch.bfloat16)
+    rounded = weight.device.type == "cpu" and weight.dtype == torch.float32 and HAS_ONEDNN and packs(torch.bfloat16)
     return ("native", "native_bf16", "generate") if rounded else ("native", "generate")
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -186,6 +186,13 @@ def write(path: Path, result: Any) -> None:
     """Write a result file; every benchmark does it by this function."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(without_folders(result), indent=1) + "\n", encoding="utf-8")
+
+
+def earlier(name: str, cases: Iterable[str]) -> dict[str, Any]:
+    """Return these cases of an earlier run in ``results/<name>.json``, so that a run of one case keeps the others."""
+    path = RESULTS / f"{name}.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {case: found[case] for case in cases if case in found}
 
 
 def save(name: str, result: dict[str, Any]) -> None:

@@ -11,18 +11,15 @@ case ``packed``, TRL therefore trains on the same documents as padded rows, whic
 from __future__ import annotations
 
 import json
-import random
 import sys
 import tempfile
 
-import grpo
 import harness
-from long_rows import tokens
+import long_rows
 
-GROUP = 8
-PROMPTS = {"update": 144, "update 1000": 838}  # Words; with the template about 200 and 1,000 tokens.
-DOCUMENTS = [800, 150, 620, 410, 700, 333, 555, 460, 100, 780, 240, 610, 510, 380, 730, 290]
-SPREADS = {"equal": [400] * 16, "uniform": DOCUMENTS, "skewed": [24, 31, 42, 57, 78, 110, 190, 800] * 2}
+COMPLETIONS = [56 + round(74 * i / 7) for i in range(8)]  # Tokens of each.
+PROMPTS = {"update": 216, "update 1000": 910}  # `long_rows.grpo_trainer` makes about 200 and 1,000 tokens of them.
+SPREADS = {"equal": [400] * 16, "uniform": long_rows.DOCUMENTS, "skewed": [24, 31, 42, 57, 78, 110, 190, 800] * 2}
 ROLLOUTS = [(200, 8, 8, 96, "skewed"), (200, 1, 8, 96, "skewed")]
 
 
@@ -43,39 +40,6 @@ def build(model: str, folder: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def update(library, side: str, model: str, case: str, steps: int):
-    """Return a GRPO trainer whose completions of 56 to 130 tokens are given."""
-    from datasets import Dataset
-
-    rng = random.Random(1)
-    lengths = [56 + round(74 * i / (GROUP - 1)) for i in range(GROUP)]
-    options = {
-        "per_device_train_batch_size": GROUP, "gradient_accumulation_steps": 1, "num_generations": GROUP,
-        "max_completion_length": max(lengths), "beta": 0.04, "learning_rate": 1e-5, "gradient_checkpointing": False,
-        "shuffle_dataset": False, "use_bias_correction_kl": False,
-    }  # fmt: skip
-    config = library.GRPOConfig(**harness.settings(steps, **options))
-    data = Dataset.from_list(grpo.questions(2 * steps, PROMPTS[case]))
-    trainer = library.GRPOTrainer(model, reward_funcs=grpo.reward, args=config, train_dataset=data)
-    grpo.fix_completions(side, trainer, [tokens(rng, n) for n in lengths])
-    return trainer
-
-
-def documents(library, model: str, steps: int, lengths: list[int], packing: bool):
-    """Return an SFT trainer for one batch of documents of these lengths per step."""
-    from datasets import Dataset
-
-    rng = random.Random(0)
-    rows = [{"input_ids": tokens(rng, n)} for n in lengths]
-    size = -(-sum(lengths) // 2048) if packing else len(lengths)
-    options = {
-        "per_device_train_batch_size": size, "packing": packing, "max_length": 2048, "gradient_checkpointing": False,
-        "train_sampling_strategy": "sequential",
-    }  # fmt: skip
-    config = library.SFTConfig(**harness.settings(steps, **options))
-    return library.SFTTrainer(model, args=config, train_dataset=Dataset.from_list(rows))
-
-
 def run(side: str, model: str, case: str, steps: int, layout: str) -> dict:
     """Return time, memory and losses of one library in one case."""
     library = harness.import_side(side)
@@ -85,9 +49,12 @@ def run(side: str, model: str, case: str, steps: int, layout: str) -> dict:
 
         probe.layout_for = lambda model, **_: padded_layout(model)  # Only this benchmark needs a slower layout.
     if case in PROMPTS:
-        return harness.timed(update(library, side, model, case, steps))
-    lengths = SPREADS.get(case, DOCUMENTS)
-    return harness.timed(documents(library, model, steps, lengths, packing=side == "ours" and case == "packed"))
+        options = {"beta": 0.04, "use_bias_correction_kl": False, "gradient_checkpointing": False}
+        return harness.timed(long_rows.grpo_trainer(library, side, model, steps, COMPLETIONS, PROMPTS[case], **options))
+    lengths, options = SPREADS.get(case, long_rows.DOCUMENTS), {"gradient_checkpointing": False}
+    if side == "peer" or case != "packed":
+        options |= {"packing": False, "per_device_train_batch_size": len(lengths)}
+    return harness.timed(long_rows.sft_trainer(library, model, steps, lengths, 2048, **options))
 
 
 def layouts(model: str, pairs: int, steps: int) -> dict:
@@ -131,10 +98,7 @@ def main() -> None:
     if args.side:
         print(json.dumps(run(args.side, args.model, args.case, args.steps, args.layout)))
         return
-    path = harness.RESULTS / "hybrids.json"
-    result = (
-        {name: found for name, found in json.loads(path.read_text()).items() if name in CASES} if path.exists() else {}
-    )
+    result = harness.earlier("hybrids", CASES)
     with tempfile.TemporaryDirectory() as folder:
         build(args.model or harness.default_model(), folder)
         for case in [args.case] if args.case else CASES:

@@ -142,8 +142,7 @@ def main() -> None:
         print(json.dumps(recorded(args.model, args.case, args.steps)))
         return
     model = args.model or harness.default_model()
-    path = harness.RESULTS / "limit.json"
-    result = {k: v for k, v in json.loads(path.read_text()).items() if k in CASES} if path.exists() else {}
+    result = harness.earlier("limit", CASES)
     for case in [args.case] if args.case else CASES:
         result[case] = compared(model, case, args.pairs, args.steps)
         harness.save("limit", result)

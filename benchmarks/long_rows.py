@@ -19,6 +19,7 @@ import harness
 
 LAYERS, PROMPT, GROUP = 6, 400, 8
 CURVE = (128, 256, 512, 1024, 2048, 4096)
+DOCUMENTS = [800, 150, 620, 410, 700, 333, 555, 460, 100, 780, 240, 610, 510, 380, 730, 290]  # Tokens of each.
 
 
 def cut(model: str, folder: str) -> None:
@@ -39,19 +40,18 @@ def tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(10, 40000) for _ in range(count)]
 
 
-def grpo_trainer(library, side: str, model: str, steps: int, mean: int, spread: float):
-    """Updates on given completions of ``mean`` tokens, from ``1 - spread`` to ``1 + spread`` of it."""
+def grpo_trainer(library, side: str, model: str, steps: int, lengths: list[int], prompt: int = PROMPT, **options):
+    """Updates on one group of given completions of these lengths, on prompts of about ``prompt`` tokens."""
     from datasets import Dataset
 
     rng = random.Random(1)
-    lengths = [round(mean * (1 - spread + 2 * spread * i / (GROUP - 1))) for i in range(GROUP)]
-    options = {
-        "per_device_train_batch_size": GROUP, "gradient_accumulation_steps": 1, "num_generations": GROUP,
+    settings = {
+        "per_device_train_batch_size": len(lengths), "gradient_accumulation_steps": 1, "num_generations": len(lengths),
         "max_completion_length": max(lengths), "beta": 0.0, "learning_rate": 1e-5, "gradient_checkpointing": True,
         "shuffle_dataset": False,
     }  # fmt: skip
-    config = library.GRPOConfig(**harness.settings(steps, **options))
-    data = Dataset.from_list(grpo.questions(2 * steps, PROMPT - 72))
+    config = library.GRPOConfig(**harness.settings(steps, **settings | options))
+    data = Dataset.from_list(grpo.questions(2 * steps, prompt - 72))
     trainer = library.GRPOTrainer(model, reward_funcs=grpo.reward, args=config, train_dataset=data)
     grpo.fix_completions(side, trainer, [tokens(rng, n) for n in lengths])
     return trainer
@@ -72,19 +72,19 @@ def dpo_trainer(library, model: str, steps: int):
     return library.DPOTrainer(model, args=config, train_dataset=Dataset.from_list(rows))
 
 
-def sft_trainer(library, model: str, steps: int, length: int):
-    """Documents of 100 to 800 tokens, packed into rows of ``length``."""
+def sft_trainer(library, model: str, steps: int, lengths: list[int], length: int, **options):
+    """Documents of these lengths, packed into rows of ``length``. One step is the whole set, so that it does not matter which
+    documents a library packs together.
+    """
     from datasets import Dataset
 
     rng = random.Random(0)
-    # One step is the whole set, so that it does not matter which documents a side packs together.
-    lengths = [800, 150, 620, 410, 700, 333, 555, 460, 100, 780, 240, 610, 510, 380, 730, 290]
     rows = [{"input_ids": tokens(rng, n)} for n in lengths]
-    options = {
+    settings = {
         "per_device_train_batch_size": -(-sum(lengths) // length), "packing": True, "max_length": length,
         "gradient_checkpointing": True, "train_sampling_strategy": "sequential",
     }  # fmt: skip
-    config = library.SFTConfig(**harness.settings(steps, **options))
+    config = library.SFTConfig(**harness.settings(steps, **settings | options))
     return library.SFTTrainer(model, args=config, train_dataset=Dataset.from_list(rows))
 
 
@@ -93,10 +93,12 @@ def run(side: str, model: str, case: str, steps: int) -> dict:
     library = harness.import_side(side)
     kind, _, size = case.partition(" ")
     if kind in ("grpo", "curve"):
-        trainer = grpo_trainer(library, side, model, steps, int(size), 0.5 if kind == "grpo" else 0.0)
-    else:
-        trainer = dpo_trainer(library, model, steps) if kind == "dpo" else sft_trainer(library, model, steps, int(size))
-    return harness.timed(trainer)
+        spread = 0.5 if kind == "grpo" else 0.0  # Lengths are from 1 - spread to 1 + spread of the mean.
+        lengths = [round(int(size) * (1 - spread + 2 * spread * i / (GROUP - 1))) for i in range(GROUP)]
+        return harness.timed(grpo_trainer(library, side, model, steps, lengths))
+    if kind == "dpo":
+        return harness.timed(dpo_trainer(library, model, steps))
+    return harness.timed(sft_trainer(library, model, steps, DOCUMENTS, int(size)))
 
 
 def draw(points: dict[str, dict[str, dict]]) -> None:
@@ -152,10 +154,7 @@ def main() -> None:
     if args.side:
         print(json.dumps(run(args.side, args.model, args.case, args.steps)))
         return
-    path = harness.RESULTS / "long_rows.json"
-    result = (
-        {name: found for name, found in json.loads(path.read_text()).items() if name in CASES} if path.exists() else {}
-    )
+    result = harness.earlier("long_rows", CASES)
     with tempfile.TemporaryDirectory() as folder:
         cut(args.model or harness.default_model(), folder)
         for case in [args.case] if args.case else CASES:

@@ -324,7 +324,7 @@ class Checkup:
         launch, size = self.subject.launch, parallel_sizes(self.subject.config)["sp_size"]
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if launch:
-            train._started_all(launch)
+            train.with_multi_gpu(launch)  # For what it refuses.
             world, zero_stage = train.launched(launch)
             if zero_stage:
                 refuse_auto_batch_size(self.subject.config)

@@ -448,7 +448,7 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
         # Restarted processes must not connect to addresses that their predecessors left in a store.
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
-    launch = _started_all(launch)
+    launch = with_multi_gpu(launch)
     if not torch.accelerator.is_available():
         # Without this flag, each process would be a separate run of one process.
         argv = [*argv, "--use_cpu", "true"]
@@ -476,7 +476,7 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
     return failed.code
 
 
-def _started_all(launch: list[str]) -> list[str]:
+def with_multi_gpu(launch: list[str]) -> list[str]:
     """Add ``--multi_gpu`` if needed. Without GPUs or this flag, accelerate ignores ``--num_processes`` and starts one process."""
     from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser

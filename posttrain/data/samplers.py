@@ -204,14 +204,14 @@ class ShardedStream(IterableDataset):
 
     Args:
         stream: Iterable of rows, the same on every rank.
-        deal: Selection of this rank's rows.
+        shard: Selection of this rank's rows.
     """
 
-    def __init__(self, stream: Any, deal: EvalShard) -> None:
-        self.stream, self.deal = stream, deal
+    def __init__(self, stream: Any, shard: EvalShard) -> None:
+        self.stream, self.shard = stream, shard
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self.deal.parts(self.stream)
+        return self.shard.parts(self.stream)
 
 
 LOOKED_AT = 20_000  # Maximum number of rows, evenly spaced, whose lengths are read.

@@ -291,7 +291,7 @@ def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]
 def evaluation_loader(
     dataset: AnyDataset,
     args: PostTrainingConfig,
-    deal: EvalShard,
+    shard: EvalShard,
     collate: Callable[[list[Any]], Any],
     sampler_fn: Callable[[Any], Any] | None,
 ) -> DataLoader:
@@ -302,7 +302,7 @@ def evaluation_loader(
     Args:
         dataset: A `Dataset` or a stream.
         args: The trainer's config, for worker options.
-        deal: Assigns rows to this process.
+        shard: Assigns rows to this process.
         collate: Converts rows to the items of the loader. It gets an empty list if this process has no row of a batch.
         sampler_fn: Returns the order of a `Dataset`'s rows. None: the order of the dataset.
     """
@@ -316,10 +316,10 @@ def evaluation_loader(
         "generator": torch.Generator(),
     }
     if isinstance(dataset, IterableDataset):
-        return DataLoader(ShardedStream(dataset, deal), batch_size=None, **options)
+        return DataLoader(ShardedStream(dataset, shard), batch_size=None, **options)
     sampler = sampler_fn(dataset) if sampler_fn is not None else None
     order = range(len(dataset)) if sampler is None else sampler
-    return DataLoader(dataset, batch_sampler=list(deal.parts(order)), **options)
+    return DataLoader(dataset, batch_sampler=list(shard.parts(order)), **options)
 
 
 def predicted_rows(

@@ -140,8 +140,8 @@ def with_expected_gradient(run: Run, batch: Batch, counts: Denominators, state: 
     side effects, so such an objective is called only once. `posttrain.models.logprob.token_logprobs` describes how the
     output layer uses the gradient on a CPU.
     """
-    known = not (run.hooks.objective or run.loss_function) and run.method.knows_gradient(batch)
-    if not known or batch.input_ids.device.type != "cpu":
+    own = run.hooks.objective or run.loss_function
+    if own or batch.input_ids.device.type != "cpu" or not (known := run.method.knows_gradient(batch)):
         return batch
     with torch.enable_grad():
         start = torch.zeros(batch.input_ids.shape) if batch.ref_logp is None else batch.ref_logp

@@ -29,7 +29,6 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import EvalShard
-from posttrain.errors import ConfigError
 from posttrain.fields import accepting, check_arguments
 from posttrain.integrations.hub import MODEL_FILES, upload
 from posttrain.loop import attributes, build, checkpoint, step
@@ -547,11 +546,9 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
                 raise
             return {}  # With `eval_on_start`, the run ends after the first step.
         except KeyError as error:  # A learning-rate schedule reads the metric before this function can check it.
-            name = self.args.metric_for_best_model
-            if not name or name not in str(error):
-                raise
-            text = f"metric_for_best_model={name!r}: the evaluation has no such metric. {error.args[0]}"
-            raise ConfigError(text) from None
+            if "metric_for_best_model" in str(error):
+                check_best_metric(self.args, self.state.log_history[-1])
+            raise
         check_best_metric(self.args, metrics)
         return metrics
 
@@ -785,8 +782,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             loader.device = None
             return loader
         place = {"world": self.accelerator.num_processes, "rank": self.accelerator.process_index}
-        deal = EvalShard(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
-        loader = evaluation_loader(dataset, self.args, deal, partial(self._collated, self.data_collator), sampler_fn)
+        shard = EvalShard(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
+        loader = evaluation_loader(dataset, self.args, shard, partial(self._collated, self.data_collator), sampler_fn)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # Where the parent looks for it.
             vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader

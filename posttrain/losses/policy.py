@@ -31,6 +31,7 @@ __all__ = [
     "k1",
     "k2",
     "k3",
+    "kl_penalty",
     "off_policy_mask",
     "rollout_correction",
     "sapo",
@@ -306,8 +307,7 @@ def token_terms(
     terms = surrogate(name, log_ratio, advantages, logp, **options)
     if ref_logp is None:
         return terms
-    kl = k3(logp, ref_logp)
-    return terms + beta * (kl * log_ratio.exp() if corrected else kl)
+    return terms + beta * kl_penalty(logp, ref_logp, log_ratio if corrected else None)
 
 
 def geometric_ratio(
@@ -483,6 +483,12 @@ def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """
     gap = ref_logp - logp
     return torch.exp(gap.clamp(-CLAMP, CLAMP)) - gap - 1.0
+
+
+def kl_penalty(logp: Tensor, ref_logp: Tensor, log_ratio: Tensor | None = None) -> Tensor:
+    """Compute `k3`, multiplied by the importance ratio ``exp(log_ratio)`` if it is given."""
+    kl = k3(logp, ref_logp)
+    return kl if log_ratio is None else kl * log_ratio.exp()
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -315,7 +315,7 @@ def hash_module(module: torch.nn.Module) -> str:
 
 
 # Fields of a model's or adapter's config that do not affect its forward pass.
-NAMES = (
+UNREAD = (
     "_name_or_path",
     "transformers_version",
     "base_model_name_or_path",
@@ -344,7 +344,7 @@ def forward_settings(model: nn.Module) -> dict[str, Any]:
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that affect the forward pass, with sets sorted, because their order differs between processes."""
     return {
-        name: sorted(value) if isinstance(value, set) else value for name, value in config.items() if name not in NAMES
+        name: sorted(value) if isinstance(value, set) else value for name, value in config.items() if name not in UNREAD
     }
 
 

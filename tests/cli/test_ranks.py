@@ -167,11 +167,11 @@ def test_each_packaged_config_trains_on_two_processes(name, tiny_model_dir, tmp_
 def test_processes_are_started_without_a_config_too(monkeypatch, tmp_path):
     """Accelerate runs one on a machine without GPUs, and says nothing."""
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / "none"))
-    assert train._started_all(["--num_processes", "2"]) == ["--multi_gpu", "--num_processes", "2"]
+    assert train.with_multi_gpu(["--num_processes", "2"]) == ["--multi_gpu", "--num_processes", "2"]
     for said in (["--num_processes", "1"], ["--num_processes", "2", "--use_fsdp"], ["--config_file", "x.yaml"], []):
-        assert train._started_all(said) == said
+        assert train.with_multi_gpu(said) == said
     with pytest.raises(ConfigError, match=r"one process.*num_processes=2.*Fix: "):
-        train._started_all(["--cpu", "--num_processes", "2"])
+        train.with_multi_gpu(["--cpu", "--num_processes", "2"])
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ REFUSED: dict[str, Refused] = {
     "trainers/preference.py PreferenceTrainer.prepare 3": ("kto", {"rows": "unlabeled"}),
     "cli/train.py _from_file 2": ("grpo", {"reward_funcs": "broken.py:reward"}),
     "cli/train.py _launch_flags 2": ("sft", {"multi_gpu": "yes"}),
-    "cli/train.py _started_all 1": ("sft", {"num_processes": 2, "cpu": True}),
+    "cli/train.py with_multi_gpu 1": ("sft", {"num_processes": 2, "cpu": True}),
     "cli/train.py named_object 3": ("grpo", {"reward_funcs": "broken.reward"}),
     "loop/build.py joint_layout 1": (
         "ppo", {**PPO, "model_name_or_path": "longrope-64", "value_model_name_or_path": "longrope-128"},

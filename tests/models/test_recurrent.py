@@ -14,6 +14,7 @@ from posttrain import DPOConfig, DPOTrainer
 from posttrain.data.forest import collate, split_by_sequence
 from posttrain.errors import ModelError
 from posttrain.loop import build
+from posttrain.models import logprob
 from posttrain.models.attention import layout_for, padded_layout
 from posttrain.models.forward import forward
 from posttrain.models.probe import _fault
@@ -99,6 +100,7 @@ def in_float64(monkeypatch):
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         for name in ("float32", "float"):
             patch.setattr(torch, name, torch.float64)
+        patch.setattr(logprob, "HAS_ONEDNN", False)  # It has no products in float64.
         yield
 
 

@@ -20,9 +20,9 @@ from tests.conftest import build_model
 from tests.methods.helpers import grpo
 from tests.wordings import raises
 
-packs = pytest.mark.skipif(not products.can_pack(), reason="this torch packs no weights")
+packs = pytest.mark.skipif(not products.HAS_ONEDNN, reason="this torch packs no weights")
 rounds = pytest.mark.skipif(
-    not (products.can_pack() and products.packs(torch.bfloat16)), reason="this CPU has no bfloat16 (AVX512)"
+    not (products.HAS_ONEDNN and products.packs(torch.bfloat16)), reason="this CPU has no bfloat16 (AVX512)"
 )
 REAL = Path.home() / ".cache" / "posttrain" / "SmolLM2-135M-Instruct"
 
@@ -174,7 +174,7 @@ def test_a_run_that_samples_from_rounded_weights_logs_and_corrects_the_differenc
 def test_a_wrong_kind_of_products_is_named(monkeypatch):
     with raises(ConfigError, "'bfloat16'"):
         NativeEngine(build_model(50), pad_token_id=0, products="bfloat")
-    monkeypatch.setattr(engines, "can_pack", lambda: False)
+    monkeypatch.setattr(engines, "HAS_ONEDNN", False)
     with raises(ConfigError, "'exact'"):
         NativeEngine(build_model(50), pad_token_id=0, products="bfloat16")
 

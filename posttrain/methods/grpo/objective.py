@@ -22,7 +22,7 @@ from posttrain.losses.policy import (
     entropy_mask,
     geometric_ratio,
     importance_log_ratio,
-    k3,
+    kl_penalty,
     off_policy_mask,
     rollout_correction,
     sequence_weight,
@@ -99,9 +99,8 @@ def grpo_objective(
         terms = terms * weight
     terms = terms * _kept(out.logp, sampled, batch, cfg)
     if batch.ref_logp is not None:
-        kl = k3(out.logp, batch.ref_logp)
-        if cfg.use_bias_correction_kl and kind.surrogate != "geometric":
-            kl = kl * log_ratio.exp()
+        corrected = cfg.use_bias_correction_kl and kind.surrogate != "geometric"
+        kl = kl_penalty(out.logp, batch.ref_logp, log_ratio if corrected else None)
         terms = terms + cfg.beta * kl if cfg.beta else terms
         metrics["kl"] = mean(kl, batch.loss_mask)
     metrics |= clipping | {
@@ -323,9 +322,9 @@ class GRPO(Method[Config]):
         On-policy, all ratios are 1, and the gradient of a token's loss is its advantage.
         """
         others = self.cfg.beta or self.has_bonus or self.cfg.top_entropy_quantile < 1.0
-        return (batch.old_logp is None and batch.rollout_logp is None and not others) or self.token_loss(batch)
+        return (batch.old_logp is None and batch.rollout_logp is None and not others) or self._token_loss(batch)
 
-    def token_loss(self, batch: Batch) -> bool | TokenLoss:
+    def _token_loss(self, batch: Batch) -> bool | TokenLoss:
         """Return the terms of single tokens, or False if the term of a token depends on other tokens or on the entropy."""
         cfg, kind = self.cfg, LOSS_TYPES[self.cfg.loss_type]
         wide = self.has_bonus or cfg.top_entropy_quantile < 1.0 or cfg.off_policy_mask_threshold is not None

@@ -19,6 +19,7 @@ from posttrain.models.architecture import context_length
 from posttrain.models.attention import coarsest_dtype, rounds_to_tf32
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import LogitRule, causal_lm, evaluating, picture_encoder, placeholder_of, trunk
+from posttrain.models.logprob import HAS_ONEDNN
 from posttrain.models.probe import probe_cases, probe_key, random_prompts, steady_disagreement
 from posttrain.models.recurrent import table as recurrent
 from posttrain.models.vision import probe_rows
@@ -28,7 +29,6 @@ from posttrain.rollouts.native.layers import (
     Packed,
     Products,
     bound_threads,
-    can_pack,
     fused_layers,
     packs,
     quick_products,
@@ -157,7 +157,7 @@ class NativeEngine(RolloutEngine):
                 f"products='bfloat16' is for a CPU, but the model is on {device}: load it in bfloat16 instead, or "
                 "train with bf16=True."
             )
-        if products == "bfloat16" and not (can_pack() and packs(torch.bfloat16)):
+        if products == "bfloat16" and not (HAS_ONEDNN and packs(torch.bfloat16)):
             raise ConfigError(
                 "products='bfloat16' needs a torch build with oneDNN on x86, and a CPU on which oneDNN supports "
                 "bfloat16 (AVX512). Use products='exact'."

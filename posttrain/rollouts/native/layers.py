@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from posttrain.integrations.machine import usable_processors
 from posttrain.models.architecture import sliding_window
 from posttrain.models.lean_layers import plain
+from posttrain.models.logprob import HAS_ONEDNN
 from posttrain.rollouts.native.attention import Block, Group, Rule, Store, current_store
 
 logger = logging.getLogger(__name__)
@@ -222,11 +223,6 @@ def side_by_side(parts: list[Tensor]) -> Tensor:
     return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])
 
 
-def can_pack() -> bool:
-    """Return whether this build of torch can pack weights (oneDNN on x86)."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-
-
 def packs(dtype: torch.dtype) -> bool:
     """Return whether oneDNN packs weights of this dtype on this CPU. bfloat16 needs CPU support."""
     if dtype == torch.bfloat16:
@@ -250,7 +246,7 @@ def pack_bytes(model: nn.Module) -> int:
 
 def worth_packing(model: nn.Module) -> bool:
     """Return whether exact copies are possible and fit well into the free memory."""
-    return can_pack() and pack_bytes(model) * PACK_SHARE <= psutil.virtual_memory().available
+    return HAS_ONEDNN and pack_bytes(model) * PACK_SHARE <= psutil.virtual_memory().available
 
 
 def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:

@@ -405,7 +405,7 @@ class Prefiller:
             return None
         stem = Prompt(STEM, wanted.ids[:shares])
         known = self._known(stem)
-        return self._filling([stem], [known]) if shares - known[0] >= STEM_LEAST else None
+        return self._prefill_batch([stem], [known]) if shares - known[0] >= STEM_LEAST else None
 
     def _keep_stem(self, stem: Prompt, block: Block) -> None:
         stem.block = block
@@ -434,9 +434,9 @@ class Prefiller:
             chosen.append(prompt)
             prefixes.append(known)
             width, rows = wider, rows + prompt.waiting
-        return self._filling(chosen, prefixes)
+        return self._prefill_batch(chosen, prefixes)
 
-    def _filling(self, prompts: list[Prompt], prefixes: list[Known]) -> PrefillBatch:
+    def _prefill_batch(self, prompts: list[Prompt], prefixes: list[Known]) -> PrefillBatch:
         new = [p.ids[known:] for p, (known, *_) in zip(prompts, prefixes, strict=True)]
         width, room = max(map(len, new)), max(known for known, *_ in prefixes)
         pad = self.engine.pad_token_id

@@ -33,20 +33,20 @@ class Run:
         pictured = any(r.pictures for r in requests)
         self.shared = [] if pictured else common_beginning([list(r.prompt_ids) for r in requests])
         self.prompts: list[Prompt] = []
-        self.asked = self._running_request(requests, sampling)
+        self.asked = self._running_requests(requests, sampling)
         self.done: list[Rollout | None] = [None] * sum(r.n for r in requests)
         self.store = Store(slots=min(engine.max_slots, max(1, len(self.done))))
         self.live: list[Completion] = []
-        self.filler = self._filler()
+        self.prefiller = self._prefiller()
         self.cursor = self.steps = 0
         self.packed: Packed | None = None
-        self.chooser = TokenSampler(engine.tokenizer, engine.inner.get_output_embeddings().weight.shape[0])
+        self.sampler = TokenSampler(engine.tokenizer, engine.inner.get_output_embeddings().weight.shape[0])
         for settings in {id(a.sampling): a.sampling for a in self.asked}.values():
-            self.chooser.check(settings)
+            self.sampler.check(settings)
         empty = torch.empty(0, dtype=torch.long, device=self.device)
         self.tokens, self.positions, self.store.lengths = empty, empty, empty
 
-    def _running_request(self, requests: Sequence[Request], sampling: Sampling) -> list[RunningRequest]:
+    def _running_requests(self, requests: Sequence[Request], sampling: Sampling) -> list[RunningRequest]:
         """Create the requests of the call. Requests with equal prompts share the prompt object."""
         asked, number = [], 0
         seed = self.engine.new_seed() if sampling.seed is None else sampling.seed
@@ -67,7 +67,7 @@ class Run:
         self.prompts = list(known.values())
         return asked
 
-    def _filler(self) -> Prefiller:
+    def _prefiller(self) -> Prefiller:
         """Create the prefiller. It uses the engine's prefix cache, or a cache for this call only."""
         kept = self.engine.kept
         if len(self.prompts) > 1:
@@ -76,7 +76,7 @@ class Run:
         return Prefiller(self.engine, self.store, self.prompts, self.shared, within, keeping=kept is not None)
 
     def to_the_end(self) -> list[Rollout]:
-        self.filler.begin()
+        self.prefiller.begin()
         while not self.engine.interrupted.is_set() and self._admit():
             self._step()
         return self.so_far()
@@ -85,8 +85,8 @@ class Run:
         """Return the number of computed prompt tokens (including padding), of cached prompt tokens, and of decoding
         steps.
         """
-        filler = self.filler
-        return {"prefilled": filler.computed, "reused": filler.reused, "steps": self.steps}
+        prefiller = self.prefiller
+        return {"prefilled": prefiller.computed, "reused": prefiller.reused, "steps": self.steps}
 
     def so_far(self) -> list[Rollout]:
         """Return all completions of all requests in order. Unfinished completions have the reason ``abort``."""
@@ -107,14 +107,14 @@ class Run:
             self.store.clear()
         while len(self.live) < self.store.slots and (asked := self._next()) is not None:
             free = self.store.slots - len(self.live)
-            if self.filler.ready(asked.prompt):
+            if self.prefiller.ready(asked.prompt):
                 self._start(asked, min(asked.waiting, free))
                 started = True
                 continue
             if busy and passes:
                 break
             passes += 1
-            self.filler.step(asked.prompt, free)
+            self.prefiller.step(asked.prompt, free)
         if started:  # Update the groups only once, because they are not used before the next step.
             self._regroup()
         return bool(self.live)
@@ -130,10 +130,10 @@ class Run:
         prompt = asked.prompt
         assert prompt.logits is not None
         begun = asked.request.n - asked.waiting
-        completions = [self.chooser.begin(asked, begun + i) for i in range(count)]
+        completions = [self.sampler.begin(asked, begun + i) for i in range(count)]
         asked.waiting -= count
         prompt.waiting -= count
-        self.chooser.draw(prompt.logits.repeat(count, 1), completions)
+        self.sampler.draw(prompt.logits.repeat(count, 1), completions)
         if prompt.waiting == 0:
             prompt.logits = None
         first = len(self.live)
@@ -168,7 +168,7 @@ class Run:
         hidden = self.engine.trunk(
             input_ids=self.tokens[:, None], position_ids=self.store.positions, use_cache=False, **states
         ).last_hidden_state[:, 0]
-        self.tokens = self.chooser.draw(self.engine.logits(hidden), self.live)
+        self.tokens = self.sampler.draw(self.engine.logits(hidden), self.live)
         self.positions = self.positions + 1
         self.store.lengths = self.store.lengths + 1
         self._finish()
@@ -196,11 +196,11 @@ class Run:
         """
         ended = []
         for row, completion in enumerate(self.live[first:], first):
-            stopped = self.chooser.stopped(completion)
+            stopped = self.sampler.stopped(completion)
             if stopped or len(completion.tokens) >= completion.asked.sampling.max_new_tokens:
                 self.done[completion.number] = self._rollout(completion, "stop" if stopped else "length")
                 ended.append(row)
-                if self.filler.keeping and not completion.asked.prompt.pictures:
+                if self.prefiller.keeping and not completion.asked.prompt.pictures:
                     self._keep(completion, row)
         if ended:
             self._remove(ended)
@@ -211,8 +211,8 @@ class Run:
         if written:
             tokens = self.shared + completion.asked.prompt.ids + written
             suffix = self.store.suffix(row, len(written))
-            layers = [*self.filler.layers_of(completion.asked.prompt), suffix]
-            self.filler.kept.add(tokens, layers, one_row(self.store.states, row))
+            layers = [*self.prefiller.layers_of(completion.asked.prompt), suffix]
+            self.prefiller.kept.add(tokens, layers, one_row(self.store.states, row))
 
     def _rollout(self, completion: Completion, reason: Any) -> Rollout:
         return Rollout(
