@@ -22,6 +22,7 @@ from posttrain.models.heads import evaluating
 from posttrain.models.logprob import HAS_ONEDNN
 from posttrain.rollouts.native.engine import NativeEngine, logp_gaps
 from posttrain.rollouts.native.layers import packs
+from posttrain.rollouts.paged import page_field
 from posttrain.types import Request, Rollout, Sampling
 
 __all__ = ["RUNS", "Figure", "Work", "engines_here", "lengths", "measure", "recommended", "seconds_at_least"]
@@ -126,9 +127,8 @@ def by_continuous(model: nn.Module, work: Work, pad_token_id: int) -> list[Rollo
     owners = [prompt for prompt in work.prompts for _ in range(work.group)]
     most = max(map(sum, zip(map(len, owners), work.lengths, strict=True)))
     settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": -1}
-    pages = (
-        {} if inner.device.type == "cuda" else {"num_blocks": 2 + len(owners) * (1 + most // PAGE), "page_size": PAGE}
-    )
+    pages = {"num_blocks": 2 + len(owners) * (1 + most // PAGE), page_field(): PAGE}
+    pages = {} if inner.device.type == "cuda" else pages
     found: dict[str, list[int]] = {}
     with (
         evaluating(model),

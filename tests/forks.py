@@ -39,7 +39,7 @@ import filelock
 ROOT = Path(__file__).parents[1]
 FOLDER = "POSTTRAIN_TEST_FORKS"  # Where the sockets of this session are; its name ends with the session's process.
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",

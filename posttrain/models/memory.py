@@ -188,13 +188,17 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.offloaded_bytes += tensor.nbytes
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
         host.copy_(tensor, non_blocking=self.pin)
-        return whole.device, whole.shape, host
+        # Kernels of attention need a mask's strides, whose rows are padded to a multiple of 16. A part of a larger tensor is
+        # restored without the rest of it.
+        span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return whole.device, whole.shape, host, tensor.stride() if span < 2 * tensor.numel() else host.stride()
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        device, shape, host = packed
-        return (host.to(device, non_blocking=self.pin) if device.type != "cpu" else host).expand(shape)
+        device, shape, host, strides = packed
+        restored = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device)
+        return restored.copy_(host, non_blocking=self.pin).expand(shape)
 
 
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):

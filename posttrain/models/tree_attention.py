@@ -20,7 +20,6 @@ pass of parts).
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -393,13 +392,13 @@ def _levels_backward(
 
 
 def varlen_forward(q: Tensor, k: Tensor, v: Tensor, level: Level, call: Call) -> tuple[Tensor, Tensor]:
-    """Run torch's variable-length attention. Return output ``(N, heads, d)`` and log-sum-exp ``(heads, N)``."""
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    return varlen_attn(
-        q, k, v, level.query_ends, level.key_ends, level.most_queries, level.most_keys, return_aux=AuxRequest(lse=True),
-        scale=call.scale, window_size=_sides(level, call.window), enable_gqa=q.shape[1] != k.shape[1],
+    """Run torch's variable-length flash attention. Return output ``(N, heads, d)`` and log-sum-exp ``(heads, N)``."""
+    left, right = _sides(level, call.window)
+    value, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, level.query_ends, level.key_ends, level.most_queries, level.most_keys, 0.0, level.causal, False,
+        scale=call.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
+    return value, lse
 
 
 def varlen_backward(
@@ -488,8 +487,8 @@ def no_kernel(device: str, dtype: torch.dtype) -> str:
     """Return why there is no kernel for tree attention on a device, or "" if there is one."""
     if device == "cpu":
         return ""
-    if device != "cuda" or importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return f"there is no kernel for {device} with torch {torch.__version__}"
+    if device != "cuda":
+        return f"there is no kernel for {device}"
     halves = (torch.bfloat16, torch.float16)
     return "" if dtype in halves else f"flash kernels need bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
 

@@ -37,15 +37,24 @@ UNKNOWN = (
 )  # fmt: skip
 
 
+def _fields() -> set[str]:
+    from transformers import ContinuousBatchingConfig
+
+    return {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+
+
+def page_field() -> str:
+    """Return the name of the page size in the installed version's ``ContinuousBatchingConfig``."""
+    return "page_size" if "page_size" in _fields() else "block_size"
+
+
 def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
     """Validate and return settings of transformers' continuous batching.
 
     Raises:
         ConfigError: A name is unknown.
     """
-    from transformers import ContinuousBatchingConfig
-
-    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    known = _fields()
     for name in settings or {}:
         if name not in known:
             raise ConfigError(
@@ -148,14 +157,14 @@ class PagedEngine(RolloutEngine):
     def _pages(self, inner: nn.Module, work: list[tuple[list[int], int]]) -> dict[str, Any]:
         """Return the settings of continuous batching. Settings of the user override the computed ones."""
         ours: dict[str, Any] = {"return_logprobs": True, "use_cuda_graph": False, "drop_unsupported_processors": False}
-        if inner.dtype not in HALF:
+        if inner.dtype not in HALF and "auto_switch_to_flash" in _fields():
             ours["auto_switch_to_flash"] = False
         on_cpu = inner.device.type == "cpu"
         if not on_cpu:
             ours["max_memory_percent"] = MEMORY_SHARE
-        size = self.settings.get("page_size", PAGE if on_cpu else GPU_PAGE)
+        size = self.settings.get(page_field(), PAGE if on_cpu else GPU_PAGE)
         most = max(len(prompt) + new for prompt, new in work)
-        ours |= {"page_size": size, "num_blocks": 2 + len(work) * (1 + most // size)}
+        ours |= {page_field(): size, "num_blocks": 2 + len(work) * (1 + most // size)}
         ours["max_batch_tokens"] = min(BATCH_TOKENS, sum(len(prompt) for prompt, _ in work) + len(work))
         return ours | self.settings
 

@@ -54,6 +54,17 @@ def test_an_expanded_tensor_travels_once():
     assert torch.equal(scores.grad, mask.expand(1, 8, 4, 4))
 
 
+def test_a_mask_whose_rows_are_padded_is_restored_with_its_strides():
+    """CUDA's efficient attention saves a mask whose rows begin at multiples of 16, and its backward pass needs them."""
+    mask, part = torch.randn(2, 6, 16)[..., :9], torch.randn(6, 48)[:, 16:32]
+    hooks = OffloadActivations(device_type="cpu", min_offload_size=1)
+    for tensor, strides in ((mask, (96, 16, 1)), (part, (16, 1)), (mask.transpose(0, 1), (16, 96, 1))):
+        restored = hooks.unpack_hook(hooks.pack_hook(tensor))
+        assert restored.data_ptr() != tensor.data_ptr()
+        assert torch.equal(restored, tensor)
+        assert restored.stride() == strides
+
+
 def test_it_is_refused_on_a_cpu_before_the_model_loads(tiny_tokenizer, tmp_path):
     with raises(ConfigError, "activation_offloading=True"):
         sft(tmp_path, tiny_tokenizer, activation_offloading=True)

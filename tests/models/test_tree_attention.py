@@ -1,6 +1,5 @@
 """Attention over tries, by parts: equal to every sequence alone, forward and backward, whatever the trie looks like."""
 
-import inspect
 import math
 from dataclasses import replace
 
@@ -200,12 +199,13 @@ def test_the_calls_of_an_accelerator_equal_a_dense_mask(parents, monkeypatch):
 
 def test_the_operators_of_an_accelerator_take_what_they_are_given():
     """Names of arguments, read from the installed torch."""
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    taken = inspect.signature(varlen_attn).parameters
-    assert {"return_aux", "scale", "window_size", "enable_gqa"} <= set(taken)
-    assert list(taken)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert AuxRequest(lse=True).lse
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    names = [one.name for one in schema.arguments]
+    assert names[:10] == [
+        "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
+    ]  # fmt: skip
+    assert names[10:13] == ["scale", "window_size_left", "window_size_right"]
+    assert [one.name for one in schema.returns][:2] == ["output", "softmax_logsumexp"]
     names = [one.name for one in torch.ops.aten._flash_attention_backward.default._schema.arguments]
     assert names[:12] == [
         "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p",
