@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -249,12 +250,17 @@ def watched(trainer: Any, device: str) -> Callable[[], dict[str, Any]]:
     def figures() -> dict[str, Any]:
         first, last = (0, -2) if len(ends) > 2 else (0, -1)
         timed = (ends[last] - ends[first]) / max(1, len(ends) + last - first) if len(ends) > 1 else ends[0] - began
-        said = [str(warning.message) for warning in waits[0]] if waits else None
+        at = (
+            [f"{Path(one.filename).name}:{one.lineno}" for one in waits[0] if "synchroniz" in str(one.message)]
+            if waits
+            else []
+        )
         return {
             "seconds_per_step": timed,
             "first_step": ends[0] - began,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
-            "waits": None if said is None else sum("synchroniz" in text for text in said),
+            "waits": len(at) if waits else None,
+            "waited_at": dict(Counter(at).most_common(6)),
         }
 
     return figures
@@ -355,7 +361,9 @@ def table(found: dict[str, Any], where: str) -> str:
         shown = (
             result.get("failed")
             or skipped
-            or ", ".join(f"{key} {said(value)}" for key, value in result.items() if key not in ("losses", "norms"))
+            or ", ".join(
+                f"{key} {said(value)}" for key, value in result.items() if key not in ("losses", "norms", "waited_at")
+            )
         )
         lines.append(f"| {name} | {where} | {shown.replace(chr(10), ' ')} |")
     return "\n".join(lines)
