@@ -64,7 +64,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "SFT, DPO, GRPO": ("sft", "dpo", "grpo native"),
     "bf16": ("sft bf16", "sft weights in bf16", "sft segments in bf16", "grpo bf16"),
     "segments": ("sft segments", "sft packed segments", "dpo segments", "grpo segments"),
-    "engines": ("grpo auto", "grpo hf", "grpo native, beginnings in common"),
+    "engines": ("grpo paged", "grpo hf", "grpo native, beginnings in common"),
     "adapters and optimizers": ("sft lora", "dpo lora", "sft adamw"),
     "FlexAttention": ("sft flex_attention",),
     "memory": ("sft packed", "sft checkpointing", "sft offloading", "sft resumed"),

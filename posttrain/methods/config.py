@@ -243,8 +243,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
     max_row_tokens: PositiveInt | None = option(
         None,
         "Maximum number of tokens of a packed batch row. None: the default of the attention backend, which is 2048 for "
-        "segment attention, 256 for a dense mask on a CPU, 2048 for a dense mask on a GPU, 16384 for FlexAttention, and 4096 "
-        "for models that need padding. A larger value uses a GPU better and needs more memory.",
+        "segment attention on a CPU, 256 for a dense mask on a CPU, 2048 for a dense mask on a GPU, 16384 for "
+        "FlexAttention, and 4096 for models that need padding. For segment attention on a GPU it is 30,000 for a model of "
+        "0.5B parameters, 10,000 for 1.5B, and 2,048 for 7B or more. A larger value uses a GPU better and needs more memory.",
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:

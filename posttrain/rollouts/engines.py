@@ -112,8 +112,9 @@ ENGINES = {
 IN_PROCESS = tuple(name for name, spec in ENGINES.items() if spec.make is not None)
 EXACT = tuple(name for name in IN_PROCESS if ENGINES[name].exact)
 IN_WORKERS = tuple(name for name, spec in ENGINES.items() if spec.in_workers)
-# The order in which "auto" tries engines.
-ON_GPU, ON_CPU = ("vllm", "paged", "native", "hf"), ("native", "hf")
+# The order in which "auto" tries engines. On an H200 a decoding step of a 0.5B model took 29 to 34 ms with the native engine and
+# about 62 ms with continuous batching.
+ON_GPU, ON_CPU = ("vllm", "native", "paged", "hf"), ("native", "hf")
 
 # Engines that "auto" can select only with a trainer's config.
 UNCONFIGURED = {
@@ -125,8 +126,8 @@ UNCONFIGURED = {
 def choose_engine(model: nn.Module, refused: Mapping[str, str] | None = None) -> str:
     """Select the engine for ``rollout_engine="auto"`` on this model and device, and log the reasons in one line.
 
-    On a GPU: vLLM in the trainer's process, else transformers' continuous batching, else the native engine, which does
-    not use CUDA graphs. On a CPU: the native engine. If the selected engine is not exact: transformers' ``generate``.
+    On a GPU: vLLM in the trainer's process, else the native engine, else transformers' continuous batching. On a CPU: the
+    native engine. If the selected engine is not exact: transformers' ``generate``.
 
     An engine is skipped if it does not support the model exactly or if it is in ``refused``.
 

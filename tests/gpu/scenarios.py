@@ -86,11 +86,11 @@ SCENARIOS: dict[str, Scenario] = {
     "orpo": Scenario("orpo"),
     "tpo": Scenario("tpo"),
     "reward": Scenario("reward"),
-    "grpo native": Scenario("grpo", {"rollout_engine": "native"}),
     "grpo native, beginnings in common": Scenario("grpo", {"rollout_engine": "native", "long": True}),
     "grpo hf": Scenario("grpo", {"rollout_engine": "hf"}),
+    "grpo paged": Scenario("grpo", {"rollout_engine": "paged"}),
     # What `auto` chooses on CUDA where vLLM is not installed.
-    "grpo auto": Scenario("grpo", {"rollout_engine": "paged"}, on_device={"rollout_engine": "auto"}),
+    "grpo native": Scenario("grpo", {"rollout_engine": "native"}, on_device={"rollout_engine": "auto"}),
     # A rounded policy draws other completions, and nothing of the two can be compared.
     "grpo bf16": Scenario("grpo", {"rollout_engine": "native"}, on_device=HALF, close=math.inf),
     "rloo": Scenario("rloo", {"rollout_engine": "native"}),

@@ -71,7 +71,7 @@ def test_known_waits_are_within_the_goals_and_none_is_in_a_layer(name):
 def test_the_page_says_what_was_counted():
     names = {
         **{"SFT": "sft", "DPO": "dpo", "KTO": "kto", "reward model": "reward", "PPO, native engine": "ppo"},
-        **{"GRPO, native engine, 9 draws": "grpo native", "GRPO, `paged`, 8 draws": "grpo auto"},
+        **{"GRPO, native engine, 9 draws": "grpo native", "GRPO, `paged`, 8 draws": "grpo paged"},
         "the same where prompts begin alike": "grpo native, beginnings in common",
     }
     known = json.loads(FILE.read_text(encoding="utf-8"))
@@ -83,7 +83,7 @@ def test_the_page_says_what_was_counted():
 
 def test_continuous_batching_takes_the_memory_that_its_requests_need(tmp_path):
     """It took half of what was free: of the 80 GiB that the device says it has, 42 GB for a model of two layers."""
-    assert pretended("grpo auto", tmp_path)["peak"] < 8 * 2**20
+    assert pretended("grpo paged", tmp_path)["peak"] < 8 * 2**20
 
 
 @pytest.mark.matrix

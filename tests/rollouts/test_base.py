@@ -48,12 +48,12 @@ def available(monkeypatch):
     ("reasons", "chosen"),
     [
         ({}, "vllm"),
-        ({"vllm": "not installed"}, "paged"),
-        ({"vllm": "not installed", "paged": "too old"}, "native"),
-        ({"vllm": "not installed", "paged": "too old", "native": "mamba"}, "hf"),
+        ({"vllm": "not installed"}, "native"),
+        ({"vllm": "not installed", "native": "mamba"}, "paged"),
+        ({"vllm": "not installed", "native": "mamba", "paged": "too old"}, "hf"),
     ],
 )
-def test_on_a_gpu_auto_is_vllm_then_continuous_batching_then_native_and_one_line_says_why(
+def test_on_a_gpu_auto_is_vllm_then_native_then_continuous_batching_and_one_line_says_why(
     available, caplog, reasons, chosen
 ):
     available(**reasons)
@@ -75,7 +75,7 @@ def test_on_a_cpu_auto_never_asks_for_the_engines_of_gpus(monkeypatch):
 def test_an_engine_that_the_caller_refuses_is_not_chosen(available, caplog):
     available()
     caplog.set_level(logging.INFO, "posttrain")
-    assert choose_engine(OnGpu(), {"vllm": "the method samples from two models"}) == "paged"
+    assert choose_engine(OnGpu(), {"vllm": "the method samples from two models"}) == "native"
     assert "the method samples from two models" in caplog.text
 
 
@@ -161,7 +161,7 @@ def resolved(tmp_path, kind=GRPOConfig, processor=None, **settings):
         (GRPOConfig, {"generation_kwargs": {"no_repeat_ngram_size": 3}}, "native"),
         (RLOOConfig, {}, "vllm"),
         (OnlineDPOConfig, {}, "vllm"),
-        (AsyncGRPOConfig, {}, "paged"),
+        (AsyncGRPOConfig, {}, "native"),
         (PPOConfig, {}, "native"),
     ],
 )
@@ -180,9 +180,9 @@ def test_vllm_that_auto_chose_runs_in_the_trainers_process(available, tmp_path):
 
 
 def test_continuous_batching_is_not_chosen_for_a_processor(available, tmp_path):
-    available(vllm="not installed")
+    available(vllm="not installed", native="mamba")
     assert resolved(tmp_path) == "paged"
-    assert resolved(tmp_path, processor=SimpleNamespace(tokenizer=object())) == "native"
+    assert resolved(tmp_path, processor=SimpleNamespace(tokenizer=object())) == "hf"
 
 
 def test_on_a_cpu_the_config_stays_as_it_was_given(tmp_path):
