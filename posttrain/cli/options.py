@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from posttrain.cli.commands import TRAINING
-from posttrain.errors import ConfigError, did_you_mean
+from posttrain.errors import ConfigError, check_choice
 
 WRITTEN = {"PLANNED": "8"}  # Values of defaults that are named constants.
 MOST, RUN, TRANSFORMERS = "most used", "every run", "every run, from transformers.TrainingArguments"
@@ -347,8 +347,5 @@ def recipes(argv: list[str]) -> int:
             about = file.read_text(encoding="utf-8").splitlines()[1].lstrip("# ")
             sys.stdout.write(f"{name:14}  {about}\n")
         return 0
-    if args.name not in files:
-        raise ConfigError(
-            f"there is no recipe {args.name!r}{did_you_mean(args.name, files)}. Known recipes: {', '.join(files)}."
-        )
+    check_choice("recipe", args.name, files)
     return _write(files[args.name].read_text(encoding="utf-8"), args.output)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import ConfigError, DataError, did_you_mean
+from posttrain.errors import DataError, check_choice
 from posttrain.types import Advantages
 
 __all__ = [
@@ -175,12 +175,9 @@ def group_advantages(
     std = group_spread(rewards, weights, group_size, aggregation=aggregation)
     if aggregation == "normalize_then_sum":
         advantages = _normalize_then_sum(_groups(rewards, group_size), weights, totals)
-    elif aggregation == "sum_then_normalize":
-        advantages = centred(grouped).flatten() / _scale(std, grouped, scale_rewards)
     else:
-        raise ConfigError(
-            f"multi_objective_aggregation={aggregation!r} is not known{did_you_mean(aggregation, AGGREGATIONS)}."
-        )
+        check_choice("multi_objective_aggregation", aggregation, AGGREGATIONS)
+        advantages = centred(grouped).flatten() / _scale(std, grouped, scale_rewards)
     if min_group_std > 0:
         advantages = advantages.masked_fill((std < min_group_std).repeat_interleave(group_size), 0.0)
     return AdvantageStats(
@@ -199,11 +196,9 @@ def _scale(std: Tensor, grouped: Tensor, scale_rewards: str) -> Tensor | float:
         return _std(grouped.flatten()) + EPSILON
     if scale_rewards == "group":
         return (std + EPSILON).repeat_interleave(grouped.shape[1])
-    if scale_rewards == "population":
-        spread = centred(grouped).square().nanmean(-1).sqrt()
-        return (spread + POPULATION_EPSILON).repeat_interleave(grouped.shape[1])
-    choices = ("group", "batch", "population", "none")
-    raise ConfigError(f"scale_rewards={scale_rewards!r} is not known{did_you_mean(scale_rewards, choices)}.")
+    check_choice("scale_rewards", scale_rewards, ("group", "batch", "population", "none"))
+    spread = centred(grouped).square().nanmean(-1).sqrt()
+    return (spread + POPULATION_EPSILON).repeat_interleave(grouped.shape[1])
 
 
 def _normalize_then_sum(rewards: Tensor, weights: Tensor, totals: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import ConfigError, did_you_mean
+from posttrain.errors import check_choice
 from posttrain.losses.reduce import sequence_mean, sequence_sum, spread
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.types import Reduction
@@ -68,8 +68,7 @@ def importance_log_ratio(
     token = logp - (logp.detach() if old_logp is None else old_logp)
     if level == "token":
         return token
-    if level not in LEVELS:
-        raise ConfigError(f"importance_sampling_level={level!r} is not known{did_you_mean(level, LEVELS)}.")
+    check_choice("importance_sampling_level", level, LEVELS)
     whole = spread(sequence_mean(token, mask, sequence, num_sequences), sequence)
     return whole if level == "sequence" else whole.detach() + logp - logp.detach()
 
@@ -112,8 +111,7 @@ def rollout_correction(
 
     Reference: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS, MIS).
     """
-    if mode not in CORRECTIONS:
-        raise ConfigError(f"importance sampling mode {mode!r} is not known{did_you_mean(mode, CORRECTIONS)}.")
+    check_choice("vllm_importance_sampling_mode", mode, CORRECTIONS)
     pooling, bound = CORRECTIONS[mode]
     gap = (logp - rollout_logp).detach()
     unknown = gap.isnan()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import ConfigError, did_you_mean
+from posttrain.errors import ConfigError, check_choice
 from posttrain.metrics import Metric
 from posttrain.types import Batch, LossTerms
 
@@ -170,8 +170,7 @@ def reduce(terms: LossTerms, denominators: Denominators) -> Tensor:
     >>> float(reduce(terms, Denominators(tokens=4, sequences=1, passes=1)))
     0.25
     """
-    if terms.reduction not in REDUCTIONS:
-        raise ConfigError(f"reduction={terms.reduction!r} is not known{did_you_mean(terms.reduction, REDUCTIONS)}.")
+    check_choice("reduction", terms.reduction, REDUCTIONS)
     loss = REDUCTIONS[terms.reduction](terms, denominators) * denominators.world_size
     for extra in terms.extra:
         loss = loss + reduce(extra, denominators)

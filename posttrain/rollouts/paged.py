@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, RolloutError, did_you_mean
+from posttrain.errors import ConfigError, RolloutError, check_choice
 from posttrain.models.architecture import context_length
 from posttrain.models.heads import causal_lm, evaluating
 from posttrain.models.tree_attention import uninstalled
@@ -54,13 +54,8 @@ def check_paged(settings: dict[str, Any] | None) -> dict[str, Any]:
     Raises:
         ConfigError: A name is unknown.
     """
-    known = _fields()
     for name in settings or {}:
-        if name not in known:
-            raise ConfigError(
-                f"transformers_continuous_batching_config has {name!r}, which is not a field of "
-                f"ContinuousBatchingConfig{did_you_mean(name, known)}."
-            )
+        check_choice("transformers_continuous_batching_config", name, _fields())
     return dict(settings or {})
 
 
