@@ -437,11 +437,13 @@ def check_schedule(args: PostTrainingConfig) -> None:
         for rate in getattr(get_scheduler(kind, optimizer, **options), "lr_lambdas", ()):
             _ = [rate(step) for step in range(STEPS_TRIED)]
     except (TypeError, ValueError, ArithmeticError) as error:
-        function = TYPE_TO_SCHEDULER_FUNCTION[kind]
+        function: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
+        if "kwargs" in inspect.signature(function).parameters:
+            function = type(function(optimizer))  # The class that the function passes its arguments to.
         names = [name for name in inspect.signature(function).parameters if name not in OF_TRAINER]
         raise ConfigError(
-            f"lr_scheduler_type={kind.value!r} with lr_scheduler_kwargs={given}: {str(error).rstrip('.')}. Fix: use the "
-            f"arguments of transformers.{function.__name__}: {names}."
+            f"lr_scheduler_type={kind.value!r} with lr_scheduler_kwargs={given}: {str(error).rstrip('.!')}. Fix: use the "
+            f"arguments of {function.__module__}.{function.__name__}: {names}."
         ) from error
 
 

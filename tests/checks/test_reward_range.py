@@ -79,5 +79,7 @@ def test_a_reward_function_needs_its_columns():
     assert list(check_reward_columns(ours, [])) == []
     (found,) = check_reward_columns({"right": right}, ["prompt", "answer"])
     assert found.severity == "error"
-    assert found.what == "reward function `right` needs column `solution`; the dataset has ['answer', 'prompt']."
+    assert (
+        found.what == "reward function `right` needs the column `solution`, but the dataset has ['answer', 'prompt']."
+    )
     assert list(check_reward_columns({"right": right}, ["prompt", "solution"])) == []

@@ -189,7 +189,7 @@ def test_the_packaged_fsdp2_is_refused_on_processors_which_accelerate_does_not_s
 ):
     own = ["--accelerate_config", "fsdp2", "--mixed_precision", "no", "--max_steps", "1"]
     done = command("sft", tiny_model_dir, tmp_path, *own, rows=sums)
-    assert done.returncode == 1 and "accelerate runs MULTI_CPU on 'cpu'" in done.stderr
+    assert done.returncode == 1 and "accelerate uses MULTI_CPU on 'cpu'" in done.stderr
 
 
 DYING = """

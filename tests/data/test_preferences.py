@@ -128,7 +128,7 @@ def test_p25_turns_of_others_within_an_answer_are_told_and_masked_where_asked(ti
     ]
     data, report = prepared(rows, tiny_tokenizer)
     assert report.inner == 1
-    assert "in 1 of 2 rows an answer contains user or tool turns" in caplog.text
+    assert "in 1 of 2 rows, an answer contains user or tool turns" in caplog.text
     assert "chosen_mask" not in data.column_names
     caplog.clear()
     data, _ = prepared(rows, tiny_tokenizer, mask_inner_turns=True)
@@ -157,7 +157,7 @@ def test_p25_the_mask_is_cut_as_the_answer_is(tiny_tokenizer, mode):
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        ({"prompt": "q", "chosen": "a"}, r"lack \['rejected'\]"),
+        ({"prompt": "q", "chosen": "a"}, r"\['rejected'\] is not in \['chosen', 'prompt'\]"),
         ({"prompt": U, "chosen": "a", "rejected": "b"}, "column 'chosen' is 'a'"),
         (
             {"prompt": U, "chosen": U, "rejected": say("b")},

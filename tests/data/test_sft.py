@@ -99,7 +99,9 @@ def test_bad_rows_say_where_what_and_how_to_fix_it(tiny_tokenizer, row, match):
 def test_an_empty_conversation_is_called_empty_and_not_plain_text(tiny_tokenizer):
     good = {"messages": [{"role": "user", "content": "q"}]}
     for odd, said in (([], r"\[\]"), (None, "None")):
-        with pytest.raises(DataError, match=rf"row 1, column 'messages': it is {said}\. .*dataset\.filter"):
+        with pytest.raises(
+            DataError, match=rf"row 1, column 'messages': it is {said}, but every row needs .*dataset\.filter"
+        ):
             prepare([good, {"messages": odd}], tiny_tokenizer)
 
 

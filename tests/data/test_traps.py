@@ -113,7 +113,7 @@ def test_trap_3_a_word_that_merges_over_the_boundary_is_trained(tiny_tokenizer, 
     alone = tiny_tokenizer("What is the answ")["input_ids"]
     assert row["input_ids"][: len(alone)] != alone
     assert trained(row, tiny_tokenizer) == " answer<|im_end|>"
-    assert "in 1 of 1 rows the end of the prompt" in caplog.text
+    assert "in 1 of 1 rows, the end of the prompt" in caplog.text
 
 
 def test_trap_4_t2_text_of_any_column_ends_in_eos(tiny_tokenizer):
@@ -545,7 +545,7 @@ def test_t29_what_the_limit_cuts_is_told_in_rows_and_trained_tokens(tiny_tokeniz
     with caplog.at_level(logging.WARNING):
         prepared(rows, tiny_tokenizer, max_length=6)
     # Of 9 + 3 tokens that have a predecessor, 4 lie behind the limit.
-    assert "1 of 2 rows were truncated to max_length=6 and lost 4 trained tokens (33.3 % of all)" in caplog.text
+    assert "1 of 2 rows were truncated to max_length=6. They lost 4 trained tokens (33.3 % of all)" in caplog.text
 
 
 def test_t40_a_batch_is_tokenised_in_one_call_and_a_second_preparation_is_read_from_the_cache(tiny_tokenizer, tmp_path):

@@ -193,7 +193,7 @@ CASES = (
         slow=True,
     ),
     Case("machine", "two runs in one folder", two_runs, r"in use by process", "config", slow=True),
-    Case("machine", "folder taken over during the run", taken_over, r"lost .*node7", "step 1"),
+    Case("machine", "folder taken over during the run", taken_over, r"on node7 has used 'runs/a'", "step 1"),
     Case("machine", "disk fills up at a checkpoint", disk_fills, r"could not be written.*checkpoint-1", "step 2"),
     Case("machine", "no room for a checkpoint", no_room, r"PT-L002", "data"),
     Case("machine", "disk full at the run record", record_fails, r"run record could not be written", "step 2"),

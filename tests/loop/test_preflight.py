@@ -142,7 +142,7 @@ def test_j_a_game_score_beside_small_rewards_is_told_at_the_first_generation(tin
         return [float(i % 2) for i, _ in enumerate(completions)]
 
     grpo(tmp_path, tiny_tokenizer, rewards=[game_score, tidy], max_steps=1).train()
-    assert "PT-R027: `game_score` ranges 4 to" in caplog.text and "others 0 to 1" in caplog.text
+    assert "PT-R027: `game_score` ranges from 4 to" in caplog.text and "other functions: 0 to 1" in caplog.text
     assert "reward_transform='log1p'" in caplog.text
     assert read(tmp_path)["rewards"]["game_score"]["count"] == 8
     caplog.clear()

@@ -123,7 +123,11 @@ def test_adapters_of_layers_that_recurrent_layers_read_without_calling_are_refus
 def test_a_reference_of_modules_to_save_inside_each_other_is_refused():
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["conv"])  # A mixer and a layer inside it.
     model = peft.get_peft_model(built("lfm2"), config)
-    with raises(ModelError, "original_module.weight is new", "ref_model"):
+    with raises(
+        ModelError,
+        "new weight base_model.model.model.layers.0.conv.modules_to_save.default.conv.original_module.weight",
+        "ref_model",
+    ):
         Reference(model)
 
 

@@ -289,7 +289,7 @@ def test_labels_out_of_balance_are_told_with_the_weights_that_would_do(tiny_toke
 def test_a_weight_of_0_leaves_one_kind_of_answers_out(tiny_tokenizer, tmp_path, caplog, side, good):
     rows = [{"prompt": f"{i} ", "completion": "a", "label": i < good} for i in range(8)]
     trainer = make("kto", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows), **{f"{side}_weight": 0.0})
-    assert 0 < logged(trainer)["loss"] < 1 and "is advised" not in caplog.text
+    assert 0 < logged(trainer)["loss"] < 1 and "is recommended" not in caplog.text
 
 
 @pytest.mark.parametrize(

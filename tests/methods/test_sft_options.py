@@ -421,7 +421,7 @@ def test_t8_a_prompt_that_renders_differently_is_cut_where_tokens_part_and_refus
     tiny_tokenizer.chat_template = plain.replace("assistant\n' }}{%- endif %}", "assistant\n<think>' }}{%- endif %}")
     with caplog.at_level(logging.WARNING):
         trainer = sft(tmp_path, tiny_tokenizer, data=rows)
-    assert "in 3 of 3 rows the end of the prompt" in caplog.text
+    assert "in 3 of 3 rows, the end of the prompt" in caplog.text
     assert "<think>" in caplog.text
     labels = [t for t in trainer.train_dataset[0]["labels"] if t != -100]
     assert tiny_tokenizer.decode(labels).startswith("two<|im_end|>")

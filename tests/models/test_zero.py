@@ -108,8 +108,8 @@ def test_what_cannot_be_read_or_joined_is_an_error_on_all_ranks_and_half_a_conve
         said["damaged"].startswith("CheckpointError: the shards of 2 processes")
         and "Fix: resume on 2" in said["damaged"]
     )
-    assert "holds 1 of 2 shards" in said["short"]
-    assert "keeps ['momentum_buffer']" in said["momentum"]
+    assert "has 1 of 2 shards" in said["short"]
+    assert "has the states ['momentum_buffer']" in said["momentum"]
     assert said["half"] == ""
     for place in cases.values():
         assert not list(place.glob("*universal"))

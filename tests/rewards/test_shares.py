@@ -99,7 +99,7 @@ def test_r26_a_reward_that_changes_its_mind_is_told(caplog):
     values = run(runner, ["a", "b", "c", "d"]).values[:, 0].tolist()
     assert values == [0.0, 1.0, 2.0, 3.0]  # What is trained is the first answer.
     assert "<lambda> returned 0 and then 4 for the same completion (4 of 4 rows differ)" in caplog.text
-    assert "<lambda>_1 gave" not in caplog.text
+    assert "<lambda>_1 returned" not in caplog.text
     caplog.clear()
     run(runner, ["a", "b", "c", "d"])
     assert "the same completion" not in caplog.text  # The first batch only.

@@ -88,7 +88,7 @@ def test_recorded_sessions_are_shown_on_a_terminal(session, tmp_path, capsys):
     text = io.StringIO()
     to_console(path, console=Console(file=text, width=100))
     assert "result 0.5" in text.getvalue() and "failed: ValueError: no" in text.getvalue()
-    assert "tool: the result" in text.getvalue() and "2 episodes, 1 failed; 8 calls of 28 tokens" in text.getvalue()
+    assert "tool: the result" in text.getvalue() and "2 episodes, 1 failed; 8 calls with 28 tokens" in text.getvalue()
     assert main(["inspect", "sessions", str(path), "--rows", "1"]) == 0
     assert "episode 1" not in capsys.readouterr().out
     path.write_text("")

@@ -128,7 +128,7 @@ def test_one_spelling_becomes_the_present_one(old, now):
         ("from trl import DPOTrainer\nDPOTrainer('m', generate_during_eval=True)", "2: generate_during_eval: use LogCompletions"),
         ("from trl import SFTTrainer\nSFTTrainer('m', args=make(), packing=True)", "2: packing: options of SFTConfig."),
         ("from trl import SFTTrainer, SFTConfig\na = SFTConfig('o')\nn = 9\nSFTTrainer('m', a, max_seq_length=n)", "4: n: assigned after SFTConfig(...)"),
-        ("from trl import GRPOTrainer\nclass A(GRPOTrainer):\n  def _generate(self): pass", "3: A overrides _generate, which is never called here."),
+        ("from trl import GRPOTrainer\nclass A(GRPOTrainer):\n  def _generate(self): pass", "3: A overrides _generate, which is never called."),
         ("from trl import DPOConfig\nDPOConfig(loss_type='kto_pair')", "2: loss_type='kto_pair': train with KTOTrainer"),
         ("from trl import PPOTrainer\nt = PPOTrainer(c)\nt.step(q, r, s)", "3: PPOTrainer.step does not exist in posttrain. Use train()"),
     ],
@@ -149,7 +149,7 @@ def test_a_script_without_trl_and_names_of_other_packages_stay():
 def test_a_script_that_does_not_parse_names_file_and_line(tmp_path, capsys):
     (tmp_path / "bad.py").write_text("from trl import SFTConfig\nSFTConfig(\n")
     (tmp_path / "good.py").write_text("from trl import SFTConfig\n")
-    with pytest.raises(DataError, match=r"bad.py:\d: it is not valid Python"):
+    with pytest.raises(DataError, match=r"bad.py:\d: the file is not valid Python"):
         migrate_file(tmp_path / "bad.py")
     assert migrate([str(tmp_path), "--write"]) == 1
     assert (tmp_path / "good.py").read_text() == "from posttrain import SFTConfig\n"
@@ -170,7 +170,7 @@ def test_without_write_the_differences_are_shown_and_nothing_changes(tmp_path, c
         '\n-    evaluation_strategy="steps",  # often\n' in shown
         and '\n+    eval_strategy="steps",  # often\n' in shown
     )
-    assert "1 file to change (--write), 0 for a person, 0 not read." in shown
+    assert "1 file to change (--write), 0 to do manually, 0 not read." in shown
     assert migrate([str(path), "--write"]) == 0 and path.read_text() == SFT_NOW
     assert migrate([str(path)]) == 0 and "0 files to change" in capsys.readouterr().out.splitlines()[-1]
 
@@ -203,7 +203,7 @@ def test_cells_of_a_notebook_are_rewritten_and_the_rest_of_the_file_stays(tmp_pa
         f"{path}:cell 3:3: max_prompt_length: filter the data, or set max_length"
     ]
     path.write_text(notebook(["x = 1", "def broken(:", "import trl"]), encoding="utf-8")
-    with pytest.raises(DataError, match=r"a.ipynb:cell 2:\d: it is not valid Python"):
+    with pytest.raises(DataError, match=r"a.ipynb:cell 2:\d: the file is not valid Python"):
         migrate_file(path)
 
 
@@ -343,7 +343,7 @@ def test_a_recipe_is_read_as_that_of_the_config_that_knows_its_options(tmp_path)
     path.write_text("output_dir: o\nno_cuda: true\n---\nb: 1\n")  # Several documents.
     assert migrate_file(path).text == path.read_text()
     path.write_text("a: [\n")
-    with pytest.raises(DataError, match=r"dpo.yaml:2: it is not valid YAML"):
+    with pytest.raises(DataError, match=r"dpo.yaml:2: the file is not valid YAML"):
         migrate_file(path)
 
 

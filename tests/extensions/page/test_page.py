@@ -138,7 +138,7 @@ def test_files_of_any_json_are_shown_with_notes_and_never_fail(tmp_path):
         (folder / name).write_text(json.dumps(whole))
     assert not any("ignored" in note for note in read_run(folder).notes)
     (folder / "data.json").write_text(json.dumps(RECORD["data.json"] | {"lengths": ["x"]}))
-    assert any("data.json: lengths ignored" in note for note in read_run(folder).notes)
+    assert any("data.json: lengths was ignored" in note for note in read_run(folder).notes)
 
 
 def test_a_run_that_went_on_after_its_end_has_not_ended_yet(tmp_path):

@@ -447,7 +447,7 @@ def test_what_arrow_fills_in_is_no_part_of_a_test():
     ("value", "message"),
     [
         ({"input": "1"}, "needs the keys 'input' and 'output'"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs but 0 outputs"),
         (7, "got 7"),
     ],
 )
