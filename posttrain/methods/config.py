@@ -12,9 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import transformers
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from posttrain.checks.registry import silenced_codes
-from posttrain.errors import ConfigError, did_you_mean
+from posttrain.errors import ConfigError, check_choice, did_you_mean
 from posttrain.fields import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -271,6 +272,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
             if name not in transformers.TrainingArguments._VALID_DICT_FIELDS:
                 setattr(self, name, read_mapping(name, getattr(self, name)))
         check_parallelism(self)
+        given = self.accelerator_config
+        for name in read_mapping("accelerator_config", given) if str(given).startswith("{") else ():
+            check_choice("accelerator_config", name, vars(AcceleratorConfig()))
         self._resolve_checkpointing()
         self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
         self._resolve_bf16()

@@ -186,6 +186,8 @@ def test_a_silenced_finding_stops_nothing_and_is_kept_with_its_reason(tiny_token
         ),
         ({"model_init_kwargs": 3}, "model_init_kwargs=3 must be a mapping"),
         ({"accelerator_config": 10}, "accelerator_config=10 must be a mapping.*the path of a JSON file"),
+        ({"accelerator_config": {"split_batch": True}}, "'split_batch' is not known \\(did you mean 'split_batches'"),
+        ({"accelerator_config": '{"split_batch": true}'}, "'split_batch' is not known \\(did you mean 'split_batches'"),
         ({"fsdp_config": [1]}, "fsdp_config=\\[1\\] must be a mapping"),
         ({"learning_rate": "1e-5"}, "learning_rate='1e-5' must be a number of at least 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan must be a number"),
