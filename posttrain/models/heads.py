@@ -279,7 +279,7 @@ def install_token_head(model: nn.Module) -> None:
 def _cap_scores(inner: nn.Module) -> None:
     """Use eager attention instead of sdpa for models with bounded attention scores (Gemma 2).
 
-    sdpa cannot bound scores. transformers 5.17 nevertheless uses it for these models by default. Newer versions use eager.
+    sdpa cannot bound scores. transformers 5.17 to 5.19 nevertheless use it for these models by default. Newer versions use eager.
     """
     text = text_of(config_of(inner))
     cap = getattr(text, "attn_logit_softcapping", None)
