@@ -140,6 +140,12 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "selects the largest size that needs at most 90 % of the free memory. It then sets gradient_accumulation_steps so "
         "that the effective batch size is the same as with a micro-batch of 8 rows.",
     )
+    # Older versions of transformers have the default False, which does not differ from a False that the user sets.
+    gradient_checkpointing: bool | None = option(
+        None,
+        "Recompute activations in the backward pass, which saves memory and costs time. None means True, unless "
+        "activation_checkpointing is set.",
+    )
     parallelism_config: dict[str, Any] | str | None = option(
         None,
         "accelerate's ParallelismConfig, or a mapping with its fields. sp_size is the size of a sequence-parallel group: the "

@@ -19,7 +19,7 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.divergence import collision_logp
 from posttrain.losses.truncation import kept_log_mass
 from posttrain.models import parallel
-from posttrain.models.architecture import config_of, experts_per_token
+from posttrain.models.architecture import attention_name, config_of, experts_per_token, text_of
 from posttrain.models.lean_layers import keep_inputs_only
 from posttrain.models.logprob import token_logprobs
 from posttrain.types import WHOLE, TokenLoss, Truncation
@@ -251,6 +251,7 @@ def install_token_head(model: nn.Module) -> None:
         del inner.forward
         vars(inner).pop("_original_forward", None)
     keep_inputs_only(inner)
+    _cap_scores(inner)
     inner.headless_forward = inner.forward
 
     @functools.wraps(type(inner).forward)
@@ -273,6 +274,22 @@ def install_token_head(model: nn.Module) -> None:
     # Use a bound method. A deep copy of the model then binds it to the copy, also with accelerate's wrapper. Other callables
     # would be wrapped in a function that runs the layers of the original model.
     inner.forward = MethodType(forward, inner)
+
+
+def _cap_scores(inner: nn.Module) -> None:
+    """Use eager attention instead of sdpa for models with bounded attention scores (Gemma 2).
+
+    sdpa cannot bound scores. transformers 5.17 to 5.19 nevertheless use it for these models by default. Newer versions use eager.
+    """
+    text = text_of(config_of(inner))
+    cap = getattr(text, "attn_logit_softcapping", None)
+    if cap and attention_name(text) == "sdpa":
+        rename_attention(inner, lambda name: "eager" if name == "sdpa" else name)
+        logger.warning(
+            "%s: sdpa ignores attn_logit_softcapping=%s, so attn_implementation='eager' is used instead.",
+            type(inner).__name__,
+            cap,
+        )
 
 
 def _owner_of(forward: Any) -> Any:
@@ -459,12 +476,24 @@ def _balance(
     """Return the unscaled load-balancing term ``E sum_e f_e P_e`` over the real tokens of all layers.
 
     ``f_e`` is the number of assignments to expert e per token, and ``P_e`` is its mean probability. For perfect balance, the term
-    is equal to top-k.
+    is equal to top-k. It is 0 if no layer has a router.
+
+    Raises:
+        ModelError: The installed version of transformers does not return router logits for this model.
 
     Reference: Switch Transformers, arXiv:2101.03961, equation 4.
     """
     text = inner.config.get_text_config()
+    if router_logits is None:
+        from transformers import __version__
+
+        raise ModelError(
+            f"{type(inner).__name__} of transformers {__version__} returns no router logits, so the load-balancing "
+            "loss cannot be computed. Fix: set router_aux_loss_coef=0, or update transformers."
+        )
     top_k = experts_per_token(text) or 2
+    if not router_logits:  # All layers are dense.
+        return torch.zeros((), device=real.device)
     kept = real.flatten().bool()
     layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]
     probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)

@@ -25,12 +25,13 @@ from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
 from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, text_of
 from posttrain.models.attention import has_recurrent_layers
-from posttrain.models.heads import adapter_kind, adapters_of, causal_lm, output_layer
-from posttrain.models.parallel import bf16_is_faster
+from posttrain.models.heads import adapter_kind, adapters_of, causal_lm, output_layer, unwrapped
+from posttrain.models.parallel import bf16_is_faster, shards_parameters
 from posttrain.models.quantised import prepare_adapter
 from posttrain.models.reference import moves_base
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from peft import LoraConfig, PeftConfig
     from torch import nn
     from torch.nn import Module
@@ -546,6 +547,23 @@ NEEDS_MORE_WITH = {
 # Prefixes of values of init_lora_weights that change the base weights in a way that peft cannot reproduce on loading. They
 # use a randomized decomposition of the weights, or a decomposition of gradients.
 UNREPEATABLE_STARTS = ("pissa_niter_", "lora_ga")
+
+
+def load_default_adapter(model: nn.Module, folder: str, accelerator: Accelerator) -> None:
+    """Load the adapter ``default`` of a checkpoint that has several adapters.
+
+    `transformers.Trainer` of 5.17 loads only the adapters in subfolders, e.g. ``ref``, so the trained adapter would keep its
+    initial weights.
+
+    Args:
+        model: Model that is trained.
+        folder: Folder of the checkpoint.
+        accelerator: Accelerator of the run.
+    """
+    bare: Any = unwrapped(model)
+    several = len(adapters_of(bare)) > 1 and "default" in adapters_of(bare)
+    if several and not shards_parameters(accelerator) and list(Path(folder).glob("adapter_model.*")):
+        bare.load_adapter(folder, "default", is_trainable="default" in bare.active_adapters)
 
 
 def _name_tied_layers(model: Any) -> None:

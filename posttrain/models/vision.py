@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import time
 from collections import OrderedDict
@@ -61,8 +62,8 @@ class PictureEncoder:
         self.given: dict[Picture, dict[str, Tensor]] = {}
         self.encoded = self.reused = 0
         self.seconds = 0.0
-        # True if the model's forward method needs features as a list of images, False if it needs one tensor.
-        self._listed = False
+        # For each level of features: True if the model's forward method needs a list of images, False if it needs one tensor.
+        self._listed: list[bool] = []
         self._kept: OrderedDict[Any, list[Tensor]] = OrderedDict()
         self._size = 0
 
@@ -207,8 +208,11 @@ class PictureEncoder:
         """Return all features of a canvas in the format of the model's forward method."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        output: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if self._listed else levels[0][None])
-        output.deepstack_features = [[one] for one in levels[1:]]
+        first, *deeper = self._listed
+        # transformers before 5.18 takes the second dimension of a SmolVLM tensor as the tokens of an image, which must divide the
+        # tokens of each row.
+        output: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if first else levels[0][:, None])
+        output.deepstack_features = [[one] if listed else one for one, listed in zip(levels[1:], deeper, strict=True)]
         return output
 
     def _recall(self, key: Any) -> list[Tensor] | None:
@@ -239,12 +243,35 @@ def _state(weight: Tensor) -> tuple[int, int, float]:
     return weight.data_ptr(), weight._version, 0.0 if read is None else float(read.double().sum())
 
 
-def image_features(model: nn.Module, joined: Mapping[str, Tensor]) -> tuple[bool, list[Tensor]]:
-    """Return whether features are a list, and features ``(sum of tokens, H)`` of the output and of each deepstack level."""
+def image_features(model: nn.Module, joined: Mapping[str, Tensor]) -> tuple[list[bool], list[Tensor]]:
+    """Return for the output and each deepstack level whether features are a list, and features ``(sum of tokens, H)``."""
     encode = getattr(model, "get_image_features", None) or model.model.get_image_features
     output = encode(**joined, return_dict=True)
     levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-    return not isinstance(levels[0], Tensor), [_flat(level) for level in levels]
+    return [not isinstance(level, Tensor) for level in levels], [_flat(level) for level in levels]
+
+
+def _accepts_features(model: nn.Module) -> bool:
+    """Return whether the forward method has the argument ``mm_encoder_outputs``, which transformers 5.18 introduced."""
+    return "mm_encoder_outputs" in inspect.signature(model.forward).parameters
+
+
+def _use_features(base: nn.Module, args: tuple[()], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """Make ``get_image_features`` return ``mm_encoder_outputs`` during a forward pass of transformers before 5.18.
+
+    A forward hook, `_drop_features`, restores the method.
+    """
+    features = kwargs.pop("mm_encoder_outputs", None)
+    if features is not None:
+        output = features["image"]
+        # The forward method only encodes images if it gets pixels, which no other code reads.
+        kwargs["pixel_values"] = output.pooler_output[0]
+        base.get_image_features = lambda *_, **__: output
+    return args, kwargs
+
+
+def _drop_features(base: nn.Module, *_: object) -> None:
+    vars(base).pop("get_image_features", None)
 
 
 def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -335,17 +362,17 @@ def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Plac
     encoder = picture_encoder(model)
     if encoder is None:
         raise ModelError(f"{type(causal_lm(model)).__name__} is not prepared for images. Fix: call install_pictures.")
-    processor, at_pictures = encoder.processor, ids == encoder.processor.token_id
+    inner, processor, at_pictures = causal_lm(model), encoder.processor, ids == encoder.processor.token_id
     wanted = [sum(image.count for image in row) for row in placed]
     if at_pictures.sum(1).tolist() != wanted:
         raise ModelError(
             f"PT-G011: prompts have {at_pictures.sum(1).tolist()} image placeholders, but their images need {wanted}."
         )
-    if processor.family.cross or processor.family.whole:
+    if processor.family.cross or processor.family.whole or not _accepts_features(inner):
         # The model encodes the images itself. In cross-attention families, all rows of a call have the same number of images.
-        return encoder.whole(causal_lm(model), ids, placed)
+        return encoder.whole(inner, ids, placed) | processor.token_types(ids, ids.shape[1])
     flat = [image for row in placed for image in row]
-    inputs = encoder.inputs(causal_lm(model), flat) | processor.token_types(ids, ids.shape[1])
+    inputs = encoder.inputs(inner, flat) | processor.token_types(ids, ids.shape[1])
     if processor.family.positions == "grid":
         merge = int(processor.processor.image_processor.merge_size)
         grids = [(image.grid[0], image.grid[1] * merge, image.grid[2] * merge) for image in flat if image.grid]
@@ -450,6 +477,10 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
         for picture in counts:
             encoder._encode(inner, [picture], counts)
     inner.picture_encoder = encoder
+    for base in () if _accepts_features(inner) else inner.children():
+        if hasattr(base, "get_image_features"):
+            base.register_forward_pre_hook(_use_features, with_kwargs=True)
+            base.register_forward_hook(_drop_features, always_call=True)
     if not family.models:
         from posttrain.models.probe import prove_pictures
 

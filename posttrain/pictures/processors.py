@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -56,6 +58,7 @@ class Family:
         return self.block != "prompt" and not self.cross
 
 
+OLDEST = Version("5.15")  # First version of transformers whose processors return the placeholders of each image.
 KINDS = "mm_token_type_ids"
 # Each was tested with tiny models: log-probs and gradients of a tree equal those of its separate sequences.
 FAMILIES = {
@@ -114,7 +117,8 @@ class PictureProcessor:
         background: Color behind transparent pixels.
 
     Raises:
-        ModelError: The processor is of an unknown family, and its output does not show how it handles images.
+        ModelError: The processor is of an unknown family, and its output does not show how it handles images. Or transformers
+            is too old for images.
 
     Attributes:
         family: See `Family`.
@@ -133,6 +137,11 @@ class PictureProcessor:
         per_row: int | None = None,
         background: Background = "white",
     ) -> None:
+        if Version(transformers.__version__) < OLDEST:
+            raise ModelError(
+                f"images need transformers>={OLDEST}, but {transformers.__version__} is installed, whose processors do not "
+                "return the placeholders of an image. Fix: pip install -U transformers."
+            )
         self.most, self.pixels, self.resize, self.per_row, self.background = most, pixels, resize, per_row, background
         self.processor, self.tokenizer = processor, getattr(processor, "tokenizer", None)
         self._expansions: dict[tuple[int, int], Expansion] = {}
@@ -600,7 +609,6 @@ def load_processor(model_id: str, **options: Any) -> Any:
         ModelError: The processor cannot be loaded, either with or without its video part. The message contains both
             reasons.
     """
-    import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     try:

@@ -1,6 +1,7 @@
 """One forward over a forest equals each sequence alone, on every backend that takes a mask, for several families."""
 
 import copy
+from dataclasses import replace
 
 import peft
 import pytest
@@ -8,16 +9,20 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from posttrain.data.forest import Layout, collate, split_by_sequence
+from posttrain.errors import ModelError
 from posttrain.models import attention
+from posttrain.models.architecture import attention_name
 from posttrain.models.attention import coarsest_dtype
 from posttrain.models.forward import forward, sequence_logps
-from posttrain.models.heads import cast_head_to_fp32, causal_lm
+from posttrain.models.heads import cast_head_to_fp32, causal_lm, install_token_head
 from posttrain.models.neftune import inverse_lengths, noisy_embeddings
 from posttrain.models.probe import probe_key, probe_layout
 from posttrain.models.reference import create_reference_model
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.types import Row
 from tests.conftest import build_model
+from tests.models.architectures import built
+from tests.wordings import raises
 
 SMALL = {
     "vocab_size": 97,
@@ -259,3 +264,29 @@ def test_a_shared_prompt_has_the_mean_variance_of_its_documents():
     (batch,) = collate(rows()[:1], pad_token_id=0, layout=Layout("tree", row_tokens=64))
     shared = (1 / 13 + 1 / 16 + 1 / 10) / 3
     assert torch.allclose(inverse_lengths(batch)[0, :9], torch.tensor(shared))
+
+
+def test_scores_with_a_bound_are_not_computed_by_sdpa_which_ignores_it(caplog):
+    """transformers 5.17 loads Gemma 2 with sdpa."""
+    model = built("gemma2")
+    model.set_attn_implementation("eager")
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.config._attn_implementation_internal = "sdpa"
+        install_token_head(model)
+        assert torch.equal(model(ids).logits, expected)
+    assert attention_name(model.config) == "eager" and "attn_logit_softcapping=50.0" in caplog.text
+    assert probe_layout(model).kind == "tree"
+
+
+def test_the_balance_of_routers_is_zero_without_a_router_and_refused_without_their_logits(monkeypatch):
+    """transformers 5.17 returns none for Granite."""
+    (batch,) = collate(rows(), pad_token_id=0, layout=Layout("padded", row_tokens=4096), together=True)
+    assert float(forward(built("llama4"), batch, frozenset({"aux"})).aux_loss) == 0
+    model = built("qwen3 moe")
+    assert float(forward(model, batch, frozenset({"aux"})).aux_loss) > 0
+    run = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda *args, **named: replace(run(*args, **named), router_logits=None))
+    with raises(ModelError, "Qwen3MoeForCausalLM"):
+        forward(model, batch, frozenset({"aux"}))

@@ -17,11 +17,12 @@ from posttrain.loop import build
 from posttrain.models import logprob
 from posttrain.models.attention import layout_for, padded_layout
 from posttrain.models.forward import forward
-from posttrain.models.probe import _fault
+from posttrain.models.probe import _fault, probe_cases
 from posttrain.models.recurrent import chunks, functions, table, trees
 from posttrain.models.recurrent.scan import scan
 from posttrain.models.token_split import TokenSplit
 from posttrain.models.tree_attention import Forest
+from posttrain.rollouts.native.engine import native_is_exact
 from posttrain.types import Row, Segment
 from tests.methods.helpers import grpo, sft
 from tests.models.architectures import HYBRIDS, VOCAB, alone, built
@@ -246,6 +247,26 @@ def test_functions_are_replaced_once_and_restored(caplog):
     table.uninstall(model)
     assert file.torch_chunk_gated_delta_rule is original
     assert not table.install(built("llama")) and not table.install(built("jamba"))
+
+
+def test_a_layer_that_drops_the_arguments_of_trees_is_trained_on_padded_rows(monkeypatch):
+    """As LFM2 in transformers 5.17, where a probe with small weights in bfloat16 did not find it."""
+    model = built("lfm2", initializer_range=0.02).bfloat16()
+    kind = type(model.model.layers[0].conv)
+
+    def forward(self, hidden_states, past_key_values=None, attention_mask=None, seq_idx=None):
+        return causal_conv1d_fn(hidden_states)  # noqa: F821
+
+    monkeypatch.setattr(kind, "forward", forward)
+    table._passes_arguments.cache_clear()
+    try:
+        assert not table.replaced(model) and not table.install(model)
+        with raises(ModelError, "conv"):
+            probe_cases(model)
+        assert "without attention" in _fault(model, layout_for(model), torch.device("cpu"))
+        assert "without attention" in native_is_exact(model)
+    finally:
+        table._passes_arguments.cache_clear()
 
 
 def test_another_separation_of_packed_sequences_is_refused():

@@ -423,6 +423,38 @@ def test_an_unknown_family_that_prepares_two_pictures_otherwise_than_one_is_refu
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("name", NAMES)
+def test_a_forward_method_without_an_argument_for_features_gets_them_as_its_own(name, monkeypatch):
+    """As in transformers before 5.18, whose forward methods ignored the unknown argument, and thus the images."""
+    from posttrain.models import vision
+
+    monkeypatch.setattr(vision, "_accepts_features", lambda _: False)
+    model, processor = build(name)
+    encoder = install_pictures(model, processor)
+    rows, sequences = rows_of(name, encoder)
+    found, grads = [], []
+    for run in (lambda: truth(name, model, processor, sequences), lambda: forest(model, rows, TREE)):
+        model.zero_grad()
+        found.append(run())
+        found[-1].sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert torch.allclose(found[1], found[0], atol=2e-5, rtol=0)
+    assert float((grads[0] - grads[1]).norm() / grads[0].norm()) < 2e-5
+    assert "get_image_features" not in vars(model.model)
+    row = next(row for row in rows if row.pictures[0])
+    ids = torch.tensor([row.prompt_ids])
+    with torch.no_grad():
+        inputs = vision.prefill_inputs(model, ids, row.pictures[:1])
+        high = list(range(250, model.get_output_embeddings().out_features))
+        options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 256, "suppress_tokens": high}
+        told = model.generate(input_ids=ids, **inputs, **options)[0, -1]
+        answers = [[token] for token in range(250)]
+        every = Row(row.prompt_ids, answers, [[1]] * 250, pictures=[*row.pictures[:1], *[[]] * 250])
+        best = forest(model, [every], TREE).argmax()
+    assert "pixel_values" in inputs and int(told) == int(best)
+
+
+@pytest.mark.matrix
 def test_the_probe_of_a_layout_holds_pictures(family, monkeypatch):
     from posttrain.models import probe, vision
 

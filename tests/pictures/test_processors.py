@@ -12,6 +12,7 @@ from posttrain.extensions.page.inspect_command import seen_by_model
 from posttrain.pictures.picture import conversation_pictures, read_picture
 from posttrain.pictures.processors import PictureProcessor, load_processor
 from tests.vision_families import NAMES, UNKNOWN, build, noise
+from tests.wordings import raises
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -203,3 +204,10 @@ def test_without_transformers_marks_a_conversation_is_rendered_and_typed_placeho
     typed = [{"type": "text", "text": f"a {ours.placeholder} b"}]
     with pytest.raises(DataError, match="PT-G008"):
         ours.render([{"role": "user", "content": typed}])
+
+
+def test_a_version_of_transformers_whose_processors_lack_placeholders_is_named(monkeypatch):
+    _, processor = build("qwen2_vl")
+    monkeypatch.setattr("transformers.__version__", "5.14.0")
+    with raises(ModelError, "transformers>=5.15", "5.14.0"):
+        PictureProcessor(processor)

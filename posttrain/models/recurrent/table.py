@@ -9,6 +9,7 @@ layers do not change.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -59,8 +60,21 @@ def replaced(model: nn.Module) -> str:
     library, _, rest = file.partition(".models.")
     if library != "transformers" or rest.split(".")[0] not in FAMILIES:
         return ""
-    # Other versions of transformers can lack a function.
-    return file if all(callable(getattr(holder, last, None)) for holder, last in _places(file).values()) else ""
+    # Other versions of transformers can lack a function, or layers that pass other keyword arguments to it.
+    found = all(callable(getattr(holder, last, None)) for holder, last in _places(file).values())
+    return file if found and _passes_arguments(file) else ""
+
+
+@functools.cache
+def _passes_arguments(file: str) -> bool:
+    """Return whether all methods of a modeling file that call its recurrent functions accept any keyword argument.
+
+    Those of LFM2 in transformers 5.17 to 5.19 do not: ``forest`` and ``recurrent_states`` would be dropped without an error.
+    """
+    classes = [one for one in vars(sys.modules[file]).values() if isinstance(one, type) and one.__module__ == file]
+    methods = [inspect.unwrap(method) for one in classes for method in vars(one).values() if inspect.isfunction(method)]
+    callers = [method for method in methods if set(FAMILIES[file.split(".")[2]]) & set(method.__code__.co_names)]
+    return all(method.__code__.co_flags & inspect.CO_VARKEYWORDS for method in callers)
 
 
 def install(model: nn.Module) -> bool:
