@@ -1,5 +1,6 @@
 """Models: loading, attention and masks, the forward pass, log-probs, reference models, and sharding."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import posttrain
@@ -7,6 +8,6 @@ import posttrain
 
 def __getattr__(name: str) -> Any:
     """Return a public name of ``posttrain``. TRL has public helpers in its package `models`, so old imports work."""
-    if name.startswith("__"):
+    if name.startswith("__") or find_spec(f"{__name__}.{name}"):  # An import statement then imports the module.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(posttrain, name)

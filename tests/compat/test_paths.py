@@ -3,6 +3,7 @@
 import importlib.abc
 import importlib.util
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -252,3 +253,10 @@ def test_a_documented_path_of_a_moved_module_still_imports_its_names(path):
     old, new = importlib.import_module(path), importlib.import_module(MOVED[path])
     names = [name for name in vars(new) if not name.startswith("_")]
     assert names and all(getattr(old, name) is getattr(new, name) for name in names)
+
+
+def test_modules_of_models_are_imported_by_their_names():
+    """``forward`` is also an old name of TRL, whose refusal is an ImportError."""
+    for module in pkgutil.iter_modules(posttrain.models.__path__):
+        with pytest.raises(AttributeError):
+            posttrain.models.__getattr__(module.name)
