@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
 # Minimum positions of a chunk. At 152k, 24 MiB are 41 positions, which take 1.4 times the time of 128.
 LEAST_POSITIONS = 128
+# Minimum elements of a weight for oneDNN's products: each new number of rows costs 1 to 2 ms once.
+REPACKED = 2**20
 # Whether this build of torch has oneDNN's products of linear layers (x86).
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 NUMBERS = ("entropy", "mean_logit", "collision")
@@ -84,7 +86,7 @@ def output_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     In float32 on an x86 CPU, oneDNN's product is used: for 128 rows and vocabularies of 49k to 152k it takes 0.4 to 0.6 times the
     time of `F.linear`, which repacks the weight for each chunk (AVX2, 2 cores).
     """
-    if hidden.dtype == torch.float32 and hidden.device.type == "cpu" and HAS_ONEDNN:
+    if hidden.dtype == torch.float32 and hidden.device.type == "cpu" and HAS_ONEDNN and weight.numel() >= REPACKED:
         return torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
     return F.linear(hidden, weight, bias)
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import transformers
 from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
@@ -137,9 +136,11 @@ class PictureProcessor:
         per_row: int | None = None,
         background: Background = "white",
     ) -> None:
-        if Version(transformers.__version__) < OLDEST:
+        from transformers import __version__ as installed
+
+        if Version(installed) < OLDEST:
             raise ModelError(
-                f"images need transformers>={OLDEST}, but {transformers.__version__} is installed, whose processors do not "
+                f"images need transformers>={OLDEST}, but {installed} is installed, whose processors do not "
                 "return the placeholders of an image. Fix: pip install -U transformers."
             )
         self.most, self.pixels, self.resize, self.per_row, self.background = most, pixels, resize, per_row, background
@@ -609,6 +610,7 @@ def load_processor(model_id: str, **options: Any) -> Any:
         ModelError: The processor cannot be loaded, either with or without its video part. The message contains both
             reasons.
     """
+    import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     try:
