@@ -197,8 +197,9 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(packed, Tensor):
             return packed
         device, shape, host, strides = packed
-        restored = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device)
-        return restored.copy_(host, non_blocking=self.pin).expand(shape)
+        return (
+            host.new_empty_strided(host.shape, strides, device=device).copy_(host, non_blocking=self.pin).expand(shape)
+        )
 
 
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
