@@ -285,11 +285,8 @@ def _cap_scores(inner: nn.Module) -> None:
     cap = getattr(text, "attn_logit_softcapping", None)
     if cap and attention_name(text) == "sdpa":
         rename_attention(inner, lambda name: "eager" if name == "sdpa" else name)
-        logger.warning(
-            "%s: sdpa ignores attn_logit_softcapping=%s, so attn_implementation='eager' is used instead.",
-            type(inner).__name__,
-            cap,
-        )
+        text = "%s: sdpa ignores attn_logit_softcapping=%s, so attn_implementation='eager' is used instead."
+        logger.warning(text, type(inner).__name__, cap)
 
 
 def _owner_of(forward: Any) -> Any:
