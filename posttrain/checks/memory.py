@@ -300,8 +300,7 @@ def _layout(args: PostTrainingConfig, config: Any, device: str) -> Layout:
         config=SimpleNamespace(get_text_config=lambda: text), parameters=lambda: iter([weight])
     )
     layout = layout_for(model, autocast=autocast, device=device)
-    layout = layout if args.max_row_tokens is None else replace(layout, row_tokens=args.max_row_tokens)
-    return replace(layout, pad_to_multiple_of=args.pad_to_multiple_of) if args.pad_to_multiple_of else layout
+    return layout.adjusted(args.max_row_tokens, args.pad_to_multiple_of)
 
 
 def plan(

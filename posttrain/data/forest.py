@@ -55,6 +55,16 @@ class Layout:
     rope_switch: int | None = None
     rope_end: int | None = None
 
+    def adjusted(self, row_tokens: int | None, pad_to_multiple_of: int | None = None) -> Layout:
+        """Return the layout with the given settings. None keeps a setting, and ``row_tokens=1`` of the layout is always kept.
+
+        Passes with a dense mask are limited to ``row_tokens`` too, or to 512 if it is less.
+        """
+        changes = {"pad_to_multiple_of": pad_to_multiple_of} if pad_to_multiple_of else {}
+        if row_tokens is not None and self.row_tokens > 1:
+            changes |= {"row_tokens": row_tokens, "pass_tokens": min(self.pass_tokens, max(row_tokens, 512))}
+        return dataclasses.replace(self, **changes)
+
 
 def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
     """Merge rows with equal prompts into one row, so that the prompt is computed once.

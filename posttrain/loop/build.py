@@ -513,9 +513,7 @@ def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool = 
     with alone(), parallel.gathered(model.parameters()):
         probe_head(model)
         layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast, args.device)
-    if args.max_row_tokens is not None and layout.row_tokens > 1:
-        layout = replace(layout, row_tokens=args.max_row_tokens)
-    return replace(layout, pad_to_multiple_of=args.pad_to_multiple_of) if args.pad_to_multiple_of else layout
+    return layout.adjusted(args.max_row_tokens, args.pad_to_multiple_of)
 
 
 def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout:

@@ -46,7 +46,6 @@ from posttrain.metrics import mean
 from posttrain.models import load, memory, parallel, token_split, tree_attention
 from posttrain.models.architecture import get_config_model_id
 from posttrain.models.forward import forward
-from posttrain.models.load import load_default_adapter
 from posttrain.models.neftune import noisy_embeddings
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
@@ -672,7 +671,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         with self._reading_fsdp(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
-        load_default_adapter(model or self.model, resume_from_checkpoint, self.accelerator)
+        load.load_default_adapter(model or self.model, resume_from_checkpoint, self.accelerator)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # Tied weights are saved once, under the name they share.

@@ -197,9 +197,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(packed, Tensor):
             return packed
         device, shape, host, strides = packed
-        return (
-            host.new_empty_strided(host.shape, strides, device=device).copy_(host, non_blocking=self.pin).expand(shape)
-        )
+        restored = host.new_empty_strided(host.shape, strides, device=device)
+        return restored.copy_(host, non_blocking=self.pin).expand(shape)
 
 
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):

@@ -330,6 +330,19 @@ def test_a_step_of_a_small_model_on_a_gpu_is_one_pass():
         assert batch.input_ids.numel() == 32 * 774
 
 
+def test_max_row_tokens_limits_the_passes_of_a_gpu_too():
+    """Passes of a dense mask kept 32,768 tokens, so a smaller row saved no memory. Those of a CPU keep 512."""
+    gpu = attention.layout_for(built("llama"), device="cuda", dense_mask=True)
+    assert (gpu.adjusted(1024).row_tokens, gpu.adjusted(1024).pass_tokens) == (1024, 1024)
+    cpu = attention.layout_for(built("llama"), dense_mask=True)
+    assert [(one.row_tokens, one.pass_tokens) for one in (cpu.adjusted(128), cpu.adjusted(None))] == [
+        (128, 512),
+        (256, 512),
+    ]
+    assert replace(cpu, row_tokens=1).adjusted(128).row_tokens == 1
+    assert cpu.adjusted(None, 64) == replace(cpu, pad_to_multiple_of=64)
+
+
 def test_a_kernel_whose_gradients_are_wrong_is_not_taken(monkeypatch):
     """What the probe asks of a device: output and gradients, at the heads of the model."""
     assert tree_attention.kernel_fault(torch.device("cpu"), torch.float32, 6, 2, 16) == ""

@@ -447,11 +447,11 @@ def test_a_forward_method_without_an_argument_for_features_gets_them_as_its_own(
         inputs = vision.prefill_inputs(model, ids, row.pictures[:1])
         high = list(range(250, model.get_output_embeddings().out_features))
         options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 256, "suppress_tokens": high}
-        told = model.generate(input_ids=ids, **inputs, **options)[0, -1]
+        sampled = model.generate(input_ids=ids, **inputs, **options)[0, -1]
         answers = [[token] for token in range(250)]
         every = Row(row.prompt_ids, answers, [[1]] * 250, pictures=[*row.pictures[:1], *[[]] * 250])
         best = forest(model, [every], TREE).argmax()
-    assert "pixel_values" in inputs and int(told) == int(best)
+    assert "pixel_values" in inputs and int(sampled) == int(best)
 
 
 @pytest.mark.matrix

@@ -159,7 +159,7 @@ class AsyncTrainer(OnlineTrainer):
         self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
         layout, budget = self.layout, self.source.token_budget
         if self.args.token_budget is not None and budget > 0:
-            layout = dataclasses.replace(layout, row_tokens=min(layout.row_tokens, budget))
+            layout = layout.adjusted(min(layout.row_tokens, budget))
         return collate(batch.every_row(), pad_token_id=self.pad_token_id, layout=layout)
 
     def taken(self, batch: RolloutBatch) -> RolloutBatch:
