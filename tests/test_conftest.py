@@ -19,6 +19,8 @@ def test_tiny_tokenizer_has_the_trap_pad_equals_eos(tiny_tokenizer, tiny_model):
     assert tiny_model.config.vocab_size == len(tiny_tokenizer)
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_programs_can_be_ended_though_their_template_was_started_while_signals_were_blocked(tmp_path, monkeypatch):
     """As multiprocessing blocks them while it starts the process that looks after what others leave behind."""
     folder = tmp_path / f"forks-{os.getpid()}"

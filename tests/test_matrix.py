@@ -34,6 +34,7 @@ def both(tmp_path_factory):
         return {way: run(way, of_way, folder / way) for way, of_way in cells.items()}, folder
 
 
+@pytest.mark.matrix
 @pytest.mark.distributed
 @pytest.mark.parametrize("cell", [*CELLS, SAMPLED])
 def test_fsdp2_on_two_ranks_is_one_process(both, cell):

@@ -38,6 +38,7 @@ def curve(trainer):
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+@pytest.mark.matrix
 @everyone
 def test_super_of_an_override_is_the_same_loss_as_without_one(kind, tokenizer, tmp_path):
     seen = []

@@ -35,6 +35,8 @@ def check(name, folder):
     return run_ranks("tests.gpu.checks", name, processes=1, folder=folder, timeout=120, pretends=True)
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_pretended_device_holds_what_it_assumes_of_torch(tmp_path):
     found = check("canary", tmp_path)
     wrong = [name for name, holds in found.items() if not holds]

@@ -36,6 +36,7 @@ def test_inference_restores_the_mode_of_each_module(tokenizer, tmp_path):
     assert run.model.training and run.model.lm_head.training and not frozen.training
 
 
+@pytest.mark.matrix
 @everyone
 @pytest.mark.parametrize("stream", [False, True])
 def test_speeds_count_rows_of_the_dataset_and_batches(kind, stream, tokenizer, tmp_path):
@@ -50,6 +51,7 @@ def test_speeds_count_rows_of_the_dataset_and_batches(kind, stream, tokenizer, t
     assert found["eval_steps_per_second"] * seconds == pytest.approx(-(-drawn // 2), rel=0.05)
 
 
+@pytest.mark.matrix
 @everyone
 def test_an_evaluation_leaves_the_random_numbers_of_training_as_they_were(kind, tokenizer, tmp_path):
     """Else dropout, and whatever a user draws, depend on how often is evaluated."""
@@ -130,6 +132,7 @@ def test_logits_may_be_preprocessed_to_several_tensors(tokenizer, tmp_path):
     assert shapes == {"best": (5, longest), "top": (5,), "kind": "i"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", sorted(OFFLINE))
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_stream_that_ends_begins_again_and_no_step_is_empty(kind, accumulation, tokenizer, tmp_path):

@@ -57,6 +57,7 @@ def both():
     return tuple(run(folder / str(world), world, "whole") for world in (1, 2))
 
 
+@pytest.mark.matrix
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", sorted(EVERY))
 @pytest.mark.parametrize("which", ["before", "single", "streamed"])
@@ -155,6 +156,8 @@ def sharded(folder, world, rows):
     return found
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_no_sharded_trainer_waits_for_a_rank_without_rows(tmp_path):
     """With FSDP2 every forward pass is a collective: evaluation of five rows on two ranks, and of one."""

@@ -35,6 +35,7 @@ def test_a_loss_function_that_would_not_be_called_is_refused(kind, tokenizer, tm
         every(kind, tmp_path, tokenizer, compute_loss_func=lambda *_, **__: 0.0)
 
 
+@pytest.mark.matrix
 @everyone
 def test_a_loss_that_wraps_the_trainer_s_is_trained_and_evaluated(kind, tokenizer, tmp_path):
     base = EVERY[kind][0]

@@ -279,6 +279,8 @@ def test_sums_that_rows_bring_are_not_looked_up(tiny_tokenizer, tmp_path):
     ]
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_know_each_others_rows_and_stay_in_step_where_one_does_not(tmp_path):
     """Under FSDP a pass of the reference is a collective; before the third epoch one rank forgets all rows."""

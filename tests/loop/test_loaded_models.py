@@ -44,6 +44,8 @@ def kinds_of_a_run(folder, tokenizer, **settings):
     return seen, losses(trainer)
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_compiled_model_computes_in_the_precision_of_its_run(tiny_tokenizer, tmp_path):
     """Around torch.compile's wrapper the layers were called outside of autocast, and were not compiled either."""
     plain = kinds_of_a_run(tmp_path / "plain", tiny_tokenizer)

@@ -203,6 +203,7 @@ def test_auto_keeps_groups_whole_at_the_generation_batch_alone(tiny_tokenizer, t
     assert trainer.state.log_history[0]["documents"] == 16
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["sft", "dpo", "rloo", "online_dpo", "ppo", "a2po"])
 def test_auto_leaves_the_gradient_and_what_a_step_holds(kind, tiny_tokenizer, tmp_path, monkeypatch):
     def by_length(completion_ids, **_):

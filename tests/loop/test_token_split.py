@@ -149,6 +149,7 @@ def of_one(tmp_path_factory):
     return cells_of("one", folder), folder
 
 
+@pytest.mark.matrix
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", ["sp2", "sp2x2-FSDP2"])
 def test_losses_norms_and_weights_are_those_of_one_process(way, of_one, tmp_path):

@@ -163,6 +163,7 @@ def normalized_otherwise(processor):
     return processor
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", ["processor", "object", "id"])
 def test_a_teacher_that_normalizes_otherwise_sees_its_own_pixels(way, tmp_path):
     teacher, reads = teacher_of("llava")

@@ -700,6 +700,8 @@ def test_p39_a_reward_model_reads_its_own_tokens(tiny_tokenizer, tmp_path):
     assert logs(trainer, "rewards/LlamaForSequenceClassification/mean")
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_reward_rises(tiny_tokenizer, tmp_path):
     """Reward: how often token 'a' is in the completion."""
     token = tiny_tokenizer("a", add_special_tokens=False)["input_ids"][0]

@@ -414,6 +414,7 @@ def test_a_schedule_that_clips_nearly_everything_is_told(tiny_tokenizer, tmp_pat
     assert not [r for r in caplog.records if "were clipped" in r.message]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", [7, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_reward_rises(tiny_tokenizer, tmp_path, seed):
     """Reward: how often token 'a' is in the completion. A two-layer model must learn to say it."""

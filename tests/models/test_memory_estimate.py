@@ -118,6 +118,8 @@ def test_an_adapter_has_gradients_and_states_of_its_own_size_alone():
     assert found.moments["reference pass"]["activations"] > 0
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_frozen_copy_is_held_where_the_method_compares():
     settings = {"num_generations": 2, "max_completion_length": 16}
     assert estimate_memory(planned(DPOTrainer, args(DPOConfig), LLAMA)).standing["reference"] == 4 * WEIGHTS
@@ -230,6 +232,7 @@ def test_keys_and_values_are_counted_by_the_formula():
     assert found.moments["generation"]["keys and values"] == 2 * 3 * 2 * 16 * 4 * (8 * 64 + 2 * 50)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "nemotron h", "falcon h1", "zamba2", "minimax"])
 def test_recurrent_states_are_those_of_the_native_engine(name):
     model = built(name)
@@ -286,6 +289,7 @@ def test_estimates_of_a_real_model_are_within_a_fifth(case):
 # Images --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
 def test_the_tower_and_its_pixels_are_counted(name):
     from posttrain.pictures.picture import read_picture

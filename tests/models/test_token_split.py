@@ -8,6 +8,7 @@ from tests.ranks import run_ranks
 from tests.wordings import raises
 
 
+@pytest.mark.matrix
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("size", "names"),

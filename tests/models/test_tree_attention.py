@@ -501,6 +501,8 @@ def test_plain_attention_of_other_models_stays_what_each_layer_says():
         tree_attention._written_out(nn.Linear)
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_layers_may_be_compiled():
     model, rows = build_model(97), [Row([5, 6, 7], [[8, 9], [10, 11, 12]], [[1] * 2, [1] * 3])]
     truth = sequence_logps(model, rows)

@@ -221,6 +221,7 @@ def test_features_are_kept_while_the_tower_is_frozen_and_not_a_moment_longer(fam
     assert encoder.encoded > 0
 
 
+@pytest.mark.matrix
 def test_features_of_an_adapter_in_the_tower_are_not_those_without_it(family):
     """Where nothing of the tower learns, policy and reference differ by what is switched on alone."""
     name, model, _, encoder = family
@@ -368,6 +369,7 @@ def unknown(request):
     return request.param, model, processor, install_pictures(model, processor)
 
 
+@pytest.mark.matrix
 def test_rows_of_an_unknown_family_are_those_of_its_processor_and_its_own_forward(unknown):
     name, model, processor, encoder = unknown
     layout = probe_layout(model)

@@ -58,6 +58,7 @@ HEEDED = pytest.mark.skipif(
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=HEEDED)])
 @pytest.mark.parametrize(("step", "best"), [(2, False), (4, True)])
 def test_a_signal_ends_an_evaluation_after_its_batch_and_the_run_at_that_step(

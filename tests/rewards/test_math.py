@@ -132,6 +132,8 @@ def test_the_last_assistant_message_with_content_is_judged():
     assert accuracy_reward([turns, turns], ["1", "2"]) == [0.0, 1.0]
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 @needs_math
 def test_r28_an_expression_that_hangs_is_killed_and_the_rest_still_judged(monkeypatch, caplog):
     math_rewards._warned.clear()

@@ -154,6 +154,7 @@ def by_transformers(model, tokenizer, prompt, kwargs):
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ENGINES_THAT_CAN)
 @pytest.mark.parametrize("case", RULES)
 def test_rules_of_generation_kwargs_do_what_they_do_in_transformers(tiny_tokenizer, name, case):

@@ -161,6 +161,7 @@ def rollouts(model, *, compiler, monkeypatch, **options):
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [{}, {"max_slots": 4}, {"prefill_tokens": 8}])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_a_call_draws_the_same_with_and_without_a_compiler(name, options, monkeypatch):

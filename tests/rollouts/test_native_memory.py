@@ -76,6 +76,8 @@ def test_what_is_drawn_does_not_depend_on_pieces_or_slots():
     assert found[0] == found[1] == found[2] == found[3]
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_ten_thousand_requests_wait_their_turn():
     engine = NativeEngine(build_model(50, num_hidden_layers=1), pad_token_id=0, max_slots=512)
     rollouts = engine.generate([Request([5 + i % 40, 7, 9], 1) for i in range(10_000)], Sampling(2, seed=0))

@@ -45,6 +45,7 @@ def gap(model, rollouts):
     return max(float(one.max()) for one in logp_gaps(model, rollouts))
 
 
+@pytest.mark.matrix
 def test_the_probe_holds_pictures_and_finds_the_engine_exact(family, monkeypatch):
     name, model, encoder = family
     monkeypatch.setattr("posttrain.rollouts.native.engine.VERDICTS", {})  # Of other tests, for the same model.

@@ -166,6 +166,8 @@ def run_soak(model, tokenizer, seconds):
     return totals, ends
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_short_soak_accounts_for_every_call(tiny_model, tiny_tokenizer):
     totals, ends = run_soak(tiny_model, tiny_tokenizer, 4)
     assert all(totals[name] for name in ("answered", "retried", "cancelled", "refused")), totals

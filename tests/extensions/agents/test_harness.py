@@ -368,6 +368,8 @@ print("the end")
 """
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_program_ends_while_a_harness_does_not():
     # An interpreter of its own: a fork of the tests ends without waiting for threads.
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=90)

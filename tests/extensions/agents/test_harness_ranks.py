@@ -6,6 +6,8 @@ from posttrain.extensions.agents.session import read_sessions
 from tests.ranks import assert_same_step, run_ranks
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_episodes_with_forks_are_the_same_step_on_one_process_and_on_two(tmp_path):
     # A group is on both processes: the file deals it out once.

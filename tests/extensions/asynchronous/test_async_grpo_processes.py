@@ -157,6 +157,8 @@ def test_sigterm_ends_a_run_after_its_step_with_a_checkpoint_and_frees_shared_me
     assert not shared(endless)
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_workers_of_a_trainer_that_was_killed_free_its_shared_memory_and_end(endless):
     workers = psutil.Process(endless.pid).children(recursive=True)
     os.kill(endless.pid, signal.SIGKILL)

@@ -203,6 +203,8 @@ def test_workers_that_fail_again_and_again_end_the_run(tmp_path, running):
         given.check_health()
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_worker_that_gives_no_sign_of_work_is_replaced(tmp_path, running, caplog):
     given = running(pool(tmp_path, Echo(hangs_at=1)))
     take(given, 4)

@@ -76,6 +76,8 @@ def pairs(path, sizes):
     return str(path)
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_lengths_come_from_the_longest_row_of_the_data(config, tmp_path, capsys):
     file = config(dataset_name=pairs(tmp_path / "pairs.jsonl", [5, 60, 9]), per_device_train_batch_size=2)
     code, found = said(capsys, "dpo", "--config", file)
@@ -104,6 +106,8 @@ def test_what_does_not_fit_ends_with_78_and_says_what_would_help(config, capsys)
         assert change in screen
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_screen_names_components_moments_and_the_batch(config, capsys):
     file = config(max_completion_length=16, num_generations=4, per_device_train_batch_size=4, reward_funcs="x.y")
     code = main(["estimate", "grpo", "--config", file, "--prompt_tokens", "20"])
@@ -137,6 +141,8 @@ def test_options_of_the_trainer_change_the_answer(config, capsys):
     assert lora["trainable"] < full["trainable"] / 10
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_auto_is_taken_on_the_command_line_and_in_files(config, capsys):
     file = config(per_device_train_batch_size="auto", max_length=64, gradient_accumulation_steps=2)
     found = said(capsys, "sft", "--config", file)[1]
@@ -159,6 +165,7 @@ METHODS = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("trainer", sorted(TRAINING))
 def test_each_trainer_has_a_plan(trainer, tmp_path):
     from posttrain.models.memory_estimate import estimate_memory
@@ -185,6 +192,8 @@ def test_unknown_trainers_and_missing_models_are_named(capsys):
     assert "--model_name_or_path is missing" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_teacher_is_counted_where_it_is_in_memory(config, tiny_model_dir, capsys):
     def components(command, **settings):
         few = {"num_generations": 2} if command in ("sdft", "ssd") else {}
@@ -210,6 +219,8 @@ def test_a_completion_alone_leaves_the_prompt_as_it_was_assumed(config, capsys):
     assert (found["lengths"]["prompt"], found["lengths"]["completion"]) == (256, 8)
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_checkpoint_that_was_saved_packed_is_counted_packed(config, tiny_model_dir, capsys):
     file, sizes = config(use_peft=True, lora_target_modules=["q_proj"]), []
     for packed in (None, {"quant_method": "bitsandbytes", "load_in_4bit": True}):
@@ -225,6 +236,7 @@ def test_lengths_that_are_none_are_refused(given, capsys):
     assert f"'{given}' is not a positive number of tokens" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("flags", "shards"),
     [

@@ -105,6 +105,7 @@ def spied(trainer, monkeypatch=None):
 # The rows of 5.5: what the chapter corrects ------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mini_batches", [1, 2, 4])
 def test_5_5_a_r49_each_mini_batch_is_one_optimiser_step(tokenizer, tmp_path, mini_batches):
     """Trap 49: with 4 accumulated batches and 3 passes, the number of mini-batches must change the number of steps."""
@@ -278,6 +279,8 @@ def test_5_5_d_log_probs_and_values_come_from_one_pass_and_no_logits_are_kept(to
     assert heads == []  # Only ever read in chunks, at the tokens that were sampled.
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_5_5_e_two_ranks_equal_one_with_twice_the_accumulation(tmp_path):
     """Whitened rewards and advantages, both means of the loss, and every metric, are of the whole rollout batch."""
@@ -636,6 +639,7 @@ def test_a_batch_without_tokens_gives_zero_and_no_nan():
 # Learning ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("seed", "second"), [(0, False), (1, False), (2, False), (0, True)])
 def test_the_count_of_a_token_rises(tokenizer, tmp_path, seed, second):
     def count_k(completion_ids, **_):
@@ -1007,6 +1011,7 @@ def test_the_learning_rate_stands_still_during_the_steps_of_a_rollout_batch(toke
     assert rates[4:] == [pytest.approx(rates[0] / 2)] * 4
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("settings", "updates", "episodes"),
     [

@@ -536,6 +536,8 @@ def test_pictures_go_as_bytes_and_log_probs_are_those_of_a_plain_forward(picture
     assert min(gaps[1], gaps[3]) > 1e-2
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_grpo_samples_from_a_host_under_its_rows_pictures(tmp_path):
     model, processor = build("qwen2_vl")
     with torch.no_grad():

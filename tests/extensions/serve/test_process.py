@@ -101,6 +101,8 @@ def test_a_signal_while_the_model_is_loaded_ends_the_server():
         running.kill()
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_thousand_concurrent_requests_on_the_native_engine_and_none_is_lost(tmp_path, tiny_model_dir, tiny_tokenizer):
     """Each answer is compared with what the engine says in process; then weights are pushed, and it says the new ones'."""
