@@ -76,7 +76,7 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
         try:
             init(self, *args, **kwargs)
         except ValueError:
-            # A value of an older release may be the reason.
+            # The cause may be a value from an older release.
             given = dict(zip(known, args, strict=False)) | kwargs
             present = importlib.import_module("posttrain.compat.old_values").converted(type(self), given)
             if present is None:

@@ -84,7 +84,7 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 
     def __init__(self) -> None:
         self._items: dict[str, Metric] = {}
-        # Values appended to names without other metrics, so that they can be read.
+        # Values that were appended to names without other metrics. They are stored so that they can be read.
         self._appended: dict[str, list[float]] = {}
 
     def __getitem__(self, name: str) -> Series:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "<hidden>"
-# Words in names of secrets. The second group only matches at the end of a name, and not names of special tokens.
+# Words in names of secrets. The second group only matches at the end of a name, but not in names of special tokens.
 _NAMED = re.compile(
     r"(api|access|account|private|signing|encryption|ssh)_?key|passw(or)?d|_pwd$|passphrase|secret|credential|authorization|cookie"
     r"|signature"

@@ -150,7 +150,7 @@ def dry_step(
 
 def _dry_pass(run: Run, batch: Batch) -> None:
     args, model = run.args, run.model
-    # The model only gets the run's autocast when training prepares it.
+    # The run's autocast is applied to the model only when training prepares it.
     offloading = get_act_offloading_ctx_manager(model, enabled=args.activation_offloading)
     with run.accelerator.autocast(), offloading:
         settings: dict[str, Any] = {"temperature": run.method.temperature, "chunk_size": args.logits_chunk_size}

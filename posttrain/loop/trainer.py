@@ -77,7 +77,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     # class name.
     _name: ClassVar[str] = "post-training"
     _tag_names: ClassVar[list[str]] = ["posttrain"]
-    # Defaults, replaced by trainers that prepare rows or sample.
+    # Default values, which trainers that prepare rows or sample replace.
     reports: Any = MappingProxyType({})
     rewards: Any = None
     environments: Any = None
@@ -117,7 +117,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return bool(self.router_coefficient)
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Parts of the run, and settings under TRL's names, are written where they are stored.
+        # Components of the run, and settings with TRL's names, are written to the object that stores them.
         if name not in attributes.SET or not attributes.write(self, name, value):
             super().__setattr__(name, value)
 
@@ -421,13 +421,13 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.checks.report_overlong()
         step.count_tokens(self.run, batches, counts)
         self.run.watch("step", self.run, batches, counts)
-        # Methods that sample count tokens when they sample, with each prompt once per completion.
+        # Methods that sample count tokens during sampling, where each prompt counts once per completion.
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
         self._passes, self.denominators, self.progress.sums = [], counts, None
         if hooks.prepare is not None:
             micro_batches = hooks.prepare(self.run, drawn, micro_batches, "train")
-        # A step with fewer micro-batches also ends after its last one, so that no gradient remains for the next step.
+        # A step with fewer micro-batches also ends after its last micro-batch, so that no gradient remains for the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:

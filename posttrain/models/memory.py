@@ -132,7 +132,7 @@ class KeepLastActivations(TrainerCallback):
     ) -> None:
         options = recompute_options(args)
         if "selective" in options and recomputes(args):
-            # The trainer has passed the option to torch, which does not have it, so enable checkpointing again without it.
+            # The trainer has passed this option to torch, which does not have it. Enable checkpointing again without the option.
             recompute_activations(causal_lm(model), options)
         if "every_n_layers" not in options:
             keep_last_activations(model, args.kept_layers)
@@ -188,8 +188,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.offloaded_bytes += tensor.nbytes
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
         host.copy_(tensor, non_blocking=self.pin)
-        # Kernels of attention need a mask's strides, whose rows are padded to a multiple of 16. A part of a larger tensor is
-        # restored without the rest of it.
+        # Attention kernels need the mask's strides, because its rows are padded to a multiple of 16. A view of a larger tensor is
+        # restored without the rest of that tensor.
         span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         return whole.device, whole.shape, host, tensor.stride() if span < 2 * tensor.numel() else host.stride()
 
@@ -306,7 +306,7 @@ def _set(values: dict[int, int]) -> bool:
     return library is not None and {library.mallopt(name, value) for name, value in values.items()} == {1}
 
 
-# Files with the limit, the usage and the statistics of a control group, for cgroups version 2 and version 1.
+# Files with limit, usage and statistics of a control group, for cgroups version 2 and version 1.
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
