@@ -132,7 +132,7 @@ class KeepLastActivations(TrainerCallback):
     ) -> None:
         options = recompute_options(args)
         if "selective" in options and recomputes(args):
-            # The trainer has passed this option to torch, which does not have it. Enable checkpointing again without the option.
+            # The trainer has passed an option to torch that torch does not have. Enable checkpointing again without it.
             recompute_activations(causal_lm(model), options)
         if "every_n_layers" not in options:
             keep_last_activations(model, args.kept_layers)
@@ -188,7 +188,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.offloaded_bytes += tensor.nbytes
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
         host.copy_(tensor, non_blocking=self.pin)
-        # Attention kernels need the mask's strides, because its rows are padded to a multiple of 16. A view of a larger tensor is
+        # Attention kernels need the mask's strides, because rows are padded to a multiple of 16. A view of a larger tensor is
         # restored without the rest of that tensor.
         span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         return whole.device, whole.shape, host, tensor.stride() if span < 2 * tensor.numel() else host.stride()
