@@ -217,7 +217,7 @@ def _merge(a: Metric, b: Metric) -> Metric:
         return Metric(a.reduction, a.value + b.value, a.weight + b.weight)
     first, second = sorted(
         (a.value, b.value), key=lambda value: isinstance(value, int | float)
-    )  # A tensor comes first.
+    )  # A tensor comes before a number.
     if isinstance(first, int | float):
         return Metric(a.reduction, min(first, second) if a.reduction == "min" else max(first, second))
     return Metric(a.reduction, first.clamp_max(second) if a.reduction == "min" else first.clamp_min(second))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from posttrain.cli.commands import TRAINING
 from posttrain.errors import ConfigError, check_choice
 
-WRITTEN = {"PLANNED": "8"}  # Values of defaults that are named constants.
+WRITTEN = {"PLANNED": "8"}  # Values of named constants that are used as defaults.
 MOST, RUN, TRANSFORMERS = "most used", "every run", "every run, from transformers.TrainingArguments"
 SENTENCE = re.compile(r"(?<!e\.g)(?<!i\.e)\. ")  # End of a sentence.
 ROOT = Path(__file__).parents[1]

@@ -64,7 +64,7 @@ def _from_file(file: Path, name: str, option: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.path.remove(str(file.resolve().parent))
-        if sys.modules.get(file.stem) is module:  # It is only partially initialized.
+        if sys.modules.get(file.stem) is module:  # The module is only partially initialized.
             del sys.modules[file.stem]
         raise ConfigError(
             f"{option}: {str(file)!r} raised an error during import: {error!r} ({raised_at(error)})"
@@ -256,10 +256,10 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     resume = resume_from(config)
     trainer = make_trainer(name, script_args, config, model_args, mixture)
     use_rich_progress(trainer)
-    transformers.utils.logging.disable_progress_bar()  # It would show one bar per written checkpoint.
+    transformers.utils.logging.disable_progress_bar()  # There would be one bar per written checkpoint.
     try:
         trainer.train(resume_from_checkpoint=resume)
-    except SystemExit as stop:  # Otherwise this program would end as if training had finished.
+    except SystemExit as stop:  # Without this, the program would end as if training had finished.
         raise PosttrainError(
             f"sys.exit({stop.code!r}) at {raised_at(stop)} ended the run at step {trainer.state.global_step}. Fix: raise an "
             "error that describes the problem, or return."

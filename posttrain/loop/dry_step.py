@@ -134,7 +134,7 @@ def dry_step(
     with _untouched(run), attention_renamed(run.model, lambda name: name):
         reset_peak(device)
         try:
-            for _ in range(2):  # The second one has gradients to add to.
+            for _ in range(2):  # The second pass adds to existing gradients.
                 begin = time.perf_counter()
                 _dry_pass(run, batch)
                 seconds = time.perf_counter() - begin

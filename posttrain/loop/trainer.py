@@ -121,7 +121,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         if name not in attributes.SET or not attributes.write(self, name, value):
             super().__setattr__(name, value)
 
-    if not TYPE_CHECKING:  # Without it, type checkers report missing attributes.
+    if not TYPE_CHECKING:  # Hidden from type checkers, so that they report missing attributes.
         __getattr__ = attributes.read
 
     def __init__(
@@ -517,7 +517,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.state.epoch = self.checkpoints.place.epoch(self.state.epoch)
         run = self.run
-        if self._passes:  # Not again at the end of an epoch.
+        if self._passes:  # Skipped at the end of an epoch, where the step has already ended.
             self._passes = []
             run.progress.own, metrics = self.method.end_step(run.now(), run.progress.sums)
             run.log(metrics)
@@ -697,7 +697,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self.checkpoints.place.restores_random():  # Only once, before rollouts.
-            self._evaluate_resumed()  # It may draw random numbers.
+            self._evaluate_resumed()  # Evaluation may use random numbers.
             super()._load_rng_state(checkpoint)
 
     def _evaluate_resumed(self) -> None:
@@ -785,7 +785,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         place = {"world": self.accelerator.num_processes, "rank": self.accelerator.process_index}
         shard = EvalShard(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
         loader = evaluation_loader(dataset, self.args, shard, partial(self._collated, self.data_collator), sampler_fn)
-        if dataloader_key is not None and self.args.dataloader_persistent_workers:  # Where the parent looks for it.
+        if dataloader_key is not None and self.args.dataloader_persistent_workers:  # The parent class reads this attribute.
             vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
 

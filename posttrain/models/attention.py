@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROW_TOKENS = 2048  # Of a packed row with segments on a CPU, and at least of a pass on a GPU.
+ROW_TOKENS = 2048  # Tokens of a packed row with segments on a CPU; minimum tokens of a pass on a GPU.
 # PASS_WORK is tokens of a pass on a GPU times parameters of the model: 30k tokens for 0.5B, 10k for 1.5B, 2k for 7B.
 PASS_WORK, MOST_GPU_TOKENS = 15 * 10**12, 32768
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Backends that accept an arbitrary mask.

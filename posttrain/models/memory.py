@@ -235,7 +235,7 @@ def get_act_offloading_ctx_manager(model: nn.Module, *, enabled: bool = True, **
 
 # Parameter numbers of `mallopt` in glibc's malloc.h. STANDARD holds glibc's defaults.
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4
-KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 * 2**20}  # -1 is never, by mallopt(3).
+KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 * 2**20}  # -1 disables trimming, see mallopt(3).
 STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
 
 

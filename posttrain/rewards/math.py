@@ -27,7 +27,7 @@ WRAPPERS = [
     (re.compile(r"^\\\[(.*)\\\]$", re.S), r"\1"),
     (re.compile(r"^\*\*(.*)\*\*$", re.S), r"\1"),
     (re.compile(r'^"(.*)"$', re.S), r"\1"),
-    (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # A choice: (B) becomes B.
+    (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # Multiple choice: (B) becomes B.
 ]
 BRACE = re.compile(r"[{}]")
 # Maximum number of iterations in `bare`. Without a limit, an answer with thousands of nested wrappers would take minutes.
