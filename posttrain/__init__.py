@@ -25,7 +25,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 # the system, and with pages of 4 kB this took up to a fifth of a step on a virtual machine.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-# Public names by module. Type checkers read the same file.
+# Public names by module. Type checkers also read this file.
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _PUBLIC = {
     alias.name: str(node.module) for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names

@@ -76,7 +76,7 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
         try:
             init(self, *args, **kwargs)
         except ValueError:
-            # A value of an older release may be the reason.
+            # The cause may be a value from an older release.
             given = dict(zip(known, args, strict=False)) | kwargs
             present = importlib.import_module("posttrain.compat.old_values").converted(type(self), given)
             if present is None:
@@ -185,7 +185,7 @@ def _is_a(value: object, kind: Any) -> bool:
     if get_origin(kind) in (Union, UnionType):
         return any(_is_a(value, part) for part in parts)
     if get_origin(kind) in (list, tuple, set):
-        return not isinstance(value, int | float)  # A string may stand for a list of one.
+        return not isinstance(value, int | float)  # A string is accepted as a list with one item.
     if kind is bool:
         return isinstance(value, int) and value in (0, 1)
     if isinstance(value, bool) or (kind is float and isinstance(value, float) and not math.isfinite(value)):

@@ -84,7 +84,7 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 
     def __init__(self) -> None:
         self._items: dict[str, Metric] = {}
-        # Values appended to names without other metrics, so that they can be read.
+        # Values that were appended to names without other metrics. They are stored so that they can be read.
         self._appended: dict[str, list[float]] = {}
 
     def __getitem__(self, name: str) -> Series:
@@ -217,7 +217,7 @@ def _merge(a: Metric, b: Metric) -> Metric:
         return Metric(a.reduction, a.value + b.value, a.weight + b.weight)
     first, second = sorted(
         (a.value, b.value), key=lambda value: isinstance(value, int | float)
-    )  # A tensor comes first.
+    )  # A tensor comes before a number.
     if isinstance(first, int | float):
         return Metric(a.reduction, min(first, second) if a.reduction == "min" else max(first, second))
     return Metric(a.reduction, first.clamp_max(second) if a.reduction == "min" else first.clamp_min(second))

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "<hidden>"
-# Words in names of secrets. The second group only matches at the end of a name, and not names of special tokens.
+# Words in names of secrets. The second group only matches at the end of a name, but not in names of special tokens.
 _NAMED = re.compile(
     r"(api|access|account|private|signing|encryption|ssh)_?key|passw(or)?d|_pwd$|passphrase|secret|credential|authorization|cookie"
     r"|signature"
 )
-_QUERY = ("key", "sig")  # Names of secrets in the query of a URL alone.
+_QUERY = ("key", "sig")  # Names of secrets that are only recognized in the query of a URL.
 _TOKEN = re.compile(r"(^|_)(token|auth)$")
 _OF_TOKENIZERS = re.compile(
     r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|video|audio|vision|stop|start|end|special|placeholder|per|of|next|first|last)_token$"
@@ -107,7 +107,7 @@ def _hidden_pair(found: re.Match[str]) -> str:
     return f"{found['before']}{quote}{HIDDEN}{quote}"
 
 
-JOINER = "\u200d"  # Holds the parts of an emoji together; written as its code it would split them.
+JOINER = "\u200d"  # Joins the parts of an emoji; replacing it by its code would split the emoji.
 
 
 def visible(text: str) -> str:

@@ -36,9 +36,9 @@ CHECKPOINTS_AT_ONCE = 2
 # Maximum number of names in an error.
 NAMES_LISTED = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
-# Free bytes that every machine has, and the share of memory below which the rough bound is sufficient and nothing is traced.
+# Bytes that are free on every machine; share of memory below which the rough upper bound is sufficient and no pass is traced.
 ROOM_ANYWHERE, SHARE_UNTRACED = 2**30, 0.25
-# Tokens of a forward pass in the rough bound.
+# Tokens of a forward pass in the rough upper bound.
 MOST_TOKENS = 16_384
 
 
@@ -398,7 +398,7 @@ def verdict() -> list[str]:
 
 # The model on its device ---------------------------------------------------------------------------------------------
 
-# Typical size of a weight: the standard deviation that transformers uses for initialization.
+# Typical absolute value of a weight: the standard deviation that transformers uses for initialization.
 TYPICAL_WEIGHT = 0.02
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
 # Row length above which a dense T x T mask is too expensive.

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # Share of the memory that a run may use. Estimates are accurate within 20 %, and allocators waste some memory.
 PLANNED_SHARE = 0.9
-# Shares of the total memory. A peak above the first leaves too little for longer rows; below the second, half is unused.
+# Shares of the total memory. A peak above FULL_SHARE leaves too little for longer rows. Below IDLE_SHARE, half is unused.
 FULL_SHARE, IDLE_SHARE = 0.94, 0.5
 # If more than this share of the device's memory is reserved but contains no tensor, memory is fragmented.
 FRAGMENTED = 0.15

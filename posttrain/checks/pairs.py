@@ -358,7 +358,7 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
     )
 
 
-# Two careful annotators agree on the better answer in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs
+# Two careful annotators select the same answer as better in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs
 # (arXiv:2203.02155, section 3.4). A judge that agrees less often with the labels uses other criteria than annotators.
 AGREES, INVERTED = 0.55, 0.45
 
@@ -378,7 +378,7 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
         return None
     agree = sum((good > bad) + (good == bad) / 2 for good, bad in scores.values())
     share = agree / len(scores)
-    # Two standard errors of a random judge.
+    # Two standard errors of the agreement of a random judge.
     noise = 2 * math.sqrt(0.25 / len(scores))
     why = "it agrees with the labels."
     if share < min(INVERTED, 0.5 - noise):

@@ -572,7 +572,7 @@ class Preflight:
         checks = load()
         rows = []
         for code in sorted({*self.results, *self.silenced}):
-            check, result = checks.get(code), self.results.get(code, Result())  # A user's own code has no entry.
+            check, result = checks.get(code), self.results.get(code, Result())  # User-defined codes have no entry.
             row: dict[str, Any] = {
                 "code": code,
                 "name": check and check.name,

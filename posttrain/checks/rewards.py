@@ -138,7 +138,7 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
 
 
 SPREAD_RATIO = 20.0  # Ratio of two standard deviations.
-# Arguments that every reward function can have, in addition to the dataset's columns.
+# Arguments that every reward function may have, in addition to the dataset's columns.
 SUPPLIED = frozenset([*ROWS, "prompt_ids", *TRAINERS_ARGUMENTS])
 
 
@@ -224,8 +224,8 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
 UNSCORED_SHARE, UNSCORED_BATCHES = 0.5, 5
 # Numbers of generations after which the variance share of each function is logged.
 GENERATIONS_REPORTED = (1, 10, 100)
-# A group whose standard deviation is below this fraction of the standard deviation of all rewards counts as narrow. There is a
-# message if more than this share of the groups is narrow.
+# A group whose standard deviation is below NARROW_SPREAD times that of all rewards is narrow. A message is logged
+# if more than NARROW_SHARE of the groups are narrow.
 NARROW_SPREAD, NARROW_SHARE = 1e-3, 0.2
 # Minimum number of groups for this message, and number of latest groups over which the share is computed.
 GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64

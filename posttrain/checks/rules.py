@@ -25,7 +25,7 @@ LENGTH_GROWTH = 1.5  # Growth of the mean length while the reward changes by les
 MASKED_SHARE, MASKED_MOST = 0.2, 0.9  # Share of tokens with weight 0, for a warning and for the advice to stop the run.
 REWARD_SHARE = 0.3  # Share of the step time that a reward function takes.
 DRIFT_STEPS = 50  # Window in optimizer steps.
-# Policy mismatch in nats per token: minimum for a finding about growth, minimum growth, and maximum without growth.
+# Policy mismatch in nats per token: minimum for a finding about growth, minimum growth factor, maximum without growth.
 DRIFT, DRIFT_GROWTH, DRIFT_ALONE = 0.1, 1.5, 0.5
 UNPAIRED = 0.5  # Share of bytes of the answers that are not aligned.
 DISCARDED = 0.3  # Share of discarded rollouts.

@@ -29,7 +29,7 @@ GAPS = {"float32": (0.02, 0.5), "float16": (0.05, 0.5), "bfloat16": (0.15, 1.0)}
 GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
 
 
-# The same maxima as multiples of the measured rounding noise. The larger of the two limits applies. In a mixture of experts,
+# The same limits as multiples of the measured rounding noise. The larger of the two limits applies. In a mixture of experts,
 # rounding can send a token to another expert. Measured in bfloat16 on tiny models of six families: the noise is 0.03 to 0.16
 # nats, and after complete pushes the difference is up to 1.3 times (mean) and 14 times (99th percentile) the noise.
 NOISY = (2.0, 20.0)

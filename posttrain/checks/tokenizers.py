@@ -416,7 +416,7 @@ def check_special_tokens(
             "it. Training here is not affected, because masks are positional."
         )
         fix = "set tokenizer.pad_token, or the option pad_token (--pad_token), to a token with no other use."
-        # Many models are published like this, so it is not a problem of this run.
+        # Many published models have this property, so it is not a problem of this run.
         findings.append(Finding("PT-K101", "info", what, "generation_config", why, fix))
     if pad is None:
         why = "programs that load this model cannot batch texts of different lengths."

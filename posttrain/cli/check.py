@@ -29,7 +29,7 @@ from posttrain.values import visible
 
 REFUSED = PreflightError.exit_code
 EXAMPLES = 1000
-FEW_TOKENS = 8  # Length of completions in a step that is tried.
+FEW_TOKENS = 8  # Length of completions in the trial step.
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
@@ -324,7 +324,7 @@ class Checkup:
         launch, size = self.subject.launch, parallel_sizes(self.subject.config)["sp_size"]
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if launch:
-            train.with_multi_gpu(launch)  # For what it refuses.
+            train.with_multi_gpu(launch)  # Raises an error for refused options.
             world, zero_stage = train.launched(launch)
             if zero_stage:
                 refuse_auto_batch_size(self.subject.config)
@@ -408,7 +408,7 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
         for option in ("max_completion_length", "response_length", "max_new_tokens"):
             if vars(args).get(option):
                 vars(args)[option] = min(vars(args)[option], FEW_TOKENS)
-    elif not resume:  # The place of a checkpoint in the rows depends on the number of rows per step.
+    elif not resume:  # A checkpoint's position in the dataset depends on the number of rows per step.
         args.gradient_accumulation_steps = 1
     trainer.train(resume_from_checkpoint=resume)
     if evaluates:

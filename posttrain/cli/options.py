@@ -18,7 +18,7 @@ from typing import NamedTuple
 from posttrain.cli.commands import TRAINING
 from posttrain.errors import ConfigError, check_choice
 
-WRITTEN = {"PLANNED": "8"}  # Values of defaults that are named constants.
+WRITTEN = {"PLANNED": "8"}  # Values of named constants that are used as defaults.
 MOST, RUN, TRANSFORMERS = "most used", "every run", "every run, from transformers.TrainingArguments"
 SENTENCE = re.compile(r"(?<!e\.g)(?<!i\.e)\. ")  # End of a sentence.
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ MOST_USED = (
     "resume_from_checkpoint", "max_hours", "preflight", "warmup_steps", "lr_scheduler_type", "bf16", "gradient_checkpointing",
     "seed",
 )  # fmt: skip
-# Sentences for frequently used options of transformers.TrainingArguments, shorter than its own.
+# Descriptions of frequently used options of transformers.TrainingArguments, shorter than transformers' own.
 COMMON = {
     "output_dir": "Folder of the run: checkpoints, metrics, the model.",
     "max_steps": "Number of optimizer steps. Overrides num_train_epochs.",
@@ -116,7 +116,7 @@ def _unread(node: ast.ClassDef) -> set[str]:
 def _declared(node: ast.ClassDef) -> dict[str, Option]:
     """Return the fields that a class itself declares."""
     options = {}
-    # Distillation presets set defaults, some with descriptions, in a decorator.
+    # Distillation presets set defaults in a decorator, some of them with descriptions.
     keywords = [
         k
         for call in node.decorator_list

@@ -76,7 +76,7 @@ class PosttrainArgumentParser(HfArgumentParser):
                 # transformers' parser would accept only numbers.
                 action.type = _number_or_word
             if action.choices and action.dest in checked:
-                # The config itself refuses other values, and names what replaces them.
+                # The config itself refuses all other values with an error that names a replacement.
                 action.metavar = "{" + ",".join(map(str, action.choices)) + "}"
                 action.choices = None
             if hint in (bool, bool | None) and f"--no_{action.dest}" not in self._option_string_actions:
@@ -111,7 +111,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         others = {key: value for key, value in config.items() if key not in self.fields}
         if others and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"{path}: unknown key{'s' if len(others) > 1 else ''} {self._suggest(others)}.")
-        # Values that no token can express: None and the empty list.
+        # Values that no command-line token can express: None and the empty list.
         unsaid = {key: value for key, value in known.items() if value is None or value == []}
         self.set_defaults(**unsaid)
         given = [to_tokens(key, value) for key, value in known.items() if key not in unsaid]

@@ -41,7 +41,7 @@ def keep_stderr() -> None:
     if folder is None or isinstance(sys.stderr, _Both):
         return
     path = Path(folder, f"{os.environ.get('RANK', '0')}.stderr")
-    path.with_suffix(".code").unlink(missing_ok=True)  # Left by this rank before the launcher restarted it.
+    path.with_suffix(".code").unlink(missing_ok=True)  # This rank wrote the file before the launcher restarted it.
     file = path.open("a", buffering=1, encoding="utf-8", errors="replace")
     faulthandler.enable(file)
     sys.stderr = _Both(sys.stderr, file)  # type: ignore[assignment]
@@ -125,7 +125,7 @@ def first_failure(folder: Path, code: int) -> Failure | None:
 
 def _tail(path: Path) -> str:
     text = path.read_bytes().decode("utf-8", "replace") if path.is_file() else ""
-    lines = [line.rpartition("\r")[2] for line in text.split("\n")]  # Only the last state of a progress bar.
+    lines = [line.rpartition("\r")[2] for line in text.split("\n")]  # Keep only the last state of a progress bar.
     return "\n".join([line for line in lines if line.strip()][-LINES:])
 
 

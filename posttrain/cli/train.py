@@ -64,7 +64,7 @@ def _from_file(file: Path, name: str, option: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.path.remove(str(file.resolve().parent))
-        if sys.modules.get(file.stem) is module:  # It is only partially initialized.
+        if sys.modules.get(file.stem) is module:  # The module is only partially initialized.
             del sys.modules[file.stem]
         raise ConfigError(
             f"{option}: {str(file)!r} raised an error during import: {error!r} ({raised_at(error)})"
@@ -241,7 +241,7 @@ def run(name: str, argv: list[str]) -> int:
     for shown in LOGGERS_SHOWN:
         logging.getLogger(shown).setLevel(logging.INFO)
     for library in ("transformers", "huggingface_hub", "datasets", "accelerate"):
-        # Their own handlers would write each line twice, and into a progress bar.
+        # Their own handlers would write each line a second time and overwrite progress bars.
         logging.getLogger(library).handlers, logging.getLogger(library).propagate = [], True
     return INTERRUPTED if train(name, *parsed) else 0
 
@@ -256,16 +256,16 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     resume = resume_from(config)
     trainer = make_trainer(name, script_args, config, model_args, mixture)
     use_rich_progress(trainer)
-    transformers.utils.logging.disable_progress_bar()  # It would show one bar per written checkpoint.
+    transformers.utils.logging.disable_progress_bar()  # There would be one bar per written checkpoint.
     try:
         trainer.train(resume_from_checkpoint=resume)
-    except SystemExit as stop:  # Otherwise this program would end as if training had finished.
+    except SystemExit as stop:  # Without this, the program would end as if training had finished.
         raise PosttrainError(
             f"sys.exit({stop.code!r}) at {raised_at(stop)} ended the run at step {trainer.state.global_step}. Fix: raise an "
             "error that describes the problem, or return."
         ) from stop
     except Exception as error:
-        # Only for errors during training; errors of the checkpoint itself already contain a fix.
+        # Add the fix only to errors during training, because errors of the checkpoint itself already contain a fix.
         if (
             not isinstance(error, CheckpointError)
             and (last := last_complete_checkpoint(config.output_dir))
@@ -418,7 +418,7 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
             raise ConfigError(
                 f"unknown argument {flag!r}{did_you_mean(bare, fields)}: not a field of {name} or an option of accelerate launch."
             )
-    # A word that the launch parser takes for the script to start is an unknown argument.
+    # If the launch parser interprets a word as the script to start, the word is an unknown argument.
     vars(parser)["error"] = _refuse_launch_flag
     parsed, _ = parser.parse_known_args([*rest, ""])
     if parsed.training_script_args:
@@ -445,7 +445,7 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
     again = {}
     if any(token.startswith(("--max_restarts", "--max-restarts")) for token in launch):
-        # Restarted processes must not connect to addresses that their predecessors left in a store.
+        # Restarted processes must not connect to addresses of the killed processes that are still in a store.
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
     launch = with_multi_gpu(launch)

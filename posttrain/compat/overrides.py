@@ -29,7 +29,7 @@ def _rows(methods: dict[str, str]) -> dict[str, str]:
     return {name: hook for hook, names in methods.items() for name in names.split()}
 
 
-# For each trainer class: hooks of its base classes that it does not call, and what to use instead.
+# For each trainer class: hooks of its base classes that it does not call, and their replacements.
 OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": PARTS}
 TAKEN = "taken(batch), which gets what the workers wrote, or objective(outputs, batch)"
 WORKERS = "reward_funcs, tools and rollout_func, which the workers call, or objective(outputs, batch)"

@@ -55,7 +55,7 @@ class PaddedInputs(dict):
         self.made = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "batch" not in vars(self):  # Reached while an object is copied.
+        if name.startswith("__") or "batch" not in vars(self):  # This happens while an object is copied.
             raise AttributeError(name)
         return getattr(self.batch, name)
 
@@ -335,7 +335,7 @@ class BeforeUser(Trainer):
     def _passes_of_mean(self) -> float:
         """Divisor of the loss: 1 if it is already scaled for the whole step, otherwise the number of micro-batches."""
         passes = max(self.denominators.passes / self.denominators.world_size, 1.0)
-        if user_override(type(self), "loss_is_scaled_for_ga"):  # This is the flag of transformers.
+        if user_override(type(self), "loss_is_scaled_for_ga"):  # A flag of transformers.
             return 1.0 if self.loss_is_scaled_for_ga else passes
         owner = user_override(type(self), "compute_loss")
         if owner is None or not (self.method.traits.takes_loss_func or isinstance(self, OnlineTrainer)):
@@ -422,7 +422,7 @@ class BehindUser(Trainer):
         return loss.detach(), outputs.logits, inputs.get("labels", inputs.get("completion_mask"))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # They are already on the device.
+        return inputs  # A Batch is already on the device.
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from typing import Any
 from posttrain.compat import trl_names
 from posttrain.errors import did_you_mean
 
-# All modules of TRL 1.16 with public names, modules on the release page of 1.18, and older modules that scripts still
+# Modules of TRL 1.16 with public names, modules on the release page of 1.18, and older modules that scripts still
 # import. A trainer ``X`` under ``trainer`` stands for the modules ``X_trainer`` and ``X_config``. Under
 # ``experimental`` it also stands for the module ``X``.
 _PATHS = """
@@ -73,7 +73,7 @@ MOVED = {
     "posttrain.report.inspect": "posttrain.extensions.page.inspect",
 }
 
-# Names that have different meanings in two modules of TRL.
+# Names that stand for different objects in two modules of TRL.
 BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "DataCollatorForReward"}
 
 
@@ -119,7 +119,7 @@ def missing_of_statement(module: str) -> list[str]:
 
     frame: Any = sys._getframe()
     while frame is not None and not (
-        # Python's own function, which looks up each name of the statement.
+        # Python's import function, which looks up each name of the import statement.
         frame.f_code.co_name == "_handle_fromlist" and frame.f_locals["module"].__name__ == module
     ):
         frame = frame.f_back

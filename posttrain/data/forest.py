@@ -466,7 +466,7 @@ def to_rows(batch: Batch) -> list[Row]:
     If a prompt was repeated in several trees, there is one row per repetition.
     """
     numbers: dict[int, list[int]] = {}
-    # Pairs of completions are identified by their order. Trees store completions without tokens last, so the order is restored.
+    # Pairs of completions are identified by their order. Trees store empty completions last, so the order must be restored.
     for index in sorted(range(batch.num_sequences), key=batch.origin.__getitem__):
         numbers.setdefault(batch.leaves[index].row, []).append(index)
     return _rows(batch, list(numbers.values()))

@@ -452,7 +452,7 @@ def shows_pictures(dataset: AnyDataset) -> bool:
     names = [name for name, kind in kinds.items() if "'type'" in kind or "Json" in kind]
     if not names:
         return False
-    # A key for images means that some block of the column contains an image, so every row is checked.
+    # If there is a key for images, some block of the column contains an image, so every row is checked.
     keyed = any(kind in kinds[name] for name in names for kind in PICTURE_BLOCKS)
     step = 1 if keyed else max(1, len(dataset) // LOOK)
     return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))

@@ -107,7 +107,7 @@ def grow(members: Sequence[Member], *, most: int, joined: int, comfortable: int 
     """
     trees: list[Tree] = []
     beginnings: dict[tuple[int, ...], list[Tree]] = {}
-    # Short prompts come first, so that a prompt which contains another row's completion finds this completion in a tree.
+    # Short prompts come first. If a prompt contains another row's completion, this completion is then already in a tree.
     for row in sorted(_by_row(members), key=lambda row: len(row[0].row.prompt_ids)):
         first = row[0].row
         begins = tuple(first.prompt_ids[:SHARED_LEAST])
@@ -145,7 +145,7 @@ def _cheap_split(row: list[Member], comfortable: int) -> int:
         return size
     repeats = int(REPEATED_MOST * size / max(prompt, 1))
     parts = min(repeats + 1, max(sum(answers) // comfortable, 1), len(row))
-    # Answers are not split, so the largest tree may exceed the average by about half an answer.
+    # Answers are not split, so the largest tree may exceed the average size by about half an answer.
     return size if parts == 1 else prompt + -(-sum(answers) // parts) + max(answers) // 2
 
 

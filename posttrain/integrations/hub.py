@@ -14,7 +14,7 @@ from posttrain.errors import DataError, ModelError, did_you_mean
 logger = logging.getLogger(__name__)
 
 # Files of an output_dir that contain rows of the data, prompts, completions, the command line or names of this machine. The
-# trailing star includes their drafts.
+# trailing star also matches unfinished files.
 RUN_RECORD = (
     "*.jsonl*", "*.parquet*", "*.html*", "data.json*", "data_report.json*", "manifest.json*", "preflight.json*", "record-*",
     "rollout_failure.json*", "rollout_workers/*",
@@ -29,7 +29,7 @@ MODEL_FILES = (
     "model.safetensors.index.json",
     "adapter_*",
 )
-# Offline variables of the hub, and of the library that loads the name.
+# Environment variables for offline mode: of the hub, and of the library that loads the name.
 SWITCHES = {
     "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
     "tokenizer": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),

@@ -36,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        if os.name == "posix":  # Like servers, because a recently closed connection would block the port.
+        if os.name == "posix":  # A recently closed connection would otherwise block the port.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
     except OSError:

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
-# Address space of a worker process in bytes: 10**10**10 must fail there instead of exhausting the machine's memory.
+# Address space of a worker process in bytes: 10**10**10 must fail in the worker before it exhausts the machine's memory.
 MEMORY = 4 * 2**30
 
 

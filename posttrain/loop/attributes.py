@@ -30,7 +30,7 @@ SETTABLE = frozenset({
     "repetition_penalty", "reward_clip_range", "scale_rewards", "simpo_gamma", "temperature", "top_k", "top_p", "tpo_alpha",
     "tpo_l_gamma", "undesirable_weight", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
 })  # fmt: skip
-# These are read once, when the trainer is created.
+# These attributes are read only once, when the trainer is created.
 FIXED = frozenset({
     "completion_only_loss", "generation_config", "generation_kwargs", "importance_sampling_level", "ld_alpha",
     "log_completions", "loss_type", "max_length", "num_generations", "num_generations_eval", "num_iterations",

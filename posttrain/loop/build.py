@@ -622,7 +622,7 @@ def measured(dataset: AnyDataset, args: PostTrainingConfig) -> Any:
     return with_lengths(dataset, args.length_column_name)
 
 
-# Lower than any value that methods gather.
+# Padding value. It is lower than any value that methods gather.
 PADDING = -1e9
 
 

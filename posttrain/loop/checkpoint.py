@@ -184,7 +184,7 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
             f"the checkpoint {str(path)!r} is incomplete: {broken}. {_offer(path.parent, path)} If the file was "
             f"changed on purpose, remove {MARKER} there."
         )
-    # Files may be missing on purpose, such as the optimizer state to save space. Whatever needs them raises an error.
+    # Files may be missing on purpose, such as the optimizer state to save space. Code that needs such a file raises an error.
     if broken:
         logger.warning("%s: %s since it was written.", path, broken)
     if marker(path) is None:
@@ -798,7 +798,7 @@ def without_signals() -> Iterator[None]:
         _give_back(before)
     if told:
         handler = before[told[0]]
-        # If there is a handler it is called directly. A raised signal would be counted a second time.
+        # Call a Python handler directly, because raising the signal again would count it a second time.
         handler(told[0], None) if callable(handler) else signal.raise_signal(told[0])
 
 
@@ -880,7 +880,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
             self._terminals = [number for number in (1, 2) if os.isatty(number)]
             receiver, self._sender = socket.socketpair()
             self._sender.setblocking(False)
-            # Python writes to it when a signal arrives, whatever the main thread is doing.
+            # Python writes to this socket when a signal arrives, even if the main thread is blocked.
             self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._end_on_second, args=(receiver,), daemon=True).start()
 

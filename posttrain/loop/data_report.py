@@ -71,9 +71,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Number of rows on which the chat template is checked, and number of sequences that are shown.
+# Number of rows with which the chat template is checked, and number of sequences that are shown.
 TEMPLATE_ROWS, SEQUENCES_DESCRIBED = 32, 3
-# Number of examples that are tokenized; for a stream, its first ones.
+# Number of examples that are tokenized. For a stream, these are the first examples.
 EXAMPLES_TOKENISED, EXAMPLES_OF_STREAM = 64, 32
 CHAT = ("messages", "prompt", "chosen", "conversations")
 

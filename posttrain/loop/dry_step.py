@@ -134,7 +134,7 @@ def dry_step(
     with _untouched(run), attention_renamed(run.model, lambda name: name):
         reset_peak(device)
         try:
-            for _ in range(2):  # The second one has gradients to add to.
+            for _ in range(2):  # The second pass adds to existing gradients.
                 begin = time.perf_counter()
                 _dry_pass(run, batch)
                 seconds = time.perf_counter() - begin
@@ -150,7 +150,7 @@ def dry_step(
 
 def _dry_pass(run: Run, batch: Batch) -> None:
     args, model = run.args, run.model
-    # The model only gets the run's autocast when training prepares it.
+    # The run's autocast is applied to the model only when training prepares it.
     offloading = get_act_offloading_ctx_manager(model, enabled=args.activation_offloading)
     with run.accelerator.autocast(), offloading:
         settings: dict[str, Any] = {"temperature": run.method.temperature, "chunk_size": args.logits_chunk_size}

@@ -194,7 +194,7 @@ class _Evaluation:
         for _ in range(parallel.equal_passes(len(batches), self.accelerator) - len(batches)):
             self._idle(self.context.spare_batch())
         seen.predictions, seen.labels = [p for p, _ in pairs], [label for _, label in pairs]
-        # Each row has the loss of its batch, as in transformers.
+        # Each row gets the loss of its batch, as in transformers.
         average = sum(seen.losses) / max(len(seen.losses), 1)
         seen.losses = [average] * len(pairs)
         inputs = []
@@ -312,7 +312,7 @@ def evaluation_loader(
         "persistent_workers": args.dataloader_persistent_workers,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
         "prefetch_factor": args.dataloader_prefetch_factor,
-        # Every pass draws a seed. Without its own generator it would change the random numbers of training.
+        # Every pass samples a seed. Without a separate generator, this would change the random numbers of training.
         "generator": torch.Generator(),
     }
     if isinstance(dataset, IterableDataset):

@@ -18,7 +18,7 @@ from posttrain.types import Batch
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of halvings per step. A pass that does not fit in an eighth will not fit in a sixteenth.
+# Maximum number of times that a pass is halved per step. If an eighth of a pass does not fit, a sixteenth will not either.
 MOST_HALVINGS = 3
 
 

@@ -129,7 +129,7 @@ class Vision:
     ) -> None:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
         if not takes and isinstance(args, PictureConfig):
-            # A vision tower is also frozen or trained in runs whose rows are text.
+            # The setting for the vision tower (frozen or trained) also applies if all rows are text.
             unread = [option for option in fields(PictureConfig) if option.name != "freeze_vision"]
             check_rules(
                 args, [(option.name, getattr(args, option.name) == option.default, NO_IMAGES) for option in unread]
@@ -163,7 +163,7 @@ class Vision:
         if self.processor is not None:
             self.tokenizer = self.processor.tokenizer
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
-        # A text run uses only the tokenizer, but it saves the image settings of its checkpoint again.
+        # A run on text uses only the tokenizer, but it also saves the image settings of the original checkpoint.
         alone = self.processor is None and bool(model_id)
         self._counted: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
@@ -303,7 +303,7 @@ class Vision:
                 blocks, pictures = conversation_of(row)
                 self.reader.refuse_controls(blocks)
                 read = [self.reader.fitted(read_picture(value, "column 'images'")) for value in pictures]
-                # Reward functions are tried on the first rows.
+                # Reward functions are called on the first rows before training, so their images are loaded.
                 for picture in read if index < ROWS_TRIED else ():
                     picture.load()
             except DataError as error:

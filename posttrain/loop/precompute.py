@@ -177,7 +177,7 @@ def _compute(
     accelerator, args = run.accelerator, run.args
     size = args.precompute_ref_batch_size or args.per_device_train_batch_size
     mine = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))
-    # Equal on all ranks, because a pass may be a collective operation.
+    # All ranks need the same number of steps, because a pass may be a collective operation.
     steps = -(-len(dataset) // (size * accelerator.num_processes))
     sums: list[tuple[int, list[float]]] = []
     for step in range(steps):
@@ -324,7 +324,7 @@ class ReferenceSums(transformers.TrainerCallback):
         model = reference.policy if reference.copy is None else reference.copy
         about = {"adapter": reference.adapter, "precision": self.run.accelerator.mixed_precision}
         key = fingerprint(weights=hash_frozen(model), options=self.run.method.reference_key(), **about)
-        # Another reference may have the same weights but a different forward pass.
+        # A different reference object may have the same weights but a different forward pass.
         if key != self._key or self._reference not in (None, reference):
             self.sums, self._new = {}, []
         self._key, self._reference = key, reference

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
 # Number of prompt tokens that an error quotes.
 TOKENS_QUOTED = 40
-# Number of prompts that are tokenized before anything is generated.
+# Number of prompts that are tokenized before generation begins.
 PROMPTS_TRIED = 256
 # Number of logged characters from the beginning of the first prompt, and from the end of a longer prompt.
 CHARACTERS_SHOWN, CHARACTERS_AT_END = 400, 60

@@ -154,7 +154,7 @@ def completion_rows(
             row["image_digests"] = [picture.digest for picture in pictures]
             row["image_sizes"] = [list(picture.size) for picture in pictures]
         rows.append(row | {name: column[i] for name, column in batch.shown().items()})
-    # Single tokens are only stored for one group per rollout batch, to keep the table small.
+    # Tokens and their log-probs are stored for only one group per rollout batch, to keep the table small.
     first = batch.groups()[0] if table.start == 0 and len(rows) > 0 else []
     for i in first:
         rollout = batch.rollouts[i]
@@ -239,7 +239,7 @@ def score_rollouts(
         prompt_suffixes=prompt_suffixes(tokenizer, batch.rollouts),
         environments=batch.environments,
     )
-    # The text of a failed episode is not scored. The episode has no reward, or the reward set in the config.
+    # The text of a failed episode is not scored. The episode has no reward, or the failure reward from the config.
     failed = torch.tensor([error is not None for error in batch.extra.get("harness_error", ())])  # (n,)
     if not failed.any():
         return table

@@ -77,7 +77,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     # class name.
     _name: ClassVar[str] = "post-training"
     _tag_names: ClassVar[list[str]] = ["posttrain"]
-    # Defaults, replaced by trainers that prepare rows or sample.
+    # Default values, which trainers that prepare rows or sample replace.
     reports: Any = MappingProxyType({})
     rewards: Any = None
     environments: Any = None
@@ -117,11 +117,11 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return bool(self.router_coefficient)
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Parts of the run, and settings under TRL's names, are written where they are stored.
+        # Components of the run, and settings with TRL's names, are written to the object that stores them.
         if name not in attributes.SET or not attributes.write(self, name, value):
             super().__setattr__(name, value)
 
-    if not TYPE_CHECKING:  # Without it, type checkers report missing attributes.
+    if not TYPE_CHECKING:  # Hidden from type checkers, so that they report missing attributes.
         __getattr__ = attributes.read
 
     def __init__(
@@ -421,13 +421,13 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.checks.report_overlong()
         step.count_tokens(self.run, batches, counts)
         self.run.watch("step", self.run, batches, counts)
-        # Methods that sample count tokens when they sample, with each prompt once per completion.
+        # Methods that sample count tokens during sampling, where each prompt counts once per completion.
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
         self._passes, self.denominators, self.progress.sums = [], counts, None
         if hooks.prepare is not None:
             micro_batches = hooks.prepare(self.run, drawn, micro_batches, "train")
-        # A step with fewer micro-batches also ends after its last one, so that no gradient remains for the next step.
+        # A step with fewer micro-batches also ends after its last micro-batch, so that no gradient remains for the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
@@ -517,7 +517,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.state.epoch = self.checkpoints.place.epoch(self.state.epoch)
         run = self.run
-        if self._passes:  # Not again at the end of an epoch.
+        if self._passes:  # Skipped at the end of an epoch, where the step has already ended.
             self._passes = []
             run.progress.own, metrics = self.method.end_step(run.now(), run.progress.sums)
             run.log(metrics)
@@ -697,7 +697,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self.checkpoints.place.restores_random():  # Only once, before rollouts.
-            self._evaluate_resumed()  # It may draw random numbers.
+            self._evaluate_resumed()  # Evaluation may use random numbers.
             super()._load_rng_state(checkpoint)
 
     def _evaluate_resumed(self) -> None:
@@ -785,7 +785,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         place = {"world": self.accelerator.num_processes, "rank": self.accelerator.process_index}
         shard = EvalShard(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
         loader = evaluation_loader(dataset, self.args, shard, partial(self._collated, self.data_collator), sampler_fn)
-        if dataloader_key is not None and self.args.dataloader_persistent_workers:  # Where the parent looks for it.
+        if dataloader_key is not None and self.args.dataloader_persistent_workers:  # The parent class reads this.
             vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
 

@@ -410,7 +410,7 @@ LOSS_TYPES: dict[str, LossType] = {
     "dapo": LossType("clipped", "token"),
     "cispo": LossType("cispo", "token"),
     "sapo": LossType("sapo", "sequence_token"),
-    # Each sequence's term times its length, averaged over sequences. This is the sum over its tokens, which have equal terms.
+    # Average over sequences of term x length. All tokens of a sequence have the same term, so this is a sum over tokens.
     "luspo": LossType("clipped", "constant", "sequence"),
     "vespo": LossType("vespo", "token", "token"),
     # One ratio per completion. All its tokens have the same term, so the mean over the tokens is this term.

@@ -85,7 +85,7 @@ def _nucleus_from(logits: Tensor, top_p: float) -> Tensor:
         ordered = logits[rows].topk(size, dim=-1).values
         share = (ordered - log_z[rows]).exp()
         mass = share.cumsum(-1)
-        # A token belongs to the nucleus if the mass before it is below top_p; the first token always belongs.
+        # A token is in the nucleus if the total probability of the tokens before it is below top_p. The first token always is.
         inside = ((mass - share) < top_p).sum(-1, keepdim=True).clamp_min(1)
         floor[rows] = ordered.gather(1, inside - 1)
         rows = rows[mass[:, -1] < top_p]

@@ -140,7 +140,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "selects the largest size that needs at most 90 % of the free memory. It then sets gradient_accumulation_steps so "
         "that the effective batch size is the same as with a micro-batch of 8 rows.",
     )
-    # Older versions of transformers have the default False, which does not differ from a False that the user sets.
+    # In older versions of transformers the default is False, which cannot be distinguished from a False set by the user.
     gradient_checkpointing: bool | None = option(
         None,
         "Recompute activations in the backward pass, which saves memory and costs time. None means True, unless "
@@ -302,7 +302,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
             # Liger's fused loss would replace the forward that computes logits in chunks. Use only Liger's layers.
             without = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             self.liger_kernel_config = {**(self.liger_kernel_config or {}), **without}
-        # Log a non-finite loss as it is. transformers would replace it by an average of finite ones.
+        # Log a non-finite loss unchanged. transformers would replace it with an average of finite losses.
         self.logging_nan_inf_filter = False
         self._made = True
 
@@ -420,7 +420,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
             self.use_cpu = True  # transformers allows bf16 on a CPU only with use_cpu=True.
 
 
-# Learning-rate schedules that need arguments, or refuse some learning rates.
+# Learning-rate schedules that need arguments or do not support all learning rates.
 DEMANDING = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "polynomial", "warmup_stable_decay")
 # Parameters of schedules that the trainer sets.
 OF_TRAINER = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")

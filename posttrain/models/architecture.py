@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Names of tree attention in transformers' registry. Calls without a `Forest` use the backend on the right.
+# Names of tree attention in transformers' registry, and the backend that calls without a `Forest` use.
 OWN_NAMES = {"posttrain_sdpa": "sdpa", "posttrain_eager": "eager"}
 
 

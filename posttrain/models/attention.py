@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROW_TOKENS = 2048  # Of a packed row with segments on a CPU, and at least of a pass on a GPU.
-# Tokens of a pass on a GPU times parameters of the model, and the maximum of tokens: 30k for 0.5B, 10k for 1.5B, 2k for 7B.
+ROW_TOKENS = 2048  # Tokens of a packed row with segments on a CPU; minimum tokens of a pass on a GPU.
+# PASS_WORK is tokens of a pass on a GPU times parameters of the model: 30k tokens for 0.5B, 10k for 1.5B, 2k for 7B.
 PASS_WORK, MOST_GPU_TOKENS = 15 * 10**12, 32768
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Backends that accept an arbitrary mask.
 
 
-# Fields that models read in every pass, so that a probe can reduce them. Llama 4's ``floor_scale`` is in columns.
+# Fields that models read in every pass, so a probe can set smaller values. Llama 4's ``floor_scale`` counts columns.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # Dropout on attention probabilities.
@@ -164,7 +164,7 @@ def layout_for(
     if family.whole:
         return padded_layout(model)
     if family.cross:
-        # Each tree is a separate pass, see `Family.cross`.
+        # Each tree needs a separate pass, see `Family.cross`.
         return replace(layout, row_tokens=1, pass_tokens=0, joins_rows=False)
     # If a prompt has bidirectional attention, each of its tokens depends on the end of the prompt.
     return replace(layout, joins_rows=family.block != "prompt")

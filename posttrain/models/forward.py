@@ -277,7 +277,7 @@ def _token_head(asked: Pass, virtual: int) -> TokenHead:
         chunk_size=asked.chunk_size,
         expected_grad=None if batch.expected_grad is None else batch.expected_grad[rows, columns],
         needs=asked.needs,
-        # Virtual tokens are routed too, and the model's own loss term counts them.
+        # Routers also process virtual tokens, and the model's own load-balancing loss counts them.
         balance_over=nn.functional.pad(batch.real.long(), (virtual, 0), value=1) if "aux" in asked.needs else None,
     )
 

@@ -489,7 +489,7 @@ def _balance(
             "loss cannot be computed. Fix: set router_aux_loss_coef=0, or update transformers."
         )
     top_k = experts_per_token(text) or 2
-    if not router_logits:  # All layers are dense.
+    if not router_logits:  # The model has only dense layers.
         return torch.zeros((), device=real.device)
     kept = real.flatten().bool()
     layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 # Bytes of float32 logits. On 2 cores with a vocabulary of 49k, 64 MiB is no faster than 24; 16 MiB and less are slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
-# Minimum positions of a chunk. At 152k, 24 MiB are 41 positions, which take 1.4 times the time of 128.
-# REPACKED is the minimum number of elements of a weight for oneDNN's products: each new number of rows costs 1 to 2 ms once.
+# Minimum positions of a chunk. With a vocabulary of 152k, 24 MiB are 41 positions, which take 1.4 times as long as 128.
+# REPACKED: minimum elements of a weight for oneDNN's products, which need 1 to 2 ms of setup for each new number of rows.
 LEAST_POSITIONS, REPACKED = 128, 2**20
-# Whether this build of torch has oneDNN's products of linear layers (x86).
+# Whether this build of torch has oneDNN's matrix products for linear layers (x86).
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 NUMBERS = ("entropy", "mean_logit", "collision")
 # Maximum deviation from the expected gradient, as a fraction of the largest gradient of a log-prob.

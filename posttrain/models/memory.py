@@ -132,7 +132,7 @@ class KeepLastActivations(TrainerCallback):
     ) -> None:
         options = recompute_options(args)
         if "selective" in options and recomputes(args):
-            # The trainer has passed the option to torch, which does not have it, so enable checkpointing again without it.
+            # The trainer has passed an option to torch that torch does not have. Enable checkpointing again without it.
             recompute_activations(causal_lm(model), options)
         if "every_n_layers" not in options:
             keep_last_activations(model, args.kept_layers)
@@ -188,8 +188,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.offloaded_bytes += tensor.nbytes
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
         host.copy_(tensor, non_blocking=self.pin)
-        # Kernels of attention need a mask's strides, whose rows are padded to a multiple of 16. A part of a larger tensor is
-        # restored without the rest of it.
+        # Attention kernels need the mask's strides, because rows are padded to a multiple of 16. A view of a larger tensor is
+        # restored without the rest of that tensor.
         span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         return whole.device, whole.shape, host, tensor.stride() if span < 2 * tensor.numel() else host.stride()
 
@@ -235,7 +235,7 @@ def get_act_offloading_ctx_manager(model: nn.Module, *, enabled: bool = True, **
 
 # Parameter numbers of `mallopt` in glibc's malloc.h. STANDARD holds glibc's defaults.
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4
-KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 * 2**20}  # -1 is never, by mallopt(3).
+KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 * 2**20}  # -1 disables trimming, see mallopt(3).
 STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
 
 
@@ -306,7 +306,7 @@ def _set(values: dict[int, int]) -> bool:
     return library is not None and {library.mallopt(name, value) for name, value in values.items()} == {1}
 
 
-# Files with the limit, the usage and the statistics of a control group, for cgroups version 2 and version 1.
+# Files with limit, usage and statistics of a control group, for cgroups version 2 and version 1.
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (

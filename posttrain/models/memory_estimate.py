@@ -36,7 +36,7 @@ from posttrain.types import Batch
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
-# Memory of the driver and of libraries in one process: about the value that nvidia-smi shows for an idle process.
+# Memory of driver and libraries in one process, which is about the value that nvidia-smi shows for an idle process.
 CUDA_CONTEXT = 600 * 2**20
 # Overhead of the allocator. glibc puts small blocks into the space of a freed large block, so the next large block needs new
 # memory. The measured overhead was up to three times the largest tensor (benchmarks/estimate.py). CUDA_WASTE is a guess.

@@ -63,7 +63,7 @@ ROUNDING = 8 * torch.finfo(torch.float32).eps  # Fraction of the largest value. 
 TF32_EPS = 2.0**-10  # TF32 has a mantissa of 10 bits.
 
 
-# Number of repetitions with different rounding errors, and the maximum share of values that may differ only by rounding.
+# Number of repetitions with different rounding errors; maximum share of values whose difference may be due to rounding.
 ROUNDED, FEW = 16, 0.25
 
 
@@ -284,7 +284,7 @@ def prove_pictures(model: nn.Module) -> None:
             reader.family = replace(reader.family, **choice)
             try:
                 fault = _picture_fault(model, reader)
-            # Any exception means that the choice fails, e.g. because the forward method does not accept features.
+            # Any exception means that this variant is not supported, e.g. because the forward method does not accept features.
             except Exception as error:
                 fault = f"{type(error).__name__}: {error}"
             if not fault:
@@ -339,7 +339,7 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
     told, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
     padded = _fast(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
     gap, reach = (float((one - told).abs().max()) for one in (padded, other))
-    # Images must change log-probs by more than the two computations differ. Otherwise the comparison does not test images.
+    # The effect of images on log-probs must exceed the difference of the two computations, or the comparison is meaningless.
     if not (fault := disagreement(padded, told, share)) and reach <= max(10 * gap, share * REACH):
         return f"PT-G005: other images change log-probs by {reach:.2g}, and rows differ from sequences by {gap:.2g}"
     return fault
@@ -395,7 +395,7 @@ def _forest_fault(model: Module, layout: Layout) -> str:
     for prompt, context in () if always else probe_cases(model):
         rows = _probe_rows(vocabulary, prompt)
         wide = replace(layout, row_tokens=512 + prompt, pass_tokens=0, max_tree_tokens=4 * LONGEST)
-        # Long prompts run without gradients: their graph would store all logits, and the functions are the same.
+        # Long prompts run without gradients, because their graph would store all logits. The functions are the same.
         with context, torch.set_grad_enabled(prompt == SHORT):
             values, truth = _fast(model, rows, wide), _truth(model, rows)
             if disagreement(values.detach(), truth.detach(), share):

@@ -239,7 +239,7 @@ class _AtOwner(torch.autograd.Function):
         torch.distributed.all_reduce(flat, group=split.group)
         pieces = flat.split([x.numel() for x in tensors])
         outputs = tuple(y.view_as(x).to(x.dtype) for x, y in zip(tensors, pieces, strict=True))
-        # Copy the views, because views of one storage cannot be modified in place while autograd needs another view.
+        # Copy the views. A view cannot be modified in place while autograd needs another view of the same storage.
         outputs = tuple(x.clone() for x in outputs)
         ctx.mark_non_differentiable(*(x for x, learns in zip(outputs, ctx.learns, strict=True) if not learns))
         return outputs

@@ -453,7 +453,7 @@ def tree_attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     elif not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
-    # Kernels need equal head sizes, but keys are longer than values in latent attention (DeepSeek).
+    # Kernels need equal head sizes of keys and values, but in latent attention (DeepSeek) keys are longer.
     size = v.shape[-1]
     most = max(size, q.shape[-1])
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
@@ -537,7 +537,7 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
 
             ratio = query.shape[1] // key.shape[1] if masked else None
             return forest.split.attention(whole, query, key, value, sinks, ratio), None
-        # If there is also a mask, tree attention does not support the layer, see `attention_inputs`.
+        # If the call also has a mask, tree attention does not support the layer, see `attention_inputs`.
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
         window, chunk = rest.get("sliding_window"), None

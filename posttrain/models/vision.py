@@ -62,7 +62,7 @@ class PictureEncoder:
         self.given: dict[Picture, dict[str, Tensor]] = {}
         self.encoded = self.reused = 0
         self.seconds = 0.0
-        # For each level of features: True if the model's forward method needs a list of images, False if it needs one tensor.
+        # For each level of features: whether the model's forward method needs a list of images (True) or one tensor (False).
         self._listed: list[bool] = []
         self._kept: OrderedDict[Any, list[Tensor]] = OrderedDict()
         self._size = 0
@@ -100,7 +100,7 @@ class PictureEncoder:
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
         if missing:
             began = time.perf_counter()
-            # A frozen tower has no graph even if its inputs require gradients, as on other processes.
+            # Even if its inputs require gradients, a frozen tower has no graph, as on other processes.
             with torch.set_grad_enabled(trains):
                 encoded = self._encode(model, missing, counts)
             for picture, features in zip(missing, encoded, strict=True):

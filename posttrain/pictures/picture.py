@@ -79,7 +79,7 @@ class Picture:
                 source = file.read()
         image = open_source(source)
         turned = image.getexif().get(ORIENTATION, 1) != 1
-        # Only a rotated image is copied.
+        # The image is copied only if it is rotated.
         return require("PIL.ImageOps", "reading images").exif_transpose(image) if turned else image
 
     def encoded(self) -> Picture:

@@ -73,13 +73,13 @@ FAMILIES = {
     "InternVLProcessor": Family(("internvl",)),
     "MllamaProcessor": Family(("mllama",), tiled=True, cross=True),
 }
-# Tokens for images and their markers. A user who types one would change what the model sees.
+# Tokens for images and their markers. If a user typed such a token, it would change the model's input.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
 GRID, PARTS, PARTS_ASKED = "image_grid_thw", "text_replacement_offsets", "return_text_replacement_offsets"
 # Keys of a processor's output that belong to text or to a loss.
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", PARTS, "cross_attention_mask"}
 TEXT_KEYS |= {"num_crops", "num_patches", "num_tiles", "rows", "cols"}
-# Size that is split into tiles if the processor uses tiles. Consists of whole patches if nothing is resized.
+# Image size that is split into tiles if the processor uses tiles. Without resizing, it consists of whole patches.
 LARGE = (1568, 1120)
 REMEMBERED = 4096  # Number of sizes whose expansion is cached.
 
@@ -493,12 +493,12 @@ class PictureProcessor:
         images = [shaded(size).load() for size in (LARGE, (112, 56), (56, 112))]
         try:
             first, *_ = apart = [self._read([[image]]) for image in images]
-            # In one row and in separate rows, because some processors return the number of images per row.
+            # Read the images in one row and in separate rows, because some processors return the number of images per row.
             together = [self._read([images]), self._read([[image] for image in images])]
             if [len(row) for row in together[0][PARTS]] != [len(images)]:
                 raise ValueError("it does not write one string per image")
             ids, token = first["input_ids"][0].tolist(), int(self.processor.image_token_ids[0])
-            # It may replace one string by others, with rows and ends of an image between them.
+            # The processor may replace an image's string with other tokens, including marks for rows and the end of the image.
             token = token if token in ids else Counter(ids).most_common(1)[0][0]
             types = next((name for name in (KINDS, "token_type_ids") if name in first and first[name].any()), None)
             grid = GRID in first and hasattr(self.processor.image_processor, "merge_size")
@@ -589,7 +589,7 @@ def image_only(kind: type) -> type:
         return base.validate_init_kwargs(processor_config, [parameter.name for parameter in kept[1:]])
 
     vars(build)["__signature__"] = inspect.Signature(kept)
-    # A worker process finds the class through the original one.
+    # Worker processes find this class through the original class.
     methods = {"__init__": build, "validate_init_kwargs": staticmethod(accepted)}
     methods["__reduce__"] = lambda self: (_image_only_again, (kind,), vars(self))
     return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__doc__": kind.__doc__})

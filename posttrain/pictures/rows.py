@@ -120,7 +120,7 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
     except DataError:
         if options.fit != "drop":
             raise
-        # The row is dropped, so any text will do.
+        # The row will be dropped, so its text does not matter.
         read = fitted = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
     if not _held(fitted) and not reason and reader.family.block == "prompt":
         raise DataError(
@@ -155,7 +155,7 @@ def _encoded(
     prompt, *answers = parts if several else ([], *parts)
     silent = {*reader.controls.values(), reader.token_id}
     if options.spoken:
-        # After the prompt, every second piece is an assistant message.
+        # After the prompt, every second segment is an assistant message.
         turns = [(token, int(not at % 2 and token not in silent)) for at, ids in enumerate(answers) for token in ids]
         return prompt, [([token for token, _ in turns], [said for _, said in turns])]
     answers = [one_eos(ids, reader.tokenizer) if plain else ids for ids in answers]
@@ -181,7 +181,7 @@ def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptio
         if _least(prompt, answers, reader) <= limit:
             return shown
         counts = [reader.expansion(picture).count for picture in _held(shown)]
-        # Number of tokens per image that the text leaves. The text around an image may depend on its size, so a few
+        # Number of tokens that the text leaves per image. The text around an image may depend on the image's size, so a few
         # attempts may be needed.
         room = (limit - _length(prompt, answers) + sum(counts)) // len(counts)
         most = max(min(room, max(counts) - 1), 1) if not most else int(0.9 * most)
@@ -361,7 +361,7 @@ def _placed(row: Row, pictures: list[Picture], reader: PictureProcessor) -> Row:
     if not row.prompt_ids:
         (ids,), (mask,) = row.completions, row.loss_masks
         first = mask.index(1) if 1 in mask else 0
-        # Line breaks between rows of tiles have a loss, but a prompt must end before or after an image, and not inside
+        # Line breaks between rows of tiles are trained, but a prompt must end before or after an image, and not inside
         # it.
         ends = {0, *accumulate(reader.expansion(picture).count for picture in pictures)}
         first = first if ids[:first].count(reader.token_id) in ends else 0

@@ -160,7 +160,7 @@ class EvalPrompts:
         return parallel.all_gather_objects(texts, accelerator)
 
     def _batch(self, indices: list[int]) -> list[str]:
-        # Each batch has its own seed, which is the same at every step, so that only the model differs between steps.
+        # Each batch has its own seed, which is the same at every step, so differences between steps come only from the model.
         sampling = replace(self.sampling, seed=(self.sampling.seed or 0) + indices[0])
         assert self._engine is not None
         rollouts = self._engine.generate([Request(self.ids[i]) for i in indices], sampling)

@@ -113,7 +113,7 @@ class FolderLock:
         with whole_file(self.path) as part:
             part.write_text(json.dumps(owner | {"launcher": _launcher()}), encoding="utf-8")
         if self.held:
-            self._lock.release()  # filelock counts how often it was acquired, but once is enough.
+            self._lock.release()  # filelock counts acquisitions, but one is enough.
         self.held = True
 
     def assert_held(self) -> None:

@@ -115,7 +115,7 @@ def resume_command() -> str:
     return f"{command}  # Fill in {', '.join(hidden)}: secrets are hidden here." if hidden else command
 
 
-# Metrics that show whether a run learned. Higher values are better, except for losses.
+# Metrics that measure the success of a run. Higher values are better, except for losses.
 JUDGED = (
     "reward", "eval_reward", "accuracy", "eval_accuracy", "rewards/accuracies", "eval_rewards/accuracies", "loss", "eval_loss",
 )  # fmt: skip

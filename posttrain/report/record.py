@@ -133,7 +133,7 @@ class RunRecord:
         self._pending: dict[str, list[dict[str, Any]]] = {prefix: [] for prefix in PREFIXES}
         self._unmerged = False
         self._warned = False
-        # Remember the files of an earlier run now, because an evaluation before training may append lines of this run.
+        # List the files of an earlier run now, because an evaluation before training may append lines of this run to them.
         self._remember_old()
 
     def _remember_old(self) -> None:

@@ -113,7 +113,7 @@ class JudgeReward:
     [0.0, 1.0]
     """
 
-    # Same as the decorator `parallel`: the judge waits for a server, so other reward functions can run meanwhile.
+    # Same as the decorator `parallel`: while the judge waits for its server, other reward functions can run.
     runs_in_thread = True
 
     def __init__(self, judge: BaseJudge, *, group_size: int = 2, halves: bool = False) -> None:

@@ -27,10 +27,10 @@ WRAPPERS = [
     (re.compile(r"^\\\[(.*)\\\]$", re.S), r"\1"),
     (re.compile(r"^\*\*(.*)\*\*$", re.S), r"\1"),
     (re.compile(r'^"(.*)"$', re.S), r"\1"),
-    (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # A choice: (B) becomes B.
+    (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # Multiple choice: (B) becomes B.
 ]
 BRACE = re.compile(r"[{}]")
-# Maximum number of passes in `bare`. Without a limit, an answer with thousands of nested wrappers would take minutes.
+# Maximum number of iterations in `bare`. Without a limit, an answer with thousands of nested wrappers would take minutes.
 LAYERS = 8
 LISTED = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*")  # Separators between the boxes of a list of answers.
 

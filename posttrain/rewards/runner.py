@@ -29,7 +29,7 @@ from posttrain.rewards.call import (
 
 logger = logging.getLogger(__name__)
 
-# Two rewards whose correlation is below this value are reported, because they mostly cancel each other.
+# Two rewards are reported if their correlation is below this value, because they then mostly cancel each other.
 OPPOSED_CORRELATION = -0.5
 # Number of rows of the first batch that are scored a second time, to find functions that are not deterministic.
 ROWS_SCORED_TWICE = 4
@@ -441,7 +441,7 @@ class RewardRunner:
             RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few values.
         """
         rows = [row for row in examples if row.get("prompt")] or examples
-        # Use two rows to detect functions that return one number for the whole batch.
+        # Two rows are needed to detect functions that return one number for the whole batch.
         rows = (rows * 2)[:2]
         texts = ["0", "The answer is 1."]
         self(

@@ -237,7 +237,7 @@ class ScriptedEngine(RolloutEngine):
     """
 
     name = "scripted"
-    # Log-probs are placeholders, so they are not compared with the trainer's.
+    # These log-probs are placeholders, so they are not compared with the trainer's.
     capabilities = Capabilities(in_process=True, shares_weights=True, has_logprobs=False)
 
     def __init__(

@@ -194,7 +194,7 @@ class PagedEngine(RolloutEngine):
         tokens, said = list(result.generated_tokens), list(result.logprobs)
         ended = bool(tokens) and tokens[-1] in sampling.stop_token_ids
         cut = sampling.temperature > 0 and bool(sampling.truncation)
-        # It returns log-probs of the truncated distribution, which differ from the trainer's.
+        # transformers returns log-probs of the truncated distribution, which differ from the trainer's.
         return Rollout(
             prompt, tokens, [] if cut else said, "stop" if ended else "length", self.version,
             processed_logp=said if cut else None,

@@ -144,7 +144,7 @@ class SharedFolder:
     def __init__(self) -> None:
         remove_orphans()
         lock = None
-        while lock is None:  # Another process may remove it as an orphan before it is locked.
+        while lock is None:  # Before the file is locked, another process may remove it as an orphan.
             self.path = Path(tempfile.mkdtemp(prefix=f"posttrain-{os.getpid()}-", dir=shared_root()))
             lock = hold(self.path)
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())

@@ -146,7 +146,7 @@ def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int
             yield prefix + name, _itself(parameter), _identities([parameter])
         else:
             yield prefix + name, _merged(layer, tuner, base, name), _identities([parameter, *adapters])
-    yield from _below(base, prefix)  # The base layer of a ParamWrapper is any module: a router, a whole mixer.
+    yield from _below(base, prefix)  # The base layer of a ParamWrapper can be any module, such as a router or a mixer.
 
 
 def _tuner_of(layer: Any, name: str) -> Any:
@@ -204,7 +204,7 @@ def check_mergeable(model: nn.Module) -> None:
     if not adapters_of(model):
         return
     for _ in merged_weights(model):
-        break  # Errors that need no merge are raised before the first weight.
+        break  # Errors that can be detected without merging are raised before the first weight.
     kinds = set()
     for layer in causal_lm(model).modules():
         if not isinstance(layer, BaseTunerLayer):

@@ -187,12 +187,12 @@ class DistillationTrainer(OnlineTrainer):
             raise ConfigError(
                 "formatting_func is not supported. Fix: use dataset.map to create the columns prompt and completion."
             )
-        # Additional data that the teacher needs for each completion, by mode and by the completion's number. The values
+        # Additional data that the teacher needs for each completion, by mode and index of the completion. The values
         # are JSON.
         self.kept: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
         self.score_files: dict[str, ScoreFile] = {}
         self.columns: int | None = None
-        # Tokens with the largest divergence, as pairs of the completion's number and a text.
+        # Tokens with the largest divergence, as pairs of a completion's index and a text.
         self._worst: list[tuple[float, str]] = []
         self._row_of: dict[float, dict[str, Any]] = {}
         self.teacher_vision: Any = None  # The teacher's image inputs, if it does not use the student's token ids.
@@ -494,7 +494,7 @@ class DistillationTrainer(OnlineTrainer):
         columns = get_dataset_column_names(dataset) if hasattr(dataset, "column_names") else []
         if "prompt_ids" in columns:
             return dataset
-        # The column score_row is from another run. A dataset that this class prepared also has prompt_ids.
+        # The column score_row comes from another run, because datasets that this class prepares also have prompt_ids.
         if "completion_ids" in columns:
             dataset = dataset.remove_columns(["completion_ids"])
         answered = args.eval_mode != "student" and "completion" in columns

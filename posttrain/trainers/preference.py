@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Trainer methods whose overrides may need the reference's log-prob of each token, or may change it.
+# Trainer methods whose overrides may read or change the reference model's per-token log-probs.
 SEE_REFERENCE = (*PADDED_STEPS, "objective", "comparison", "with_reference")
 SUMS = {"sums", "reference_logp"}  # The same for the classes in `posttrain.methods`.
 
@@ -50,7 +50,7 @@ SUMS = {"sums", "reference_logp"}  # The same for the classes in `posttrain.meth
 def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_config: Any = None) -> None:
     """Validate constructor arguments before anything is loaded."""
     if quantization_config and not isinstance(model, str):
-        # The reference would be loaded from the model's name with a quantization that the policy does not have.
+        # The reference would be loaded by the model's name, with a quantization that the policy does not have.
         raise ConfigError(
             f"quantization_config cannot be applied to a {type(model).__name__} that is already loaded. Quantize it "
             "when you load it, or pass the model as a string."

@@ -27,7 +27,7 @@ from posttrain.types import Request, Rollout, Sampling
 
 # Parameters of OpenAI's API that are accepted, but have no effect.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Sampling settings of the run, by their names in requests.
+# Sampling settings of the run, by name in requests.
 OF_THE_RUN: dict[str, str] = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 OFF = {"presence_penalty": 0, "frequency_penalty": 0}
 MOST_CHOICES = 128
@@ -189,7 +189,7 @@ class Policy:
             except ModelError:
                 # There is no parser for tool calls of this template, so calls with tools are rejected.
                 self.calls_tools = False
-        # All calls share one instance, so that a hidden special token gets the same placeholder in every call.
+        # All calls share one instance, so that an escaped special token gets the same placeholder in every call.
         self.plain = PlainText(self.tokenizer) if hasattr(self.tokenizer, "all_special_tokens") else None
 
     @property

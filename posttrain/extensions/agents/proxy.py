@@ -380,7 +380,7 @@ class CaptureProxy:
             return None
         before.retries += 1
         if unread:
-            # The next retry with an equal body belongs to another call.
+            # The next retry with an equal body belongs to a different call.
             before.state = "waiting"
         return before
 
@@ -536,7 +536,7 @@ def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True)
     def work() -> None:
         while not ended.is_set():
             proxy.queue.wait(0.1)
-            # The waiting calls get the error. Later calls may succeed.
+            # All waiting calls get the error. Later calls may succeed.
             with contextlib.suppress(Exception):
                 proxy.queue.answer(sample, per_request=per_request)
 

@@ -17,7 +17,7 @@ from posttrain.methods.distillation.objective import Distillation
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
-# Options of the policy loss, of rewards and of dataset answers. This method uses none of them.
+# Options of the policy loss, of rewards and of dataset answers, which this method does not use.
 OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
     name: (default, "The loss is the divergence from a teacher on single-turn completions of the student.")
     for name, default in {

@@ -126,7 +126,7 @@ class AsyncGRPOTrainer(AsyncTrainer):
             raise ConfigError(
                 "rollout_func runs in the trainer, but workers sample the rollouts here. Pass rollout_worker instead."
             )
-        # Images of tools and environments come after the prompt, but samples support images in the prompt only.
+        # Images of tools and environments come after the prompt, but samples support only images in the prompt.
         self._prompt_images = not (tools or environment_factory)
         self.sends(sent, rollout_worker, weight_transfer, processing_class)
         super().__init__(

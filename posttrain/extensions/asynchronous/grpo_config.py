@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_URL = "http://localhost:8000"
 
-# Fields of synchronous training that are not supported, with the only allowed value.
+# Fields of synchronous training that are not supported, and the only value that each may have.
 MEANINGLESS = {
     "num_iterations": 1,
     "dynamic_sampling": 0,
@@ -181,7 +181,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             self.rollout_engine, self.worker_engine = "auto", "server"
         self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
         self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
-        # One timeout as in TRL 1.18, with the separate names of TRL 1.16.
+        # Like TRL 1.18, use one timeout for all requests. The separate names of TRL 1.16 override it.
         self._one_value(("request_timeout", "vllm_request_timeout"), max(600, self.vllm_server_timeout))
         names = ("weight_sync_timeout", "sync_timeout_s", "vllm_sync_timeout")
         self._one_value(names, max(1800, self.vllm_server_timeout))

@@ -149,7 +149,7 @@ class GroupGenerator:
         driver.use_tokenizer(tokenizer)
         # Whether groups may need several engine calls.
         self.episodic = driver.calls_tools or driver.pool is not None or driver.harness is not None
-        # Called regularly while a harness runs, to report progress. It raises an error to stop the episodes.
+        # Called regularly while a harness runs, to report progress. To stop the episodes, it raises an error.
         self.alive: Callable[[bool], bool] = bool
 
     def prompt(self, task: GroupTask) -> tuple[list[int], Sampling]:

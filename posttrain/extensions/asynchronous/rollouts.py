@@ -58,11 +58,11 @@ logger = logging.getLogger(__name__)
 BIG_MODEL = 50_000_000
 # If the context length is unknown, this multiple of the completion limit is reserved for the tokens of a rollout.
 LONGEST_PROMPT = 2
-# Seconds that the queue may be empty before the workers' health is checked.
+# Seconds for which the queue may be empty before the workers' health is checked.
 LOOK_S = 5.0
 # Number of versions whose log-probs are kept for the comparison with workers.
 PROBES_KEPT = 8
-# The run stops after this many consecutive rollouts that exceed the maximum number of tokens in a row.
+# Number of consecutive rollouts longer than a row of the batch after which the run stops.
 TOO_LONG_IN_A_ROW = 100
 
 
@@ -666,7 +666,7 @@ class AsyncRollouts:
 
     def _watch_rewards(self, watch: RewardWatch, first: list[RolloutSample], table: RewardTable) -> None:
         """Stop the run if rewards have no variance, as in synchronous training."""
-        # A user's worker may send only the advantage and no rewards.
+        # A custom worker may send only advantages, without rewards.
         known = [i for i, s in enumerate(first) if any(f"rewards/{name}" in s.metrics for name in table.names)]
         table = replace(table, values=table.values[known])
         self.sync.run.log(unscorable(table.values))

@@ -335,7 +335,7 @@ class GOLDTrainer(DistillationTrainer):
         stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
         groups_made = 0
         for example, rollout in zip(rollouts.examples, rollouts.rollouts, strict=True):
-            # Text after the stop token depends on the chat template, so it may differ from the teacher's.
+            # The text after the stop token depends on the chat template, so the teacher's text may differ.
             written = takewhile(lambda token: token not in stops, rollout.token_ids)
             spelled = [self._mine.get(token, b"") for token in written]
             text = b"".join(spelled)

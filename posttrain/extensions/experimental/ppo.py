@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 
 
 TABLE_TEMPERATURE = 0.01  # Sampling temperature of sample tables.
-# If the mean KL is below KL_LOW for KL_UPDATES rollout batches, this is more than the noise of the k1 estimate.
+# A mean KL below KL_LOW for KL_UPDATES rollout batches cannot be explained by the noise of the k1 estimate.
 KL_LOW, KL_UPDATES = -1.0, 5
 
 
@@ -199,7 +199,7 @@ class PPOTrainer(OnlineTrainer):
     args: PPOConfig
     prompt_source: TokenPrompts
     reference: Reference
-    # Optimizer step of the last sample table.
+    # Optimizer step at which the last table of samples was logged.
     _table_of = -1
 
     def __init__(
@@ -409,7 +409,7 @@ class PPOTrainer(OnlineTrainer):
                 model, batch.to(self.args.device), needs, temperature=self.method.temperature, chunk_size=chunk
             )
             for name in needs if counts else ():
-                # Copy to the host once, not once per response.
+                # Copy all values to the host at once instead of once per response.
                 pieces = split_by_sequence(getattr(outputs, name).cpu(), batch.to("cpu"))
                 for origin, piece in zip(batch.origin, pieces, strict=True):
                     result[name][places[origin]] = piece.tolist()

@@ -356,7 +356,7 @@ def pieces_of(ids: list[int], trained: list[bool], tokenizer: Tokenizer, roles: 
     characters are complete.
     """
     size = len(tokenizer)
-    whole = [token in roles or not 0 <= token < size for token in ids]  # Tokens that are a separate piece.
+    whole = [token in roles or not 0 <= token < size for token in ids]  # Whether a token is shown separately.
     before: list[int] = []
     pending: list[int] = []
     for position, (token, flag) in enumerate(zip(ids, trained, strict=True)):

@@ -346,7 +346,7 @@ def _state(run: Run) -> str:
         FolderLock(run.folder).check()
     except ConfigError:
         return "running"
-    except OSError:  # A reader without write permission cannot test the lock.
+    except OSError:  # The lock cannot be tested without write permission.
         return "running" if (run.folder / LOCK).exists() else "finished" if run.summary else "stopped"
     return "finished" if run.summary else "stopped"
 

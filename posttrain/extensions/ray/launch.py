@@ -87,7 +87,7 @@ class RayRun:
                 )
         if not self.trained.model_name_or_path:
             raise ConfigError("--model_name_or_path is missing. Fix: name the model to serve and train.")
-        # Reject wrong server arguments before anything is placed.
+        # Reject wrong server arguments before any task is placed.
         if self.serving == "vllm-serve":
             vllm_command(self.serve_arguments(), cpu=False)
         else:

@@ -31,7 +31,7 @@ EXAMPLES = (
     "sandbox='bubblewrap', sandbox='container:docker run --rm -i --network none --memory 2g --pids-limit 64 "
     "python:3.12-slim', or the URL of a SandboxFusion service"
 )
-# Runs in the sandbox. It reads the program from stdin without buffering, so that the program can read the rest of stdin.
+# Code that runs in the sandbox. It reads the program from stdin unbuffered, so the program can read the rest of stdin.
 LOADER = """
 import os, resource, sys
 size, cpu, memory, file, processes = map(int, sys.argv[1:])
@@ -47,7 +47,7 @@ exec(compile(program, "completion.py", "exec"), {"__name__": "__main__", "__buil
 PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
 # Additional seconds for a container or a service to start.
 START_SECONDS = 60.0
-# Beginning of the fix in the error about a sandbox that cannot run Python, by type of sandbox.
+# First part of the fix in the error about a sandbox that cannot run Python, by type of sandbox.
 REPAIRS = {
     "bubblewrap": "install bubblewrap 0.8 or later and allow user namespaces, or ",
     "container": "use a command that starts a container with `python3` and `timeout` and forwards stdin (-i), or ",
@@ -175,7 +175,7 @@ def _call_filter(machine: str) -> bytes:
         return b""
     architecture, refused, socket = CALLS[machine]
     load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06  # Operation codes of classic BPF.
-    # Each line: operation, jump target if the condition holds, jump target otherwise (None is the next line), operand.
+    # Each line has: operation, jump target if the condition holds, jump target otherwise (None is the next line), operand.
     lines = [(load, None, None, 4), (equal, None, "refuse", architecture), (load, None, None, 0)]
     lines += [(at_least, "refuse", None, 0x40000000)]  # The x32 ABI of x86_64 has separate call numbers.
     lines += [(equal, "refuse", None, number) for number in refused]

@@ -102,7 +102,7 @@ def _post(url: str, body: dict[str, Any], headers: dict[str, str], who: str, tim
     what = f"HTTP {response.status_code} {response.reason_phrase}: {response.text.strip()[:200]}"
     if response.status_code in RETRIED:
         after = response.headers.get("Retry-After", "")
-        # Only a Retry-After header in seconds is used. A date is ignored.
+        # A Retry-After header is used only if it is a number of seconds. Dates are ignored.
         fix = BUSY if response.status_code == 429 else BROKEN
         raise _Busy(what, fix, float(after) if after.replace(".", "", 1).isdigit() else None)
     fix = "check the API key" if response.status_code in (401, 403) else "check the URL and the model's name"

@@ -142,7 +142,7 @@ class ServedEngine:
             if len(jobs) == 1:
                 jobs[0].rollouts.set_exception(error)
                 return
-            # An invalid request (for example, with a guide that does not compile) must not affect other requests.
+            # An invalid request, for example with a guide that does not compile, must not affect other requests.
             for job in jobs:
                 self._write([job])
             return

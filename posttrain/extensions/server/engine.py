@@ -142,7 +142,7 @@ class ServerEngine(RolloutEngine):
         self._adapters: list[str] = []
         self.pusher = Pusher(bucket_mb * 2**20)
         self.fleet = ServerPool(urls, connect, timeout=connection_timeout, pushes=pushes)
-        # Clean up also if the process ends without `close`.
+        # Also clean up if the process ends without a call of `close`.
         self._ending = weakref.finalize(self, _end, self.fleet, self.pusher)
 
     @classmethod

@@ -50,7 +50,7 @@ class Guard:
         ConfigError: There is no token.
     """
 
-    # Host names that requests may use. None allows all host names.
+    # Host names that the Host header of a request may contain. None allows all host names.
     hosts: tuple[str, ...] | None = None
 
     def __init__(self, app: Any, api_key: str | None = None, images: bool = True) -> None:

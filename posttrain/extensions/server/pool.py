@@ -161,7 +161,7 @@ class ServerPool:
         if not self.pushes:
             return
         if server.lock is None and server.client.is_local:
-            # Use only the port, because localhost and 127.0.0.1 refer to the same server.
+            # The key contains only the port, because localhost and 127.0.0.1 refer to the same server.
             path = Path(tempfile.gettempdir(), f"posttrain-server-{urlsplit(server.url).port or 80}.lock")
             lock = FileLock(path, thread_local=False)
             try:
@@ -197,7 +197,7 @@ class ServerPool:
             for url in [u for u in self.servers if u not in wanted]:
                 logger.warning("rollout server %s was removed from the list.", hide_secrets(url))
                 self._let_go(url)
-            # An error of a new server (e.g. a wrong token, or another trainer) must not stop the run.
+            # An error of a new server (e.g. a wrong token, or use by another trainer) must not stop the run.
             for url, error in self._admit_new(wanted, RolloutServerError).items():
                 if isinstance(error, ServerUnreachable):
                     logger.debug("%s is still not available: %s", hide_secrets(url), error)

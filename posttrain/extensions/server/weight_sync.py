@@ -49,7 +49,7 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
 
 
 BUCKET_BYTES = 512 * 2**20
-# Size of buckets in shared memory. Small buckets cost nothing here, because there are no round trips, and writing
+# Size of buckets in shared memory. Small buckets take no extra time, because there are no round trips, and writing
 # overlaps better with loading.
 SHARED_BYTES = 64 * 2**20
 Step = Callable[["VLLMClient"], None]

@@ -42,7 +42,7 @@ EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
 TRANSFER = '{"backend": "posttrain"}'
 GUARDS = "posttrain.extensions.server.guard"
 TRANSFERS = ("posttrain", "nccl")
-# Options of vLLM for which training supports only one value: the value, and what would go wrong otherwise.
+# Options of vLLM for which training supports only one value: the value, and the problem with all other values.
 CHECKED = {
     "logprobs-mode": ("processed_logprobs", "log-probs would be those before the temperature and truncation"),
     "generation-config": ("vllm", "sampling settings of the model's folder would change what is sampled"),
@@ -144,7 +144,7 @@ class Sleeper:
         self.valid = self.valid and self.level == 1
 
 
-# Maximum number of tokens per batch, for which vLLM reserves memory. Its default would need most of a shared GPU.
+# Maximum tokens per batch, for which vLLM reserves memory. vLLM's default would need most of a shared GPU's memory.
 BATCHED_TOKENS = 4096
 NAMES_SHOWN = 5
 UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that vLLM does not support.
@@ -184,7 +184,7 @@ class VLLMEngine(RolloutEngine):
         adapter_rank: int | None = None,
     ) -> None:
         self.encoder = encoder
-        # The current adapter, in its own folder. None: there is no adapter.
+        # The current adapter, in a folder of its own. None: there is no adapter.
         self._adapter: Any = None
         self._folder: SharedFolder | None = None
         # Whether to assume that the weights loaded at the start are the base model. Set to False after a failed

@@ -255,7 +255,7 @@ class DistillationFields:
         beta: float
         use_liger_kernel: bool
 
-    # Where the loss gets beta and the temperature of the divergence: the name of a config field, or a number.
+    # Source of the divergence's beta and temperature in the loss: the name of a config field, or a number.
     _beta: ClassVar[str | float] = "beta"
     _loss_temperature: ClassVar[str | float] = "temperature"
     _least_generations: ClassVar[int] = 1

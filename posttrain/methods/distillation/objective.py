@@ -140,7 +140,7 @@ def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) 
         return {"teacher": HiddenTeacher(rule.logits(layer(hidden)))}
     weight, device = layer.weight, hidden.device.type
     if type(layer) is nn.Linear and torch.is_autocast_enabled(device):
-        # Use the student's precision, or the difference in rounding would be part of the divergence.
+        # Use the student's precision, because a difference in rounding would otherwise become part of the divergence.
         weight = weight.to(torch.get_autocast_dtype(device))
     return {"teacher": HiddenTeacher(hidden, weight, layer.bias, rule)}
 
@@ -329,7 +329,7 @@ class _Beside:
         if kind == "student_topk":
             return mine, torch.zeros_like(mine, dtype=torch.bool)
         theirs = self.teacher.ids[self.part] if log_p is None else log_p.topk(k, -1).indices
-        # The model of a server may have more logits than there are tokens. Their probability is outside the support.
+        # The model of a server may have logits for ids that are not tokens. Their probability is outside the support.
         beyond = theirs >= log_q.shape[1]
         theirs = theirs.masked_fill(beyond, 0)
         if kind == "teacher_topk":

@@ -176,7 +176,7 @@ SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
-# Published methods that are a combination of options.
+# Published methods that correspond to a combination of options.
 OTHER_NAMES = {
     "dapo+": "loss_type='dapo', epsilon_high=0.28, dynamic_sampling and mask_truncated_completions=True",
     "gspo": "loss_type='grpo' and importance_sampling_level='sequence'",

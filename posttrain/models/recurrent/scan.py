@@ -219,7 +219,7 @@ def _shares(
         dk += (dkk + dkk.mT) @ x.k - back(x.start * dv, states)
         between += x.beta[..., None] * weighted
         before -= (dv * read).sum(-1)
-    # A log decay at t affects pairs of tokens with i >= t > j.
+    # The log decay at position t affects pairs of tokens i and j with i >= t > j.
     ones = torch.ones(between.shape[-2:], dtype=between.dtype, device=between.device)
     spanned = ((between @ ones.triu(1)) * ones.tril()).sum(-2).transpose(2, 3)
     whole = (x.whole[..., 0] * (states * leaving).sum((2, 4))[:, :, None]).expand_as(before)

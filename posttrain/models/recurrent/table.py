@@ -31,7 +31,7 @@ STATE_SPACE = {
     "mamba2_split_conv1d_scan_combined": functions.no_fused_kernel,
 }
 KIMI = {**CONVOLUTION, "chunk_kimi_delta_attention": functions.kimi_delta_attention}
-# Folders of transformers' modeling files, and their functions other than attention that mix tokens.
+# Folders of transformers' modeling files, and functions in them that mix tokens, apart from attention.
 FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
@@ -60,7 +60,7 @@ def replaced(model: nn.Module) -> str:
     library, _, rest = file.partition(".models.")
     if library != "transformers" or rest.split(".")[0] not in FAMILIES:
         return ""
-    # Other versions of transformers can lack a function, or layers that pass other keyword arguments to it.
+    # In other versions of transformers, a function may be missing, or layers may pass other keyword arguments to it.
     found = all(callable(getattr(holder, last, None)) for holder, last in _places(file).values())
     return file if found and _passes_arguments(file) else ""
 

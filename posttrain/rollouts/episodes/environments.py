@@ -147,7 +147,7 @@ class EnvironmentPool:
         # Instances with a call that did not return. Their get_reward is not called.
         self.lost: list[Any] = []
         self._warned = False
-        # A lock, because groups that use servers begin and end on different threads.
+        # A lock is needed, because groups that use servers begin and end on different threads.
         self._lock = threading.Lock()
 
     @property

@@ -193,7 +193,7 @@ class ToolSuffix:
         ends = [i for i, token in enumerate(before) if token in self.stop_ids]
         cut = ends[-1] + 1 if ends else len(before)
         if self.tokenizer.decode(before[cut:]).strip():
-            cut = len(before)  # The found end token belongs to the question. The template writes none after a call.
+            cut = len(before)  # This end token belongs to the question. The template writes no end token after a call.
         if common_prefix(before, after) < cut:
             raise ModelError(
                 "the chat template renders a tool call differently if its result follows, so the tokens of the "

@@ -176,7 +176,7 @@ def draw_tokens(
         drawn = _shaped(x, best, sampling, uniform, history, change)
         drawn.top = top
         return drawn
-    weights = x.sub_(best).exp_()  # In place: at this size allocating a tensor takes longer than the arithmetic.
+    weights = x.sub_(best).exp_()  # In place, because for small tensors allocation takes longer than arithmetic.
     token = draw(weights, uniform)
     logp = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
     return SampledTokens(token, logp, top=top)

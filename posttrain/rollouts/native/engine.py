@@ -43,8 +43,8 @@ from posttrain.types import Request, Rollout, Row, Sampling
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-# Short prompts share a prefill pass. Long prompts are split into pieces of this size, and only the attention within a
-# piece is causal, so smaller pieces cost time.
+# Short prompts share a prefill pass. Long prompts are split into chunks of this size, and only the attention within a
+# chunk is causal, so smaller chunks take more time.
 PREFILL_TOKENS = 2048
 KEEP_BYTES = 2 * 10**9  # 43,000 tokens with 135M parameters in float32, 35,000 of Qwen2.5-7B in bfloat16.
 FAILURE = "rollout_failure.json"

@@ -132,12 +132,12 @@ Products = Literal["exact", "bfloat16"]
 MOST_ROWS = 64
 # oneDNN selects the layout of a packed weight for this number of rows. The packed weight works with any number.
 ROWS_HINT = 16
-# Measured there with one thread, in milliseconds for 88M parameters at 1, 16, 64 and 1024 rows: F.linear 41, 70, 161,
+# Measured in milliseconds with one thread, for 88M parameters at 1, 16, 64 and 1024 rows: F.linear 41, 70, 161,
 # 2365; packed float32 28, 39, 118, 1734; packed bfloat16 18, 26, 63, 899. Packing takes 207 ms, rounded to bfloat16 114
-# ms. A step of 8 rows with 2 threads takes 61 ms without and 37 ms with packed weights.
-PACK_FROM = 8  # Number of decoding steps after which packing pays.
-PACK_STEPS = 16  # Packing at the start pays if at least this many steps are requested.
-PACK_TOKENS = 1024  # Packing at the start pays if at least this many tokens are requested, including prompts.
+# ms. With 2 threads, a decoding step of 8 rows takes 61 ms without packed weights and 37 ms with them.
+PACK_FROM = 8  # Number of decoding steps after which packing saves time.
+PACK_STEPS = 16  # Packing at the start saves time if at least this many steps are requested.
+PACK_TOKENS = 1024  # Packing at the start saves time if at least this many tokens are requested, including prompts.
 PACK_SHARE = 4  # A packed copy may use up to 1 / PACK_SHARE of the free memory.
 
 

@@ -68,7 +68,7 @@ def check_requests(
                 f"request {index}: a prompt of {length} tokens and max_new_tokens={most} do not fit the "
                 f"model's context of {context} tokens."
             )
-        # A placeholder may have no logit, because it is never sampled.
+        # There may be no logit for a placeholder, because it is never sampled.
         largest = max((token for token in request.prompt_ids if token != placeholder), default=0)
         if vocabulary is not None and largest >= vocabulary:
             raise RolloutError(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
 UNBOUNDED = 2**62
-SHARED_LEAST = 16  # A shorter common prefix costs more bookkeeping than it saves.
+SHARED_LEAST = 16  # For a shorter common prefix, the overhead exceeds the savings.
 
 
 class Run:
