@@ -309,7 +309,7 @@ class Checkup:
             except (OSError, ValueError, RuntimeError) as error:
                 reason = str(error).splitlines()[0]
                 raise ConfigError(
-                    f"push_to_hub=True, and the Hub does not accept this run: {reason} Fix: hf auth login, or leave it out."
+                    f"push_to_hub=True, but the Hub refuses this run: {reason} Fix: run hf auth login, or remove the option."
                 ) from error
         return ""
 
@@ -330,7 +330,7 @@ class Checkup:
                 refuse_auto_batch_size(self.subject.config)
         if world % size:
             raise ConfigError(
-                f"sp_size={size} does not divide the command's {world} processes. Fix: --num_processes {size}."
+                f"sp_size={size} does not divide the command's {world} processes. Fix: pass --num_processes {size}."
             )
         if launch or size > 1:
             return "not tried: the command needs several processes"

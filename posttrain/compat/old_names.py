@@ -225,7 +225,7 @@ def _put(cls: type, name: str, value: object, target: str, kwargs: dict[str, Any
     given = read_mapping(option, kwargs.get(option)) or {} if key else kwargs
     if (key or option) in given and given[key or option] != value:
         raise ArgumentTypeError(
-            f"{cls.__name__} got {target}={given[key or option]!r:.60} and {name}={value!r:.60}, its name in older releases. "
+            f"{cls.__name__} got {target}={given[key or option]!r:.60} and {name}={value!r:.60}, the older name of {target}. "
             f"Fix: set only {target}."
         )
     kwargs[option] = {**given, key: value} if key else value
@@ -247,7 +247,7 @@ def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
         if given[name] != options[name]:
             raise ConfigError(
                 f"{name} is given twice: {given[name]!r} in args and {options[name]!r} as an argument of the trainer. Fix: "
-                "remove the argument, which only older releases had."
+                "remove the trainer's argument, which only older releases accepted."
             )
     changed = kind(config.output_dir, **given)
     later = {f.name: value for f in fields(kind) if (value := getattr(config, f.name)) != getattr(changed, f.name)}

@@ -102,7 +102,7 @@ def log_cost(kind: type) -> None:
     names = [name for name in PADDED_STEPS if user_override(kind, name)]
     logger.warning(
         "%s overrides %s, so TRL's inputs are built: each row has one padded sequence, and prompts are not shared. This "
-        "costs time and memory. objective(outputs, batch) keeps the fast layout (docs/hooks.md).",
+        "costs time and memory. To keep the fast layout, override objective(outputs, batch) instead (docs/hooks.md).",
         kind.__name__,
         ", ".join(names),
     )
@@ -292,8 +292,8 @@ class BeforeUser(Trainer):
         samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         if samples and self.denominators is before:
             raise ConfigError(
-                f"{type(self).__name__}.get_batch_samples does not call super().get_batch_samples(...), which counts what the "
-                "loss is divided by. Fix: change what it returns, or override get_train_dataloader() to draw other rows."
+                f"{type(self).__name__}.get_batch_samples does not call super().get_batch_samples(...), which counts the items "
+                "that the loss is divided by. Fix: change its result, or override get_train_dataloader() to load other rows."
             )
         return samples, count
 

@@ -184,7 +184,7 @@ def _python_calls(body: str) -> list[dict[str, Any]]:
     calls, listed = [], _expression(body.strip())
     for node in listed.elts if isinstance(listed, ast.List) else [listed]:
         if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
-            raise ValueError(f"a tool call must be NAME(KEY=VALUE, ..), which {body.strip()[:60]!r} is not")
+            raise ValueError(f"a tool call must have the form NAME(KEY=VALUE, ..), but it is {body.strip()[:60]!r}")
         calls.append(
             tool_call(
                 ast.unparse(node.func),

@@ -342,8 +342,8 @@ def get_training_chat_template(
     """
     if (processing_class is None) == (tokenizer is None):
         raise ArgumentTypeError(
-            f"get_training_chat_template needs one tokenizer or processor as processing_class, but it got "
-            f"{'neither argument' if tokenizer is None else 'both processing_class and its deprecated name tokenizer'}."
+            f"pass exactly one of processing_class and tokenizer (its deprecated name); get_training_chat_template got "
+            f"{'neither' if tokenizer is None else 'both'}."
         )
     if tokenizer is not None:
         warnings.warn("the argument tokenizer is deprecated. Use processing_class.", FutureWarning, stacklevel=2)

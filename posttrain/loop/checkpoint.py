@@ -189,8 +189,8 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
         logger.warning("%s: %s since it was written.", path, broken)
     if marker(path) is None:
         logger.warning(
-            "%s has no file %s: it was written by another program, or its writing was interrupted. It is used because it was "
-            "named.", path, MARKER,
+            "%s has no file %s: it was written by another program, or its writing was interrupted. It is used because its "
+            "path was passed.", path, MARKER,
         )  # fmt: skip
     return str(resume)
 
@@ -697,7 +697,7 @@ def warn_of_other_rows(state: dict[str, Any], now: int) -> None:
     before = state.get("step_rows", now)
     if before != now:
         logger.warning(
-            "a step of this checkpoint took %d rows, and one of this run takes %d. The position in the epoch is "
+            "a step of this checkpoint's run took %d rows, but a step of this run takes %d. The position in the epoch is "
             "counted in steps, so rows are skipped or used twice. Fix: choose per_device_train_batch_size * "
             "gradient_accumulation_steps * processes = %d.", before, now, before,
         )  # fmt: skip

@@ -285,13 +285,13 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
         least = min(step.needed for step in tried.values())
         rows = "one row fits" if sizes[0] == 1 else f"{sizes[0]} rows fit"
         raise ConfigError(
-            f"per_device_train_batch_size='auto': not even {rows}. A step at the maximum lengths needs "
+            f"per_device_train_batch_size='auto': not even {rows} into memory. A step at the maximum lengths needs "
             f"{gib(least)}, and {has.where} has {gib(has.free)} free (of which {checks.PLANNED_SHARE:.0%} are used "
             "for planning). Lower max_length or max_completion_length, train an adapter, or use optim='adafactor'."
         )
     run.args.take_batch_size(size)
     logger.warning(
-        "per_device_train_batch_size='auto': %d, with gradient_accumulation_steps=%d, of sizes %s, in %s.",
+        "per_device_train_batch_size='auto': selected %d, with gradient_accumulation_steps=%d, from the sizes %s, in %s.",
         size, run.args.gradient_accumulation_steps, sizes, gib(has.free),
     )  # fmt: skip
 

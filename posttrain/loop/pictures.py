@@ -141,7 +141,7 @@ class Vision:
         if returned and args.check_image_use:
             raise ConfigError(
                 "check_image_use=True samples prompts again with other images, but here tools or environments "
-                "influence what is sampled. Fix: check_image_use=False."
+                "influence what is sampled. Fix: set check_image_use=False."
             )
         template = args.chat_template_path
         if self.images and template:
@@ -505,8 +505,8 @@ def _processor_of(processing_class: Tokenizer, model_id: str, *, images: bool) -
         return processing_class
     if images and processing_class is not None:
         raise DataError(
-            f"rows have images, but processing_class is {type(processing_class).__name__}, which reads only text. The "
-            "images are in a column 'images' or 'image', or inside messages. Fix: "
+            f"rows have images, but processing_class is {type(processing_class).__name__}, which reads only text. The images "
+            "are in a column 'images' or 'image', or inside messages. Fix: pass "
             "processing_class=AutoProcessor.from_pretrained(the model)."
         )
     return load_processor(model_id) if images else None

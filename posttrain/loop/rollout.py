@@ -302,8 +302,8 @@ def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
     sampled = sampled_logps(rollouts, cut)
     if sampled is None and run.args.vllm_importance_sampling_correction:
         raise RolloutError(
-            f"the engine {run.online.sync.engine.name!r} reports log-probs of the distribution before {cut}, but "
-            "tokens were sampled after it, so the excluded mass would distort the ratios. Fix: use an engine that "
+            f"the engine {run.online.sync.engine.name!r} reports log-probs of the distribution before {cut}, but samples "
+            "tokens from the distribution after it, so the excluded mass would distort the ratios. Fix: use an engine that "
             "fills Rollout.processed_logp (native, hf, vLLM), sample without truncation, or set "
             "vllm_importance_sampling_correction=False."
         )

@@ -258,8 +258,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     pictured = probe_rows(model) if layout.kind == "padded" and picture_encoder(model) is not None else []
     if pictured and (fault := _layout_fault(model, pictured, layout)):
         raise ModelError(
-            f"{type(causal_lm(model)).__name__} has other results for rows with images than for the processor's own tensors, "
-            f"even with one sequence per row ({fault}). Fix: use a model of another family, or rows without images."
+            f"{type(causal_lm(model)).__name__} gives different results for rows with images and for the processor's own "
+            f"tensors, even with one sequence per row ({fault}). Fix: use a model of another family, or rows without images."
         )
     PROBED[key] = layout
     return layout

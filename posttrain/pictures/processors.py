@@ -276,8 +276,8 @@ class PictureProcessor:
         """
         if self.places(text) != len(pictures):
             raise DataError(
-                f"PT-G002: the text has {self.places(text)} placeholders {self.placeholder!r} and there are "
-                f"{len(pictures)} images. Fix: use one placeholder per image."
+                f"PT-G002: the text has {self.places(text)} placeholders {self.placeholder!r}, but there are {len(pictures)} "
+                "images. Fix: use one placeholder per image."
             )
         if prompt and self.family.block == "prompt":
             # End of the last image. A placeholder that a user typed does not count.
@@ -318,7 +318,7 @@ class PictureProcessor:
         expansions = [self.expansion(picture) for picture in pictures]
         if len(at) != sum(expansion.count for expansion in expansions):
             raise DataError(
-                f"PT-G011: the ids hold {len(at)} image placeholders and the {len(pictures)} images have "
+                f"PT-G011: the token ids contain {len(at)} image placeholders, but the {len(pictures)} images have "
                 f"{[expansion.count for expansion in expansions]}. Fix: use a larger max_length, or smaller images."
             )
         placed, first = [], 0

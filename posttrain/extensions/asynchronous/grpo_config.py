@@ -232,9 +232,9 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             if value != neutral:
                 error = NotImplementedError if name == "use_liger_kernel" else ConfigError
                 raise error(
-                    f"{name}={value!r} is not supported by asynchronous GRPO. Every rollout is used once, with a "
-                    "ratio to the weights that sampled it and without a reference model. worker_engine selects the engine, and "
-                    "vllm_server_base_url selects the servers. Remove the option, or use GRPOTrainer."
+                    f"{name}={value!r} is not supported by asynchronous GRPO. Every rollout is used once, its importance ratio "
+                    "is relative to the weights that sampled it, and there is no reference model. worker_engine selects the "
+                    "engine, and vllm_server_base_url selects the servers. Remove the option, or use GRPOTrainer."
                 )
 
     def _check_ranges(self) -> None:
@@ -254,8 +254,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         """Resolve the number of rollouts per step, and validate the groups of evaluation."""
         if self.auto_batch_size:
             raise ConfigError(
-                "per_device_train_batch_size='auto' is not supported in asynchronous training: a step takes "
-                "samples_per_step rollouts, in passes up to max_row_tokens. Fix: set samples_per_step and remove it."
+                "per_device_train_batch_size='auto' is not supported in asynchronous training: a step takes samples_per_step "
+                "rollouts, in passes up to max_row_tokens. Fix: set samples_per_step, and remove per_device_train_batch_size."
             )
         if self.samples_per_step is None:
             per_rank = self.per_device_train_batch_size * self.gradient_accumulation_steps

@@ -275,7 +275,7 @@ class VLLMEngine(RolloutEngine):
         path = base.config.name_or_path
         if not path:
             raise ConfigError(
-                "vllm_mode='colocate' loads the model's architecture from its folder or id, but this model has none. "
+                "vllm_mode='colocate' loads the model's architecture from its folder or id, but this model has neither. "
                 "Load it with from_pretrained, or save it first."
             )
         level = None
@@ -599,7 +599,7 @@ def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
     if backend not in TRANSFERS:
         raise ConfigError(
             f"--weight-transfer-config: the trainer does not support the backend {backend!r}. Fix: use one of "
-            f"{', '.join(TRANSFERS)}, or remove the option for {TRANSFER}."
+            f"{', '.join(TRANSFERS)}, or remove the option to use {TRANSFER}."
         )
     if cpu and parsed.enable_chunked_prefill:
         raise ConfigError(
