@@ -539,7 +539,7 @@ class Preflight:
         return finding.severity == "error" and self.mode == "error" and finding.code not in self.silenced
 
     def report(self, findings: Iterable[Finding | None], *, log: bool = True) -> list[Finding]:
-        """Log findings: each kind the first time, and then every 100th time. Raise an error if some findings are errors.
+        """Log each kind of finding the first time, and then every 100th time. Raise an error if some findings are errors.
 
         Args:
             findings: Findings. None entries are ignored.

@@ -433,7 +433,7 @@ def dropped_rows(before: int, after: int, *, reasons: str = "", missing: Sequenc
 
 
 def diverged_prompts(diverged: int, total: int) -> Finding | None:
-    """Return a finding about prompts that are tokenized differently alone than before their completion, or None."""
+    """Return a finding about prompts whose tokens change when the completion follows, or None."""
     if not diverged:
         return None
     return Finding(

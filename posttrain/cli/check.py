@@ -96,7 +96,7 @@ def differences(config: Any) -> list[str]:
 
 @dataclass
 class Stage:
-    """Part of a training command: the result of checking it, or the error that prevents training."""
+    """Result of checking one part of a training command, or the error that prevents training."""
 
     name: str
     said: str = ""
@@ -314,7 +314,7 @@ class Checkup:
         return ""
 
     def _start(self) -> str:
-        """Make the trainer as the command does, and try a step and an evaluation batch in a temporary folder."""
+        """Create the trainer as the command does, and run one step and one evaluation batch in a temporary folder."""
         if not self.tries_step or self.refused:
             return ""
         from posttrain.loop.checkpoint import resolve_resume

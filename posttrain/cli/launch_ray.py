@@ -51,5 +51,5 @@ def is_wanted(argv: Sequence[str]) -> bool:
 
 
 def other_options(tokens: Sequence[str]) -> list[str]:
-    """Return the tokens that are not options of the launcher, in order."""
+    """Return the command-line tokens that are not options of the launcher, in order."""
     return PosttrainArgumentParser(RayArguments).parse_args_and_config(tokens, return_remaining_strings=True)[1]

@@ -119,7 +119,7 @@ def ppo_parts(script_args: Any, config: Any) -> dict[str, Any]:
 
 
 def episode_parts(script_args: Any) -> dict[str, Any]:
-    """Import the tools, environment factory and rollout function that are named."""
+    """Import the tools, environment factory and rollout function that the options name."""
     parts: dict[str, Any] = {}
     if script_args.tools:
         parts["tools"] = [_callable(named_object(name, "tools"), name, "tools") for name in script_args.tools]

@@ -204,7 +204,7 @@ def to_batch(inputs: Any) -> Batch:
 
 
 def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str) -> Batch:
-    """Return the batch with changed labels or a changed column, in its own row order. Other changes raise an error."""
+    """Return the batch with changed labels or a changed column, in the batch's row order. Other changes raise an error."""
     if name == "labels":
         if not ((value == before) | (value == IGNORED)).all():
             raise _not_followed(f"{changed} to other tokens", f"labels may be set to {IGNORED} alone")
@@ -260,7 +260,7 @@ def _shared(whole: Denominators, parts: float) -> Denominators:
 
 
 class BeforeUser(Trainer):
-    """Placed before the user's class. Converts batches to `PaddedInputs`."""
+    """Base class before the user's class in the MRO. Converts batches to `PaddedInputs`."""
 
     @property
     def own_loss(self) -> bool:
@@ -357,7 +357,7 @@ class BeforeUser(Trainer):
 
 
 class BehindUser(Trainer):
-    """Placed after the user's class. Its ``super()`` receives TRL's inputs and returns TRL's results."""
+    """Base class after the user's class in the MRO. Its ``super()`` receives TRL's inputs and returns TRL's results."""
 
     _whole: Denominators
     _dict: Callable[[Batch], PaddedInputs]
@@ -377,7 +377,7 @@ class BehindUser(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute TRL's ``compute_loss``: the loss of a micro-batch, or divided by the subclass's count."""
+        """Compute TRL's ``compute_loss``: the loss of a micro-batch, or its sum divided by the subclass's count."""
         batch, counts = to_batch(inputs), _as_said(inputs, self.denominators)
         if (
             not self.model.training

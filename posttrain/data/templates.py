@@ -84,7 +84,9 @@ def _exact(ours: str, theirs: str, history: bool) -> bool:
 
 
 def _qwen3(ours: str, theirs: str, history: bool) -> bool:
-    """Compare without think blocks in earlier turns, because the published template omits them and the training template not."""
+    """Compare without think blocks in earlier turns, because the published template omits these blocks and the training
+    template keeps them.
+    """
     return ours == theirs or (history and THINK_BLOCK.sub("", ours) == THINK_BLOCK.sub("", theirs))
 
 
@@ -399,7 +401,7 @@ class TemplateReport:
 
     @property
     def fatal(self) -> list[Finding]:
-        """Findings with which training would silently be wrong."""
+        """Findings that would make training silently wrong."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
     def raise_fatal(self) -> None:

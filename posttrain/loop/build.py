@@ -455,7 +455,7 @@ def prepared_model(
     added_tokens: Sequence[int],
     generative: bool,
 ) -> Any:
-    """Return the model with its adapter, without dropout if that is configured, and with a head for selected tokens.
+    """Return the model with its adapter and a head for selected tokens, and without dropout if the config disables it.
 
     Args:
         model: The loaded model.

@@ -106,7 +106,7 @@ def mark(checkpoint: Path, run: str) -> None:
 
 
 def _owner(checkpoint: Path) -> str | None:
-    """Return the run that wrote a checkpoint, complete or not. None if another program wrote it."""
+    """Return the id of the run that wrote a checkpoint, even an incomplete one. None if another program wrote it."""
     return (marker(checkpoint) or marker(checkpoint, BEGUN) or {}).get("run")
 
 
@@ -298,7 +298,7 @@ def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, object]) 
 
 
 def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool) -> None:
-    """Raise an error if a run would continue in the middle of an epoch with different rows from those it started with.
+    """Raise an error if a run would continue in the middle of an epoch with other rows than it started with.
 
     Args:
         state: The saved state, see `saved_state`.
@@ -364,7 +364,7 @@ def _offer(folder: Path, but: Path | None = None) -> str:
 
 
 def strangers(folder: str | Path, run: str) -> list[Path]:
-    """Return the checkpoints of a folder that this run did not write, sorted by step."""
+    """Return those checkpoints in a folder that were not written by this run, sorted by step."""
     return [path for path in _named(Path(folder)) if _owner(path) != run]
 
 
@@ -937,7 +937,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Mark an evaluation of the loop itself. An evaluation that a callback requests is not stopped early."""
+        """Mark an evaluation that the loop itself runs. An evaluation that a callback requests is not stopped early."""
         self._evaluates = True
         try:
             yield

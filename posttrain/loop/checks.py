@@ -487,7 +487,7 @@ def _positions_of(text: Any, longest: int) -> Finding | None:
 
 
 def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding | None:
-    """Find a sequence that is longer than the positions the model was trained on, or has embeddings for.
+    """Find a sequence with more tokens than the positions that the model was trained on or has embeddings for.
 
     Args:
         longest: Number of tokens of the longest sequence of a step.

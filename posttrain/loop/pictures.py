@@ -412,8 +412,8 @@ class Vision:
         return {"images/exchanged_reward": mean(totals, ~totals.isnan())}
 
     def prepare(self, model: nn.Module, peft_config: PeftConfig | None) -> Any:
-        """Prepare the model for images: let its passes hold images, freeze untrained parts, and restrict a new adapter
-        to the text model.
+        """Prepare the model for images: let its forward passes contain images, freeze untrained parts, and restrict a new
+        adapter to the text model.
 
         Args:
             model: Loaded model, before an adapter is added.

@@ -230,7 +230,8 @@ def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
 
 
 def log_ratios(run: Run, batches: list[Batch]) -> list[Tensor]:
-    """Return the log-ratio of policy and reference of each sequence without gradients, ``(S,)`` per batch; a collective.
+    """Return the log-ratio of policy and reference of each sequence without gradients, ``(S,)`` per batch. All ranks must
+    call it.
 
     Args:
         run: Run of a method that compares the policy with a reference.

@@ -46,7 +46,7 @@ class RewardWatch:
         self._counts: dict[str, int] = {}
 
     def start(self, device: torch.device | str, longest: int | None) -> None:
-        """Move reward models to their device and try them, and check that length penalties fit the longest possible
+        """Move reward models to their device and test them, and check that length penalties fit the longest possible
         completion.
 
         Args:

@@ -278,8 +278,8 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
 
 
 def old_is_sampled(run: Run) -> bool:
-    """Return whether the engine's log-probs equal the trainer's up to rounding, so that they need not be computed
-    again.
+    """Return whether the engine's log-probs equal the trainer's up to rounding, so that the trainer need not compute its
+    own again.
 
     In half precision the two round differently (0.01 nats per token), so ratios would not start at 1. Log-probs
     returned by a user's ``rollout_func`` are never used.

@@ -258,9 +258,7 @@ class WeightSync:
         return parallel.all_reduce_sum([float(due)], self.accelerator)[0] > 0
 
     def _moved(self) -> int:
-        """Return a number that changes whenever the weights are written. 0 for sharded weights, which are written on
-        each gather.
-        """
+        """Return a version counter of the weights, or 0 for sharded weights, which are written on each gather."""
         if parallel.shards_parameters(self.accelerator):
             return 0
         return sum(parameter._version for parameter in self.run.model.parameters())

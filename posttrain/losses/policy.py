@@ -399,7 +399,7 @@ class LossType:
 
     @property
     def by_token(self) -> bool:
-        """Whether the surrogate of a token depends on no other token, for ratios of tokens."""
+        """Whether, with one ratio per token, the surrogate of a token is independent of all other tokens."""
         return self.surrogate in ("clipped", "cispo", "sapo")
 
 

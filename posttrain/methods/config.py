@@ -428,7 +428,7 @@ STEPS_TRIED = 100
 
 
 def check_schedule(args: PostTrainingConfig) -> None:
-    """Create the learning-rate schedule for a made-up optimizer and run of 100 steps, if it has arguments or needs some.
+    """Create the learning-rate schedule for a dummy optimizer and 100 steps, if the schedule has or needs arguments.
 
     Without this check the error comes after the model is loaded, without the name of an option.
 

@@ -179,7 +179,7 @@ def _fastest_layout(model: Module, implementation: str, autocast: torch.dtype | 
 
 
 def gpu_tokens(model: Module) -> int:
-    """Return the number of tokens of a pass for which a GPU computes longer than the host needs to launch the kernels.
+    """Return a number of tokens per pass for which the GPU's compute time exceeds the host's time for launching kernels.
 
     On an H200, a training pass of 1,548 tokens of a 0.5B model computed 37 ms and was launched in 150 ms. Launching takes the
     same time for any number of tokens, and so do casts of weights and sums of gradients.

@@ -602,7 +602,7 @@ def _check_tied_layers(model: Any) -> None:
 
 
 def _check_scales(model: Module) -> None:
-    """Raise if a LoRA layer has another scale than that of the adapter's config, for example after ``set_scale``."""
+    """Raise an error if the scale of a LoRA layer differs from the adapter's config, for example after ``set_scale``."""
     from peft.tuners.lora.layer import LoraLayer
 
     for name, layer in model.named_modules():

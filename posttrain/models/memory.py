@@ -410,7 +410,7 @@ BACKWARD_FACTOR = 3
 
 
 def _number(config: PretrainedConfig, *names: str) -> int:
-    """Return the first of the named config fields that is set to a number above 0."""
+    """Return the value of the first of the named config fields whose value is above 0."""
     for name in names:
         value = getattr(config, name, None)
         if value:

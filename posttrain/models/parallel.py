@@ -532,7 +532,8 @@ def summoned(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Run the block on the main process first (e.g. to fill a cache), then on one process per node, then on the others.
+    """Run the block on the main process first (e.g. to fill a cache), then on one process per node, then on the remaining
+    processes.
 
     If one process fails, all processes fail (`failing_together`). Otherwise they would hang in the next collective.
     """

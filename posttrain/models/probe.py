@@ -92,7 +92,8 @@ def probe_key(model: Module) -> str:
 
 
 def disagreement(values: Tensor, truth: Tensor, share: float) -> str:
-    """Return a message if ``values`` differ from ``truth`` by more than ``share`` of its standard deviation, or "".
+    """Return a message, or "" if ``values`` differ from ``truth`` by at most ``share`` times the standard deviation of
+    ``truth``.
 
     The tolerance is relative to the standard deviation, because a model with tiny logits has almost the same log-probs even if
     attention is wrong.
@@ -128,7 +129,8 @@ def steady_disagreement(model: Module, values: Tensor, compute: Callable[[], Ten
 
 @contextmanager
 def rounded_otherwise(model: Module) -> Iterator[None]:
-    """Change the outputs of a model's modules inside the block by as much as rounding in their dtype (or TF32) does."""
+    """Change outputs of a model's modules inside the block by an amount that rounding in their dtype (or TF32) would cause.
+    """
     generators, tf32 = dict[torch.device, torch.Generator](), rounds_to_tf32()
 
     def change(module: Module, inputs: Any, output: Any) -> Any:
@@ -199,7 +201,7 @@ def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_layout(model: Module, autocast: torch.dtype | None = None, device: torch.device | None = None) -> Layout:
-    """Return the first of three layouts with which packed prefix trees have the same results as separate sequences.
+    """Return the first of three layouts with which packed prefix trees give the same results as separate sequences.
 
     The layouts are tree attention (`posttrain.models.tree_attention`), a dense mask, and padded rows with one sequence each. If
     a layout is rejected, a warning is logged with the reason.
@@ -307,7 +309,7 @@ def prove_pictures(model: nn.Module) -> None:
 
 
 def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
-    """Return why padded rows with images have different results than separate sequences, or "" if results agree.
+    """Return why padded rows with images give different results from separate sequences, or "" if results agree.
 
     A separate sequence is the processor's output for its text and images, passed to the model's own forward method.
     """
@@ -386,7 +388,7 @@ def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | N
 
 
 def _forest_fault(model: Module, layout: Layout) -> str:
-    """Return why packed prefix trees have different results than separate sequences, or ""."""
+    """Return why packed prefix trees give different results from separate sequences, or ""."""
     config: Any = model.config
     vocabulary, share = config.get_text_config().vocab_size, _share(model)
     encoder = picture_encoder(model)
@@ -452,7 +454,8 @@ def _share(model: Module) -> float:
 
 @torch.no_grad()
 def probe_head(model: Module) -> None:
-    """Make a model use its own logits if the chunked head has other log-probs than the model's own forward method.
+    """Make a model use its own logits if the log-probs of the chunked head differ from those of the model's own forward
+    method.
 
     The comparison uses one padded sequence, so that only the head can cause a difference. Classifiers are skipped.
     """

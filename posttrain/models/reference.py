@@ -381,7 +381,7 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
-    """Return the SHA-256 of all tokens and their ids, including added tokens, or None if it has no vocabulary."""
+    """Return the SHA-256 of all tokens and their ids, including added tokens, or None if the tokenizer has no vocabulary."""
     tokenizer = inner_tokenizer(tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return None

@@ -203,7 +203,7 @@ class PictureProcessor:
     @functools.cached_property
     def _mark(self) -> str:
         """Marker that `transformers` puts before a user string that must remain text, or a string that never occurs if
-        it has none.
+        there is no such marker.
         """
         mark = _marker()
         return "\0" if mark is None else mark("x", re.compile("x"))[0]

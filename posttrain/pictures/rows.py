@@ -174,7 +174,7 @@ def _least(prompt: list[int], answers: list[Answer], reader: PictureProcessor) -
 
 
 def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool) -> Segments:
-    """Resize the row's images so that it fits ``max_length``. If no size fits, they are unchanged."""
+    """Resize the row's images so that the row fits ``max_length``. If no size fits, they are unchanged."""
     limit, most, shown = options.max_length, 0, segments
     while limit is not None and _held(segments):
         prompt, answers = _encoded(shown, reader, options, plain)

@@ -104,7 +104,7 @@ def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozen
 
 
 def _identities(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Return the addresses of the tensors' memory, because tied adapters are transposed views of one memory."""
+    """Return the addresses of the tensors' memory, because tied adapters are transposed views of the same memory."""
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return frozenset(tensor.data_ptr() or id(tensor) for tensor in local)
 

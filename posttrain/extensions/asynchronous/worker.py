@@ -335,7 +335,7 @@ class WorkerProcess:
         return f"made no progress for {silent:.0f} s" if silent > stale_after_s else None
 
     def tail(self) -> str:
-        """Return the last lines of its log since it was started."""
+        """Return the last lines that the worker has logged since its start."""
         with contextlib.suppress(OSError):
             with open(self.log, "rb") as file:
                 size = file.seek(0, os.SEEK_END)

@@ -388,7 +388,7 @@ class SDFTTrainer(DistillationTrainer):
         return single.batch_of(examples, rollouts)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher's prompt of each completion. If configured, exclude the first tokens from the loss."""
+        """Return the teacher's prompt for each completion. If configured, exclude the first tokens from the loss."""
         if skip := self.args.num_loss_tokens_to_skip:
             keep = [[int(i >= skip) for i in range(len(rollout.token_ids))] for rollout in rollouts.rollouts]
             found = replace(found, keep=keep)
@@ -503,7 +503,7 @@ class SDPOTrainer(DistillationTrainer):
         return super().prepare(dataset, name, training=training)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher's prompt of each completion. The column ``active`` marks prompts with a hint."""
+        """Return the teacher's prompt for each completion. The column ``active`` marks prompts with a hint."""
         size, rewards = rollouts.group_size, found.totals.tolist()
         # Gather from all ranks, because a group may be on several ranks.
         texts = parallel.all_gather_objects([rollout.text or "" for rollout in rollouts.rollouts], self.accelerator)

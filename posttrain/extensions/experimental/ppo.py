@@ -451,7 +451,7 @@ class PPOTrainer(OnlineTrainer):
         return scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add ``lr``, ``episode`` and ``eps``, the number of responses per second since training began."""
+        """Add ``lr``, ``episode``, and ``eps`` (responses per second since training began)."""
         if "loss" in logs and self._clock is not None:
             done, (before, began) = self.counters["episode"], self._clock
             logs |= {"lr": logs.get("learning_rate", math.nan), "episode": done}

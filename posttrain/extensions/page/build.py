@@ -363,7 +363,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _json(value: object) -> str:
-    """Serialize JSON that cannot close the element that contains it."""
+    """Serialize to JSON that cannot close the HTML element around it."""
     dumped = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return dumped.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
