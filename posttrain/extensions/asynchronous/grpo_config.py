@@ -113,7 +113,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     worker_segment_s: PositiveFloat = option(
         30.0,
-        "Interval in seconds at which a worker sends its finished groups. It then continues with the unfinished groups.",
+        "Interval in seconds after which a worker sends its finished groups and continues with the unfinished groups.",
     )
     vllm_server_base_url: list[str] | None = option(
         None,

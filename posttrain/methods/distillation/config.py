@@ -174,7 +174,7 @@ class DistillationFields:
     seq_kd: bool = option(
         False,
         "For prompts whose completion the student does not sample, sample a completion from the teacher instead of using the "
-        "dataset's. It needs lmbda below 1 and a teacher model in this process.",
+        "dataset's completion. It needs lmbda below 1 and a teacher model in this process.",
     )
     max_length: int | None = option(
         None,
