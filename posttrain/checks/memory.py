@@ -50,7 +50,8 @@ ASSUMED_ROW, ASSUMED_PROMPT = 1024, 256
 def check_estimate(
     components: Mapping[str, int], available: int, *, total: int, where: str, fixes: Sequence[str] = ()
 ) -> Finding | None:
-    """Return a finding if an estimate exceeds the memory, else None. It is an error if no batch size or length could help.
+    """Return a finding if an estimate exceeds the memory, else None. The finding is an error if no batch size or length
+    could help.
 
     Args:
         components: Bytes at the peak, by component.

@@ -517,7 +517,7 @@ class Preflight:
         return findings
 
     def add(self, finding: Finding) -> Told:
-        """Record a finding. Return whether it is new, repeated or silenced, which decides whether it is logged."""
+        """Record a finding. Return whether the finding is new, repeated or silenced, which decides whether it is logged."""
         if not self.active:
             return "off"
         result = self.results.setdefault(finding.code, Result())

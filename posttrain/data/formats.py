@@ -265,7 +265,7 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
 
 
 def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether the rows are conversational. Raise an error if only some of them are."""
+    """Return whether the rows are conversational. Raise an error if only some rows are."""
     first: bool | None = None
     for index, row in enumerate(head):
         try:

@@ -380,7 +380,7 @@ def leftovers(folder: str | Path) -> list[Path]:
 
 
 def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -> list[Path]:
-    """Remove the oldest complete checkpoints of this run beyond ``limit``. Those of other runs are never removed.
+    """Remove the oldest complete checkpoints of this run beyond ``limit``. Checkpoints of other runs are never removed.
 
     Unfinished checkpoints of this run are removed too, because a complete one has been written since.
 

@@ -96,7 +96,7 @@ def precomputed_logps(
 
 @contextmanager
 def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Let one of several runs compute the values. A run that waits too long computes them itself."""
+    """Let one of several runs compute the values. A run that waits too long computes the values itself."""
     if not accelerator.is_main_process:
         yield
         return
@@ -321,7 +321,7 @@ class ReferenceSums(transformers.TrainerCallback):
         self._reference: Reference | None = None  # Also None after sums were loaded, until `of` is called.
 
     def of(self, reference: Reference) -> ReferenceSums:
-        """Return the cache. It is cleared first if it belongs to another reference."""
+        """Return the cache. The cache is cleared first if it belongs to another reference."""
         model = reference.policy if reference.copy is None else reference.copy
         about = {"adapter": reference.adapter, "precision": self.run.accelerator.mixed_precision}
         key = fingerprint(weights=hash_frozen(model), options=self.run.method.reference_key(), **about)

@@ -107,7 +107,8 @@ def online_of(
 def special_ids(run: Run) -> tuple[tuple[int, ...], frozenset[int]]:
     """Return the ids that end a completion, and the ids without a token.
 
-    With ``mask_ids_without_token``, the latter are written into ``suppress_tokens`` of the config's ``generation_kwargs``.
+    With ``mask_ids_without_token``, the ids without a token are written into ``suppress_tokens`` of the config's
+    ``generation_kwargs``.
     """
     args = run.args
     without_token = ids_without_token(run.tokenizer, run.model.config.get_text_config().vocab_size)

@@ -241,7 +241,8 @@ def aot_unpaired(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float, l
 
 
 def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``. It makes chosen completions more and rejected ones less likely.
+    """Compute ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``. It makes chosen completions more likely and rejected
+    completions less likely.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -249,7 +250,8 @@ def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``. It makes both less likely, the rejected completion more so.
+    """Compute ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``. It makes both completions less likely, the rejected
+    one more than the chosen one.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """

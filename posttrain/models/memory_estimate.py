@@ -356,7 +356,7 @@ def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
 
 
 def _state_bytes(shadow: Shadow) -> int:
-    """Return the bytes of a sequence's states in the native engine. They are those of a pass over one token."""
+    """Return the bytes of a sequence's states in the native engine. The states are those of a pass over one token."""
     model: Any = causal_lm(shadow.model)
     states: list[Tensor] = []
     if recurrent.replaced(model):

@@ -258,7 +258,7 @@ def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
 
 
 def gathers_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
-    """Return whether a forward pass of any of these modules is a collective. Inside `whole_parameters`, it is not."""
+    """Return whether a forward pass of any of these modules is a collective. Inside `whole_parameters`, none is."""
     return any(shards(hook) for module in modules for hook in module._forward_pre_hooks.values())
 
 

@@ -158,7 +158,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
 
     Raises:
         ModelError: A window that cannot be reduced is longer than `LONGEST`, or layers mix tokens in another way than by
-            attention. The latter is determined from the config, because a probe with the current weights might not show it.
+            attention. Such layers are found in the config, because a probe with the current weights might not show them.
     """
     cases: list[tuple[int, AbstractContextManager[None]]] = [(SHORT, nullcontext())]
     inner: Any = causal_lm(model)

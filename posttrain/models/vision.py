@@ -279,7 +279,8 @@ def _drop_features(base: nn.Module, *_: object) -> None:
 def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Return features of prepared images, computed on fake tensors.
 
-    A tower that needs values of tensors cannot run on fake tensors. Then a tensor as large as its saved activations is returned.
+    A tower that needs values of tensors cannot run on fake tensors. For such a tower, a tensor as large as its saved
+    activations is returned.
 
     Args:
         model: Model with fake tensors as parameters.

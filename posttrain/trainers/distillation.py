@@ -247,7 +247,7 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def teacher(self) -> ModelTeacher:
-        """The only teacher in this process. It is an error if there are none or several."""
+        """The only teacher in this process. Raise an error if there is no teacher or more than one."""
         (one,) = self.teachers.values()
         return one
 
@@ -681,7 +681,7 @@ class DistillationTrainer(OnlineTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the additional data that the teacher needs for each completion, as JSON. It is the row number in a
+        """Return the additional data that the teacher needs for each completion, as JSON. The data are the row number in a
         file of scores, the scores of a server, or a prompt for the teacher.
 
         Returns:

@@ -213,7 +213,7 @@ class ResumableGenerator:
         self.engine, self.refresh = engine, refresh
 
     def advance(self, unfinished: Sequence[PartialCompletion]) -> None:
-        """Run one engine call for all unfinished completions. It may end before they are finished."""
+        """Run one engine call for all unfinished completions. The call may end before the completions are finished."""
         self.refresh()
         requests: list[Request] = []
         common = unfinished[0].sampling

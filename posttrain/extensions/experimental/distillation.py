@@ -365,7 +365,7 @@ class SDFTTrainer(DistillationTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset. Reject one without ``privileged_context``, or a row where it is empty."""
+        """Tokenize a dataset. Reject a dataset without ``privileged_context``, or with a row where it is empty."""
         _require_context(dataset, name)
         for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
             joined_text(value, f"{name} row {row}: ")
@@ -497,7 +497,7 @@ class SDPOTrainer(DistillationTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset. Reject one without ``privileged_context`` if the teacher's prompt uses it."""
+        """Tokenize a dataset. Reject a dataset without ``privileged_context`` if the teacher's prompt uses it."""
         if self.args.include_environment_feedback:
             _require_context(dataset, name)
         return super().prepare(dataset, name, training=training)

@@ -286,7 +286,7 @@ class GOLDTrainer(DistillationTrainer):
 
     @property
     def keeps_completions(self) -> bool:
-        """Whether additional data of completions is stored. With alignment it is the teacher's token ids."""
+        """Whether additional data of completions is stored. With alignment, these are the teacher's token ids."""
         return self.args.use_uld_loss or super().keeps_completions
 
     def check_vocabularies(self, teacher: Any, tokenizer: Tokenizer) -> None:

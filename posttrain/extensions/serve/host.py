@@ -138,7 +138,7 @@ class Completions(Strict):
     placed: Annotated[list[PlacedPicture], Field(fail_fast=True)] = []
 
     def requests(self, stops: Sequence[int], context: int | None, vocabulary: int, encoder: Any = None) -> list[Prompt]:
-        """Create one request per prompt. Check that it fits into the context and the vocabulary.
+        """Create one request per prompt. Check that each prompt fits into the context and the vocabulary.
 
         Args:
             stops: Token ids that end a completion, unless ``ignore_eos`` is set.
