@@ -197,7 +197,9 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
 
 
 def _larger_passes(seen: Profile) -> str:
-    """Advise a larger row budget if micro-batches fill it, else a larger batch size. Empty if nothing larger fits."""
+    """Advise a larger row budget if micro-batches fill the current budget, else a larger batch size. Empty if nothing
+    larger fits.
+    """
     factor = min(max((PLANNED_SHARE * seen.total - seen.standing) / max(seen.peak - seen.standing, 1), 1.0), 64.0)
     # Leave memory for rows that are longer than any row so far.
     factor /= max(seen.longest / max(seen.longest_seen, 1), 1.0)

@@ -89,7 +89,7 @@ def columns(history: History, ending: str) -> list[str]:
 
 @dataclass(frozen=True)
 class View:
-    """Log up to some row, as a rule reads it.
+    """The part of a log that a rule reads: all rows up to a given row.
 
     Attributes:
         history: Rows with ``step``, oldest first.

@@ -165,7 +165,7 @@ class Checkup:
 
     @property
     def failed(self) -> list[str]:
-        """Return the checks that raised an error themselves, so that their findings are unknown."""
+        """Return the checks whose own code raised an error, so that their findings are unknown."""
         results = {} if self.preflight is None else self.preflight.results
         return [f"{code}: {result.failed}" for code, result in sorted(results.items()) if result.failed]
 

@@ -504,8 +504,8 @@ def launched(launch: list[str]) -> tuple[int, int]:
 
 
 def _end(process: subprocess.Popen, *, tell: bool) -> None:
-    """Wait until processes have finished their step and saved. With ``tell``, interrupt them first; otherwise the
-    terminal has already done so.
+    """Wait until processes have finished their step and saved a checkpoint. With ``tell``, interrupt them first; otherwise
+    the terminal has already done so.
     """
     if tell:
         process.send_signal(signal.SIGINT)

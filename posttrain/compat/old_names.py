@@ -90,7 +90,7 @@ def _fix(row: TRLName) -> str:
 
 
 def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
-    """Raise one error for all keywords that a constructor neither has nor converts.
+    """Raise one error for all keywords that a constructor neither accepts nor converts.
 
     Raises:
         ArgumentTypeError: There are such keywords. The message contains their replacements. For old options of a config
@@ -110,7 +110,9 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
 
 
 def is_accepted(cls: type, name: str, value: object = ANY) -> bool:
-    """Return whether a constructor accepts an old name, or, for a trainer, an option of its config."""
+    """Return whether a constructor accepts a name of older releases: an old name or, for a trainer, an option of its
+    config.
+    """
     row, config = row_of(cls, name, value), _config_of(cls)
     if row is None and config is not None:
         return name in {item.name for item in fields(config)} or is_accepted(config, name, value)

@@ -647,7 +647,9 @@ def _with_counts(
 
 
 def _fingerprint(dataset: AnyDataset, *about: object) -> str | None:
-    """Compute the cache fingerprint of a map from everything it depends on. ``map`` would hash the arguments separately."""
+    """Compute the cache fingerprint of a ``map`` call from everything that its result depends on. ``map`` would hash the
+    arguments separately.
+    """
     from datasets.fingerprint import Hasher
 
     from posttrain import __version__

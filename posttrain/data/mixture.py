@@ -129,7 +129,9 @@ def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.
 
 
 def _parquet_conflict(files: list[Path]) -> str | None:
-    """Describe the first column that has different types in two parquet files, or is missing in one. Ignore number widths."""
+    """Describe the first column that has different types in two parquet files, or is missing in one of them. Ignore number
+    widths.
+    """
     import pyarrow.parquet as pq
 
     if len(files) < 2:

@@ -486,7 +486,9 @@ def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
 
 
 def _sides(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool, list[str]]:
-    """Return whether a pair is plain text, and its two answers. If there is a prompt, each answer begins with the prompt."""
+    """Return whether a pair is plain text, and the pair's two answers. If there is a prompt, each answer begins with the
+    prompt.
+    """
     if is_messages(row.get("prompt")) and all(is_messages(row.get(side)) for side in SIDES):
         row = dict(maybe_extract_prompt(row))
     prompt = row.get("prompt")

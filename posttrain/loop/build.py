@@ -517,7 +517,7 @@ def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool = 
 
 
 def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout:
-    """Choose a row layout that also works for another model (a reference, a critic) that reads the same passes.
+    """Choose a row layout that also works for another model (a reference, a critic) that runs on the same batches.
 
     Args:
         layout: Layout of the policy.

@@ -297,7 +297,7 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
 
 
 def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
-    """Predict the memory of a step that would far exceed the limit from the memory of smaller passes. On a CPU the
+    """Predict, from the memory of smaller passes, the memory of a step that would far exceed the limit. On a CPU the
     system would kill the process if it ran such a step.
     """
     last = max((step for step in tried if not step.failed), key=lambda step: step.tokens, default=None)

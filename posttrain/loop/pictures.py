@@ -440,7 +440,7 @@ class Vision:
         return peft_config
 
     def show(self, model: str | nn.Module, processor: ProcessorMixin | None = None) -> bool:
-        """Let another model (a teacher or a reference) read the run's images, prepared by its own processor.
+        """Let another model (a teacher or a reference) read the run's images, prepared by that model's own processor.
 
         Args:
             model: Model that reads the policy's ids.

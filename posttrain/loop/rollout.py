@@ -312,7 +312,9 @@ def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
 
 
 def logps(run: Run, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
-    """Compute per-token log-probs of completions with the training forward, at the loss's temperature or another one."""
+    """Compute per-token log-probs of completions with the training forward pass, at the loss's temperature or at another
+    temperature.
+    """
     return logps_and_mass(run, model, rows, temperature)[0]
 
 

@@ -172,7 +172,8 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> Tensor:
-    """Select sequences with a nonnegative advantage, or whose probability has not decreased too much. Return ``(S,)`` bool.
+    """Select sequences with a nonnegative advantage, and sequences whose probability has not decreased too much. Return
+    ``(S,)`` bool.
 
     The condition is ``A_i >= 0  or  mean_t(sampled_logp - logp) <= threshold``. Tokens without a sampled log-prob (NaN) count as
     0.

@@ -304,7 +304,7 @@ class UnreadFields:
     )
 
     def refuse_unread(self) -> None:
-        """Raise if an unsupported field is set.
+        """Raise an error if an unsupported field is set.
 
         Raises:
             ConfigError: A field is set; the message contains the alternative.

@@ -104,7 +104,7 @@ def attention_inputs(
 
 
 def has_recurrent_layers(model: Module) -> bool:
-    """Return whether some layers mix tokens in another way than by attention, according to the model's class and config."""
+    """Return whether some layers mix tokens by other means than attention, according to the model's class and config."""
     inner = causal_lm(model)
     return getattr(inner, "_is_stateful", False) or bool(set(layer_kinds(text_of(config_of(inner)))) - KINDS)
 

@@ -535,7 +535,7 @@ def compute_mfu(
 
 
 def adjusted_mfu(mfu: float, config: PretrainedConfig, seq_len: int) -> float:
-    """Return the MFU with half of the attention scores, because causal attention does not need the other half.
+    """Return the MFU with only half of the attention scores counted, because causal attention does not need the other half.
 
     ``mfu * (F - scores / 2) / F`` with F from `compute_flops_per_token`.
 

@@ -269,7 +269,7 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
 
 @torch.no_grad()
 def prove_pictures(model: nn.Module) -> None:
-    """Find positions and attention blocks for an unknown model family that give the same results as its processor's inputs.
+    """Find, for an unknown model family, positions and attention blocks that give the same results as its processor's inputs.
 
     Args:
         model: Model prepared with `posttrain.models.vision.install_pictures`, without wrappers.

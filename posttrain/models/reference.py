@@ -151,7 +151,7 @@ def _check_vocabulary(model: nn.Module, reference: object) -> None:
 
 
 def _check_own_weights(model: nn.Module, reference: nn.Module) -> None:
-    """Raise if training would change weights of the reference, because both models contain the same parameters."""
+    """Raise an error if training would change weights of the reference, because both models contain the same parameters."""
     theirs = {id(parameter) for parameter in reference.parameters()}
     shared = [
         name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) in theirs

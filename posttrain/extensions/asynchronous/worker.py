@@ -25,7 +25,7 @@ from posttrain.errors import ArgumentTypeError, RolloutError
 
 
 class ActiveClock:
-    """A clock that ignores time in which this process was suspended: a gap between two reads counts at most ``most``
+    """A clock that ignores time in which this process was suspended: a gap between two reads counts as at most ``most``
     seconds.
 
     With a wall clock, all workers would seem to have made no progress during a suspension.
@@ -77,7 +77,7 @@ class WorkerJob(Protocol):
 
 
 def check_picklable(parts: Mapping[str, Any]) -> None:
-    """Check that objects for a process are picklable, before anything is loaded.
+    """Check that objects that will be sent to a process are picklable, before anything is loaded.
 
     Args:
         parts: Objects by their argument name. Lists, tuples and dicts are checked recursively.

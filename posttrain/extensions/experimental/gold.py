@@ -414,7 +414,7 @@ def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> 
     value = text.encode()
 
     def spells(ids: list[int]) -> int:
-        """Return the number of leading bytes of the text that the ids represent."""
+        """Return how many leading bytes of the text the ids represent."""
         return common_prefix(b"".join(spelled[i] for i in ids), value)
 
     best = tokenizer(text, add_special_tokens=False)["input_ids"]

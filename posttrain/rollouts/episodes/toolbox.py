@@ -34,7 +34,7 @@ class UnknownTool(Exception):
 
 
 class WrongValue(Exception):
-    """An argument or a result has another type than declared."""
+    """An argument or a result does not have the declared type."""
 
 
 class Cancelled(Exception):
