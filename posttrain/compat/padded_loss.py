@@ -185,7 +185,7 @@ def to_batch(inputs: Any) -> Batch:
     if not isinstance(inputs, PaddedInputs):
         raise ConfigError(
             f"super() got a {type(inputs).__name__} that is not the inputs of this step. Fix: change the dict in "
-            "place and pass it on, or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
+            "place and pass it on, or call model(**inputs) and compute the loss from the model's logits (docs/hooks.md)."
         )
     batch, back = inputs.batch, torch.argsort(inputs.order)
     if added := [name for name in inputs if name not in inputs.made and "labels" in inputs.made]:
@@ -222,7 +222,7 @@ def _not_followed(what: str, why: str) -> ConfigError:
     """Return the error for a change of the dict that cannot be applied to the batch."""
     return ConfigError(
         f"{what} before super(), which cannot use it: {why}. Labels may only be set to be ignored. Numeric columns may change. "
-        "Fix: override rows(examples), or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
+        "Fix: override rows(examples), or call model(**inputs) and compute the loss from the model's logits (docs/hooks.md)."
     )
 
 

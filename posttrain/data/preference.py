@@ -243,8 +243,8 @@ def _report_dropped(report: PreparationReport, options: AnswerOptions) -> None:
         )  # fmt: skip
     if report.inner and not options.mask_inner_turns:
         logger.warning(
-            "%s dataset: in %d of %d rows, an answer contains user or tool turns. They are trained like the assistant's text. "
-            "To exclude them from the loss, set mask_inner_turns=True.",
+            "%s dataset: in %d of %d rows, an answer contains user or tool turns. These turns are trained like the "
+            "assistant's text. To exclude them from the loss, set mask_inner_turns=True.",
             name, report.inner, n,
         )  # fmt: skip
     if report.truncated > 0.1 * n:

@@ -394,7 +394,7 @@ def refuse_untrainable(
     if collator is not None and not traits.takes_collator:
         raise ConfigError(
             f"{name} creates batches from tokenized rows itself, so data_collator={collator!r:.80} "
-            "would not be used. Fix: remove it. Use pad_to_multiple_of and max_row_tokens to control the batches."
+            "would not be used. Fix: remove data_collator. Use pad_to_multiple_of and max_row_tokens to control the batches."
         )
     if train_dataset is None:
         raise DataError(f"{name} needs train_dataset, but it is None.")
@@ -607,9 +607,8 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
     """
     if compute_loss_func is not None and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
-            f"compute_loss_func is set, but {type(trainer).__name__} would not call it, because its loss compares "
-            "sequences and never has full logits. Fix: override objective(outputs, batch) in a subclass "
-            "(docs/hooks.md)."
+            f"compute_loss_func is set, but {type(trainer).__name__} would not call it, because the trainer's loss compares "
+            "sequences and never has full logits. Fix: override objective(outputs, batch) in a subclass (docs/hooks.md)."
         )
     if type(trainer).__module__.split(".")[0] != "posttrain":
         importlib.import_module("posttrain.compat.overrides").refuse(trainer)

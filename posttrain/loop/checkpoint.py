@@ -455,9 +455,9 @@ def telling_of_room(folder: Path, size: Callable[[], int]) -> Iterator[None]:
         if not _is_of_room(error):
             raise
         raise CheckpointError(
-            f"the model could not be written to {str(folder)!r}: {error} ({gib(free_disk(folder))} are free, it needs "
-            f"about {gib(size())}). The files there are incomplete. Fix: free some space and save again, or resume "
-            "from the last checkpoint."
+            f"the model could not be written to {str(folder)!r}: {error} ({gib(free_disk(folder))} are free, the model needs "
+            f"about {gib(size())}). The files there are incomplete. Fix: free some space and save again, or resume from the "
+            "last checkpoint."
         ) from error
 
 

@@ -103,8 +103,8 @@ def refuse_auto_batch_size(args: PostTrainingConfig) -> None:
     """
     if args.auto_batch_size:
         raise ConfigError(
-            "per_device_train_batch_size='auto' runs trial steps before the model is passed to FSDP or "
-            "DeepSpeed, which does not work with them. Set a number. posttrain estimate suggests one."
+            "per_device_train_batch_size='auto' runs trial steps before the model is passed to FSDP or DeepSpeed, which do "
+            "not support such steps. Set a number; posttrain estimate suggests one."
         )
 
 

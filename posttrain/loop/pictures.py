@@ -324,9 +324,9 @@ class Vision:
         blind = [type(one).__name__ for one in judges]
         if self.images and blind:
             raise ConfigError(
-                f"the rows have images, but {', '.join(blind)} reads only text. It would score answers about images "
-                "that it cannot see. Fix: use a judge with vision=True, or a reward function, which gets the images "
-                "in the columns that it names."
+                f"the rows have images, but {', '.join(blind)} reads only text, so it would score answers about images without "
+                "the images. Fix: use a judge with vision=True, or a reward function, which gets the images in the columns "
+                "that it names."
             )
         if self.images and not engine.capabilities.pictures:
             raise ConfigError(

@@ -356,8 +356,8 @@ def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
     others = sorted(set(names) - {*PROMPT_COLUMNS})
     if drops_columns and others:
         raise ConfigError(
-            f"remove_unused_columns=True would drop {others}, but an environment's reset gets all columns of its row. "
-            "Set it to False, or remove the columns from the dataset."
+            f"remove_unused_columns=True would drop {others}, but an environment's reset gets all columns of its row. Set "
+            "remove_unused_columns=False, or remove the columns from the dataset."
         )
     if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset) or "prompt" in names:
         return dataset

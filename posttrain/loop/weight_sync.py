@@ -67,8 +67,8 @@ def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: To
         return engine
     if inner_tokenizer(tokenizer) is not tokenizer:
         raise ConfigError(
-            "use_transformers_continuous_batching=True does not work with a processor, because it only supports "
-            "text. Pass a tokenizer, or use another rollout_engine."
+            "use_transformers_continuous_batching=True does not work with a processor, because continuous batching supports "
+            "only text. Pass a tokenizer, or use another rollout_engine."
         )
     engine.settings = dict(args.transformers_continuous_batching_config or {})
     return engine

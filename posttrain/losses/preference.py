@@ -132,7 +132,7 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
     """
     if not 0.0 < label_smoothing < 1.0:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} does not work with exo_pair, which uses its logarithm. "
+            f"label_smoothing={label_smoothing} does not work with exo_pair, which uses the logarithm of label_smoothing. "
             "Fix: use a value above 0 and below 1, e.g. 1e-3."
         )
     x = beta * (chosen - rejected)

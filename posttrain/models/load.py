@@ -862,7 +862,7 @@ def _set_special_tokens(tokenizer: Tokenizer, source: Any) -> None:
             return
     if old_pad is not None:
         logger.warning(
-            "the pad token %r has become the eos token as well, and neither tokenizer has another one to pad with. Set "
+            "the pad token %r has become the eos token as well, and neither tokenizer has another token to pad with. Set "
             "tokenizer.pad_token.",
             old_pad,
         )

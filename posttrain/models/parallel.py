@@ -320,8 +320,8 @@ def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
     shards = zero_shards(folder)
     if shards and len(shards) != before:
         raise CheckpointError(
-            f"{str(shards[0].parent)!r} has {len(shards)} of {before} shards of the optimizer. Fix: copy the missing ones there "
-            "(each node may have its own shards), or resume from another checkpoint."
+            f"{str(shards[0].parent)!r} has {len(shards)} of {before} shards of the optimizer. Fix: copy the missing shards "
+            "there (each node may have its own shards), or resume from another checkpoint."
         )
 
 

@@ -137,7 +137,7 @@ def log_own_checkpoint(model: nn.Module) -> None:
     if name and (path / "trainer_state.json").is_file():  # Models created in memory have no name.
         logger.warning(
             "the model was loaded from the training checkpoint %s, and without ref_model it is also the reference. To resume "
-            "it, pass its initial model and call train(resume_from_checkpoint=%r). Otherwise, pass ref_model.", path, str(path),
+            "that run, pass its initial model and call train(resume_from_checkpoint=%r). Else pass ref_model.", path, str(path),
         )  # fmt: skip
 
 

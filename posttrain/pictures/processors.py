@@ -510,8 +510,8 @@ class PictureProcessor:
         except Exception as error:  # Any error is the reason why the family cannot be inferred.
             reason = f"{type(error).__name__}: {error}"
         raise ModelError(
-            f"{type(self.processor).__name__} is not one of the supported families ({', '.join(FAMILIES)}), and "
-            f"its handling of images cannot be inferred: {reason:.300}. Fix: use a model of one of these, or remove images."
+            f"{type(self.processor).__name__} is not one of the supported families ({', '.join(FAMILIES)}), and its handling "
+            f"of images cannot be inferred: {reason:.300}. Fix: use a model of one of these families, or remove images."
         )
 
     def token_types(self, ids: Tensor, prompt: int | Tensor) -> dict[str, Tensor]:
@@ -624,5 +624,6 @@ def load_processor(model_id: str, **options: Any) -> Any:
     except Exception as error:  # Constructors raise errors of many types. The message contains both reasons.
         raise ModelError(
             f"no processor of {model_id!r} can be loaded ({first:.300}). Loading it without its video processor failed too "
-            f"({type(error).__name__}: {error}). Fix: install the package that is named, or pass processing_class=processor."
+            f"({type(error).__name__}: {error}). Fix: install the package that the error names, or pass "
+            "processing_class=processor."
         ) from error

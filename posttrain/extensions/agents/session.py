@@ -250,7 +250,7 @@ class Session:
                 session.calls.append(CapturedCall(**{**call, "completions": completions, "parent": parent}))
         except (KeyError, TypeError, IndexError) as error:
             raise DataError(
-                f"{where}: this is not a recorded session ({type(error).__name__}: {error}). Fix: record it again."
+                f"{where}: the line is not a recorded session ({type(error).__name__}: {error}). Fix: record it again."
             ) from error
         session.closed = True
         return session

@@ -202,7 +202,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         if self.max_staleness_hard < self.max_staleness:
             raise ConfigError(
                 f"max_staleness_hard={self.max_staleness_hard} is below max_staleness={self.max_staleness}, so some "
-                "accepted rollouts would never be used for training. Raise it, or set it to None."
+                "accepted rollouts would never be used for training. Raise max_staleness_hard, or set it to None."
             )
         self._resolve_inflight()
         # The prompt stream continues from the checkpoint; there are no batches to skip.
@@ -225,7 +225,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             )
         if self.deepspeed is not None:
             raise ConfigError(
-                f"deepspeed={self.deepspeed!r}: asynchronous GRPO supports one process, DDP and FSDP2. Remove it."
+                f"deepspeed={self.deepspeed!r}: asynchronous GRPO supports one process, DDP and FSDP2. Remove the option."
             )
         for name, neutral in self._meaningless.items():
             value = getattr(self, name)

@@ -106,7 +106,7 @@ class ValueCache:
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
             entry = read_line(line)
             if entry is None:
-                logger.warning("%s has an incomplete line; its prompt is sampled again.", path)
+                logger.warning("%s has an incomplete line; the prompt of this line is sampled again.", path)
             elif entry["run"] == run:
                 self.rewards[entry["prompt"]] = entry["rewards"]
 

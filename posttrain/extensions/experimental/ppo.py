@@ -611,7 +611,6 @@ def _check_pad(tokenizer: Tokenizer, *, may_change: bool) -> None:
         return
     fix = f"tokenizer.pad_token = {other!r}" if other else "tokenizer.add_special_tokens({'pad_token': '[PAD]'})"
     raise ConfigError(
-        f"the pad token of processing_class equals its eos token {tokenizer.eos_token!r} (id "
-        f"{tokenizer.eos_token_id}), so the end of a response would be treated as padding. Set another one before "
-        f"training: {fix}."
+        f"the pad token of processing_class equals its eos token {tokenizer.eos_token!r} (id {tokenizer.eos_token_id}), so the "
+        f"end of a response would be treated as padding. Set another pad token before training: {fix}."
     )

@@ -529,8 +529,8 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
     _refuse_abbreviations(rest, known)
     if parsed.config:
         raise ConfigError(
-            f"--config {parsed.config}: options in a file are not checked, and the token would be for the port of the "
-            "command line. Fix: pass them on the command line."
+            f"--config {parsed.config}: options in a file are not checked, and the token is written for the port on the "
+            "command line. Fix: pass all options on the command line."
         )
     if not parsed.model:
         raise ConfigError("--model is missing: set the model to serve.")

@@ -190,7 +190,7 @@ class ToolBox:
         """
         if name in self.functions:
             raise ConfigError(
-                f"two tools have the name {name!r}, so the model could call only one of them. Rename one."
+                f"two tools have the name {name!r}, so the model could call only one of them. Rename one of them."
             )
         self.functions[name] = function
 
