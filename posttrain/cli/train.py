@@ -391,7 +391,7 @@ def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:
     path = Path(name) if Path(name).is_file() else packaged
     if not path.is_file():
         names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
-        raise ConfigError(f"--accelerate_config {name}: this is neither a file nor one of {names}{did_you_mean(name, names)}.")
+        raise ConfigError(f"--accelerate_config {name} is not a file or one of {names}{did_you_mean(name, names)}.")
     flags = ["--config_file", str(path)]
     if path == packaged and not any(t.startswith(("--num_processes", "--num-processes")) for t in argv):
         import torch

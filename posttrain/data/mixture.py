@@ -426,7 +426,7 @@ def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
     if not fractions:
         return None
     if len(fractions) < len(fractions_given):
-        raise ConfigError(f"fraction is set only for some datasets: {fractions_given}. Fix: set it for all or none of them.")
+        raise ConfigError(f"fraction is set only for some datasets: {fractions_given}. Fix: set it for all or none.")
     if mixture.streaming:
         raise ConfigError(
             "fraction needs the lengths of the datasets, which are unknown with streaming=True. Fix: remove either option."

@@ -129,8 +129,7 @@ def steady_disagreement(model: Module, values: Tensor, compute: Callable[[], Ten
 
 @contextmanager
 def rounded_otherwise(model: Module) -> Iterator[None]:
-    """Change outputs of a model's modules inside the block by an amount that rounding in their dtype (or TF32) would cause.
-    """
+    """Change outputs of a model's modules inside the block by an amount that rounding in their dtype (or TF32) would cause."""
     generators, tf32 = dict[torch.device, torch.Generator](), rounds_to_tf32()
 
     def change(module: Module, inputs: Any, output: Any) -> Any:

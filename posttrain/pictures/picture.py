@@ -332,7 +332,7 @@ def conversation_pictures(
     if loose and not empty:
         user = next((m for m in converted if m.get("role") == "user"), None)
         if user is None:
-            raise DataError(f"there are {len(loose)} images but no user message. Fix: add a user message, or image blocks.")
+            raise DataError(f"there are {len(loose)} images but no user message. Fix: add one, or image blocks.")
         before = len(picture_blocks(converted[: converted.index(user)]))
         content = user.get("content")
         text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())

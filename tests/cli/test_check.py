@@ -297,7 +297,11 @@ EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")
             ),
             "metric_for_best_model='eval_accuracy': the evaluation has no such metric. The most similar ones are ['eval_",
         ),
-        ("grpo", ("--per_device_train_batch_size", "64"), "train_dataset has 8 prompts, but a generation batch takes 16"),
+        (
+            "grpo",
+            ("--per_device_train_batch_size", "64"),
+            "train_dataset has 8 prompts, but a generation batch takes 16",
+        ),
     ],
 )
 def test_what_a_start_would_refuse_is_refused(command, options, said, trainable, capsys):

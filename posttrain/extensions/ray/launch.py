@@ -210,8 +210,7 @@ class _Placed:
             )
 
     def start(self, index: int, function: Any, *arguments: Any) -> Any:
-        """Start a task with the resources of one bundle: bundle 0 is the trainer's, and the other bundles are the servers'.
-        """
+        """Start a task with the resources of one bundle: bundle 0 is the trainer's, and the other bundles are the servers'."""
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
         takes = {"num_cpus": self.bundles[index]["CPU"], "num_gpus": self.bundles[index]["GPU"]}
         return self.ray.remote(scheduling_strategy=place, **takes, **self.options)(function).remote(*arguments)
