@@ -233,7 +233,7 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
     if not folder.exists():
         raise ModelError(not_found("model", model))
     if not folder.is_dir():
-        raise ModelError(f"model={model!r} is not a folder. Fix: pass a hub id or a folder with model weights.")
+        raise ModelError(f"model={model!r} is not a folder. Fix: pass a hub id or folder with config.json and weights.")
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise ModelError(f"the model folder {model!r} has no config.json, only {sorted(os.listdir(folder))[:10]}.")
     weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
