@@ -430,7 +430,7 @@ def _packing(args: PostTrainingConfig, config: PretrainedConfig) -> Any:
 
 
 def _autocast(args: PostTrainingConfig, dtype: Any) -> Any:
-    """Return the dtype of the computation if it differs from the dtype of the weights."""
+    """Return the dtype of the computation if it differs from the dtype of the weights, else None."""
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     return half if half is not dtype else None
 

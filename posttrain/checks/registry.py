@@ -54,7 +54,7 @@ AREAS = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Entry of the registry.
+    """Entry in the registry of checks.
 
     Attributes:
         code: ``PT-`` with a letter of `AREAS` and three digits. Codes are never reused.
@@ -124,7 +124,7 @@ PROBES: dict[str, Probe] = {}
 
 
 def register(code: str, name: str, *, moment: Moment, title: str, page: str = "", fatal: bool = False) -> Check:
-    """Add an entry to the registry.
+    """Add a check to the registry.
 
     Raises:
         ConfigError: The code does not have the form ``PT-D013``, or the code or the name already exists.

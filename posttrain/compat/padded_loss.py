@@ -227,7 +227,7 @@ def _not_followed(what: str, why: str) -> ConfigError:
 
 
 def _reads(owner: type, method: str, *names: str) -> bool:
-    """Return whether the source of a method contains one of the names. Return True if the source is not available."""
+    """Return whether the source code of a method contains one of the names. Return True if the source is not available."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.getattr_static(owner, method))))
     except (OSError, TypeError, SyntaxError):
@@ -264,7 +264,7 @@ class BeforeUser(Trainer):
 
     @property
     def own_loss(self) -> bool:
-        """True, so that evaluation also uses the subclass."""
+        """True, so that evaluation also uses the subclass's loss."""
         return True
 
     def _choose_layout(self, model: nn.Module) -> Any:
@@ -274,7 +274,7 @@ class BeforeUser(Trainer):
     _given: PaddedInputs | None = None
 
     def _dict(self, batch: Batch) -> PaddedInputs:
-        """Return TRL's inputs of a batch."""
+        """Return a batch in the form of TRL's inputs."""
         answers = "answers" if batch.advantages is None else "rollouts"
         inputs = to_padded(batch, self.answers_per_row, "labels" if self.method.traits.takes_loss_func else answers)
         if isinstance(self, OnlineTrainer):

@@ -120,7 +120,7 @@ def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -
 
 
 def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
-    """Split the prompt off the answers. All answers must begin with the prompt that chosen and rejected have in common."""
+    """Separate the prompt from the answers. All answers must begin with the prompt that chosen and rejected have in common."""
     parted = dict(maybe_extract_prompt(row))
     if parted.get("chosen") == row.get("chosen"):
         return parted

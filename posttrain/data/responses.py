@@ -113,7 +113,7 @@ def _paired_call(body: str) -> list[dict[str, Any]]:
 
 
 def glm(text: str, opened: bool) -> dict[str, Any]:
-    """Parse GLM's format, which is Qwen's with `_paired_call`. A turn ends with the marker that opens the next turn."""
+    """Parse GLM's format, which is Qwen's format with `_paired_call`. A turn ends with the marker that opens the next turn."""
     text = re.sub(r"<\|(user|observation)\|>\s*$", "", text)
     message = _framed("<tool_call>", "</tool_call>", _paired_call, "reasoning_content")(text, opened)
     return message | {"content": message["content"].strip()}

@@ -117,7 +117,7 @@ def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _kept(path: Path, shape: tuple[int, int], accelerator: Accelerator) -> np.ndarray | None:
-    """Return the cached values on all ranks, or None on all. Only the main process reads them, because disks may not be
+    """Return the cached values on all ranks, or None on all ranks. Only the main process reads them, because disks may not be
     shared.
     """
     cached = None

@@ -144,7 +144,7 @@ class TokenPrompts(PromptSource):
         return rows
 
     def _real(self, row: dict[str, Any]) -> list[int]:
-        """Return a row's tokens without padding, using its mask or the pad token."""
+        """Return a row's tokens without padding, using the row's mask or the pad token."""
         ids, mask = [int(token) for token in row["input_ids"]], row.get("attention_mask")
         if mask is not None:
             return [token for token, kept in zip(ids, mask, strict=True) if kept]

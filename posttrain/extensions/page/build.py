@@ -249,7 +249,9 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 
 
 class Card(NamedTuple):
-    """Rule with its results. ``status`` is the worst of all runs. Each result has the index of its run."""
+    """Log rule with its results in the shown runs. ``status`` is the worst of all runs. Each result has the index of its
+    run.
+    """
 
     rule: Rule
     status: str

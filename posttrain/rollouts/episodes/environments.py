@@ -228,7 +228,7 @@ class EnvironmentPool:
         return box
 
     def discard(self, environment: object) -> None:
-        """Drop an instance with a call that did not return. It is not reset, used or closed again."""
+        """Drop an instance because a call to it did not return. It is not reset, used or closed again."""
         with self._lock:
             self.lost.append(environment)
             for kind in self.kinds.values():
