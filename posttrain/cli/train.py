@@ -373,7 +373,7 @@ def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
     if test in data:
         raise ConfigError(
-            f"test_split_size={mixture.test_split_size}, but the data already has a split {test!r}. Fix: remove the option."
+            f"test_split_size={mixture.test_split_size}, but the data has a split {test!r} already. Fix: remove the option."
         )
     parts = split_off(data[train], mixture.test_split_size, config.seed)
     return {**data, train: parts["train"], test: parts["test"]}
