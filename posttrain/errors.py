@@ -182,7 +182,7 @@ class WeightSyncError(RolloutServerError):
 
 
 class CheckpointError(PosttrainError, RuntimeError):
-    """Raised for a checkpoint that is missing, incomplete, or of another run."""
+    """Raised for a checkpoint that is missing, is incomplete, or belongs to another run."""
 
 
 class MissingDependencyError(PosttrainError, ImportError):

@@ -287,7 +287,7 @@ class Batch:
 
     @property
     def shares(self) -> Tensor | None:
-        """``(S,)`` share of its episode's trained tokens that each sequence has. None if every sequence is a separate
+        """``(S,)``: each sequence's share of the trained tokens of its episode. None if every sequence is a separate
         episode.
 
         Each branch of an episode is a sequence. The shares of an episode add up to 1, so that means over sequences
@@ -592,7 +592,7 @@ class Rollout:
 
 
 def _unchanged(values: Tensor) -> Tensor:
-    """Return the argument; a lambda could not be sent to a worker process."""
+    """Return the argument. A lambda instead of this function could not be pickled for a worker process."""
     return values
 
 

@@ -64,7 +64,9 @@ def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Fin
 
 @probe("data", "PT-G001", part="processor")
 def fit(context: Context) -> list[Finding | None]:
-    """Check the sampled rows, including the completions to generate. The rows are already truncated to ``max_length``."""
+    """Check whether the sampled rows fit the context, including the completions that will be generated. The rows are
+    already truncated to ``max_length``.
+    """
     limit = context_length(text_of(context.model_config))
     return [check_image_fit(context.rows, limit, context.args.max_completion_length or 0)] if limit else []
 

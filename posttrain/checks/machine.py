@@ -415,7 +415,7 @@ def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
 
 
 def check_precision(trainable: Mapping[str, int], *, learning_rate: float) -> Finding | None:
-    """Return a finding if 16-bit weights are trained with a learning rate that is too small to change them, else None.
+    """Return a finding if 16-bit weights are trained with a learning rate too small to change these weights, else None.
 
     Args:
         trainable: Number of trained parameters by dtype (``{"bfloat16": 134_000_000}``).
@@ -458,7 +458,7 @@ def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
 
 
 def check_launch(environment: Mapping[str, str], processes: int) -> Finding | None:
-    """Return a finding if several processes were requested, but only one runs or each is a separate run. Else None.
+    """Return a finding if several processes were requested, but only one runs, or if each process is a separate run.
 
     ``accelerate launch --cpu`` exports a rendezvous address and then runs the script once, regardless of ``--num_processes``.
     torchrun starts all processes. Without an accelerator, they form a process group only with ``use_cpu=True``.

@@ -50,7 +50,8 @@ ASSUMED_ROW, ASSUMED_PROMPT = 1024, 256
 def check_estimate(
     components: Mapping[str, int], available: int, *, total: int, where: str, fixes: Sequence[str] = ()
 ) -> Finding | None:
-    """Return a finding if an estimate exceeds the memory, else None. It is an error if no batch size or length could help.
+    """Return a finding if an estimate exceeds the memory, else None. The finding is an error if no batch size or length
+    could help.
 
     Args:
         components: Bytes at the peak, by component.
@@ -196,7 +197,9 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
 
 
 def _larger_passes(seen: Profile) -> str:
-    """Advise a larger row budget if micro-batches fill it, else a larger batch size. Empty if nothing larger fits."""
+    """Advise a larger row budget if micro-batches fill the current budget, else a larger batch size. Empty if nothing
+    larger fits.
+    """
     factor = min(max((PLANNED_SHARE * seen.total - seen.standing) / max(seen.peak - seen.standing, 1), 1.0), 64.0)
     # Leave memory for rows that are longer than any row so far.
     factor /= max(seen.longest / max(seen.longest_seen, 1), 1.0)
@@ -427,7 +430,7 @@ def _packing(args: PostTrainingConfig, config: PretrainedConfig) -> Any:
 
 
 def _autocast(args: PostTrainingConfig, dtype: Any) -> Any:
-    """Return the dtype of the computation if it differs from that of the weights."""
+    """Return the dtype of the computation if it differs from the dtype of the weights, else None."""
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     return half if half is not dtype else None
 

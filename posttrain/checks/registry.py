@@ -54,7 +54,7 @@ AREAS = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Entry of the registry.
+    """Entry in the registry of checks.
 
     Attributes:
         code: ``PT-`` with a letter of `AREAS` and three digits. Codes are never reused.
@@ -110,7 +110,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Function that runs some checks at a moment, on the main process."""
+    """Function that runs some checks at a given moment of a run, on the main process."""
 
     name: str
     moment: Moment
@@ -124,7 +124,7 @@ PROBES: dict[str, Probe] = {}
 
 
 def register(code: str, name: str, *, moment: Moment, title: str, page: str = "", fatal: bool = False) -> Check:
-    """Add an entry to the registry.
+    """Add a check to the registry.
 
     Raises:
         ConfigError: The code does not have the form ``PT-D013``, or the code or the name already exists.
@@ -164,7 +164,7 @@ def finding(code: str, severity: Severity, what: str, where: str, why: str, fix:
 
 
 def probe(moment: Moment, *codes: str, part: str | None = None) -> Callable[[Callable], Callable]:
-    """Register a function that every trainer and ``posttrain check`` call at a moment.
+    """Register a function that every trainer and ``posttrain check`` call at a given moment of a run.
 
     Args:
         moment: ``config`` (before the model is loaded), ``data`` (after the training set is prepared), or ``first_batch``.
@@ -185,7 +185,7 @@ def probe(moment: Moment, *codes: str, part: str | None = None) -> Callable[[Cal
 
 
 def codes_of(area: str, moment: Moment) -> tuple[str, ...]:
-    """Return the codes of an area (a letter of `AREAS`) that are checked at a moment.
+    """Return the codes of an area (a letter of `AREAS`) that are checked at a given moment.
 
     >>> load()["PT-M003"].moment, codes_of("M", "first_batch")
     ('first_batch', ('PT-M003',))
@@ -491,7 +491,7 @@ class Preflight:
             self.changed = self.changed or new or moment != "log_step"
 
     def has(self, moment: Moment, context: Context) -> bool:
-        """Return whether there are checks for this run at a moment."""
+        """Return whether there are checks for this run at a given moment."""
         return any(self._concerns(probe, moment, context) for probe in PROBES.values())
 
     @staticmethod
@@ -499,7 +499,9 @@ class Preflight:
         return probe.moment == moment and (probe.part is None or context.parts.get(probe.part) is not None)
 
     def run(self, moment: Moment, context: Context) -> list[Finding]:
-        """Run the checks of a moment and return the findings. A check that fails is logged; a `ConfigError` is raised."""
+        """Run the checks of a given moment and return the findings. A check that fails is logged; a `ConfigError` is
+        raised.
+        """
         findings: list[Finding] = []
         for probe in list(PROBES.values()) if self.active else ():
             if not self._concerns(probe, moment, context):
@@ -517,7 +519,7 @@ class Preflight:
         return findings
 
     def add(self, finding: Finding) -> Told:
-        """Record a finding. Return whether it is new, repeated or silenced, which decides whether it is logged."""
+        """Record a finding. Return whether the finding is new, repeated or silenced, which decides whether it is logged."""
         if not self.active:
             return "off"
         result = self.results.setdefault(finding.code, Result())
@@ -539,7 +541,7 @@ class Preflight:
         return finding.severity == "error" and self.mode == "error" and finding.code not in self.silenced
 
     def report(self, findings: Iterable[Finding | None], *, log: bool = True) -> list[Finding]:
-        """Log findings: each kind the first time, and then every 100th time. Raise an error if some findings are errors.
+        """Log each kind of finding the first time, and then every 100th time. Raise an error if some findings are errors.
 
         Args:
             findings: Findings. None entries are ignored.

@@ -189,7 +189,7 @@ class RunningReward:
 
 
 def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[str, float]) -> Finding | None:
-    """Find a function whose weighted rewards have 20 times the standard deviation of those of any other function.
+    """Find a reward function whose weighted rewards have 20 times the standard deviation of any other function's rewards.
 
     Args:
         rewards: Statistics by name of the function.

@@ -50,7 +50,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class RowSample:
-    """Rows, with cached properties of their tokenizer and cached findings.
+    """Rows with cached findings and cached properties of their tokenizer.
 
     Attributes:
         rows: The rows. They are never changed.
@@ -113,7 +113,7 @@ class RowSample:
         return self._blank[token]
 
     def cut(self, sequence: TokenSequence) -> bool:
-        """Return whether a sequence reaches the maximum length, so that it was probably truncated."""
+        """Return whether a sequence reaches the maximum length, which means that it was probably truncated."""
         return self.limit is not None and len(sequence.ids) >= self.limit
 
     @cached_property
@@ -433,7 +433,7 @@ def dropped_rows(before: int, after: int, *, reasons: str = "", missing: Sequenc
 
 
 def diverged_prompts(diverged: int, total: int) -> Finding | None:
-    """Return a finding about prompts that are tokenized differently alone than before their completion, or None."""
+    """Return a finding about prompts whose tokens change when the completion follows, or None."""
     if not diverged:
         return None
     return Finding(
@@ -561,7 +561,7 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 
 def is_open(row: Mapping[str, Any], filled: bool) -> bool:
-    """Return whether the prompt of a row is empty, and an environment will fill it. ``filled``: an environment exists."""
+    """Return whether the prompt of a row is empty and will be filled by an environment. ``filled``: an environment exists."""
     return filled and row.get("prompt") == [{"role": "user", "content": ""}]
 
 

@@ -46,7 +46,9 @@ def training_rows(history: History) -> list[Mapping[str, float]]:
 
 
 def rows_backwards(history: History) -> Iterator[Mapping[str, float]]:
-    """Yield the training rows, newest first. It is lazy because a rule runs at every row but reads only a few rows."""
+    """Yield the training rows, newest first. Rows are read lazily, because a rule runs at every row but reads only a few
+    rows.
+    """
     return (row for row in reversed(history) if "loss" in row and "step" in row)
 
 
@@ -87,7 +89,7 @@ def columns(history: History, ending: str) -> list[str]:
 
 @dataclass(frozen=True)
 class View:
-    """Log up to some row, as a rule reads it.
+    """The part of a log that a rule reads: all rows up to a given row.
 
     Attributes:
         history: Rows with ``step``, oldest first.

@@ -132,7 +132,7 @@ class Probe:
 
 
 class Parity:
-    """Comparisons between trainer and engines: when they are made, and the first comparison of each engine.
+    """Schedule of the comparisons between trainer and engines, and the first comparison of each engine.
 
     Args:
         every: Number of pushes between two comparisons. None compares as often as possible within `COST_SHARE` of the time.
@@ -176,7 +176,9 @@ class Parity:
 
 
 def check_negative_control(where: str, before: Finding | None) -> Finding | None:
-    """Warn if the server of a resumed run already has the new weights before the push, because pushes are then not tested."""
+    """Warn if the server of a resumed run already has the new weights before the push, because the comparison cannot test
+    such a push.
+    """
     if before is not None:
         return None
     return finding(

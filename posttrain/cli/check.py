@@ -96,7 +96,7 @@ def differences(config: Any) -> list[str]:
 
 @dataclass
 class Stage:
-    """Part of a training command: the result of checking it, or the error that prevents training."""
+    """Result of checking one part of a training command, or the error that prevents training."""
 
     name: str
     said: str = ""
@@ -165,7 +165,7 @@ class Checkup:
 
     @property
     def failed(self) -> list[str]:
-        """Return the checks that raised an error themselves, so that their findings are unknown."""
+        """Return the checks whose own code raised an error, so that their findings are unknown."""
         results = {} if self.preflight is None else self.preflight.results
         return [f"{code}: {result.failed}" for code, result in sorted(results.items()) if result.failed]
 
@@ -309,12 +309,12 @@ class Checkup:
             except (OSError, ValueError, RuntimeError) as error:
                 reason = str(error).splitlines()[0]
                 raise ConfigError(
-                    f"push_to_hub=True, and the Hub does not accept this run: {reason} Fix: hf auth login, or leave it out."
+                    f"push_to_hub=True, but the Hub refuses this run: {reason} Fix: run hf auth login, or remove the option."
                 ) from error
         return ""
 
     def _start(self) -> str:
-        """Make the trainer as the command does, and try a step and an evaluation batch in a temporary folder."""
+        """Create the trainer as the command does, and run one step and one evaluation batch in a temporary folder."""
         if not self.tries_step or self.refused:
             return ""
         from posttrain.loop.checkpoint import resolve_resume
@@ -330,7 +330,7 @@ class Checkup:
                 refuse_auto_batch_size(self.subject.config)
         if world % size:
             raise ConfigError(
-                f"sp_size={size} does not divide the command's {world} processes. Fix: --num_processes {size}."
+                f"sp_size={size} does not divide the command's {world} processes. Fix: pass --num_processes {size}."
             )
         if launch or size > 1:
             return "not tried: the command needs several processes"

@@ -44,12 +44,14 @@ class RayArguments:
 
 
 def is_wanted(argv: Sequence[str]) -> bool:
-    """Return whether the command line or config file names a launcher, and this is not the trainer that it started."""
+    """Return whether the command line or config file names a launcher, and this process is not the trainer that the
+    launcher started.
+    """
     rest, path = split_config(argv)
     named = any(token.split("=")[0] == "--launcher" for token in rest)
     return STARTED not in os.environ and (named or (path is not None and "launcher" in load_config(path)))
 
 
 def other_options(tokens: Sequence[str]) -> list[str]:
-    """Return the tokens that are not options of the launcher, in order."""
+    """Return the command-line tokens that are not options of the launcher, in order."""
     return PosttrainArgumentParser(RayArguments).parse_args_and_config(tokens, return_remaining_strings=True)[1]

@@ -60,7 +60,9 @@ def help_text() -> str:
 
 
 def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
-    """Return a command that imports ``module:function`` when it runs, and calls it with ``first`` and the arguments."""
+    """Return a command that imports ``module:function`` when it runs, and calls the function with ``first`` and the
+    arguments.
+    """
 
     def command(argv: list[str]) -> int:
         module, _, name = path.partition(":")

@@ -241,7 +241,7 @@ def load_config(path: str) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: it is not valid YAML: {error}") from error
+        raise ConfigError(f"--config {path}: the file is not valid YAML: {error}") from error
     names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
     # YAML silently uses the last of duplicate keys.
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
@@ -250,7 +250,7 @@ def load_config(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(
-            f"--config {path}: it must be a mapping of field names to values, not a {type(content).__name__}."
+            f"--config {path}: the file must contain a mapping of field names to values, not a {type(content).__name__}."
         )
     return content
 

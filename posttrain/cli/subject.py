@@ -28,7 +28,7 @@ ROWS = (
 
 
 class Prepared(NamedTuple):
-    """Rows that a training command makes from examples.
+    """Rows that a training command creates from dataset examples.
 
     Attributes:
         rows: Rows in the order of the examples.

@@ -119,7 +119,7 @@ def ppo_parts(script_args: Any, config: Any) -> dict[str, Any]:
 
 
 def episode_parts(script_args: Any) -> dict[str, Any]:
-    """Import the tools, environment factory and rollout function that are named."""
+    """Import the tools, environment factory and rollout function that the options name."""
     parts: dict[str, Any] = {}
     if script_args.tools:
         parts["tools"] = [_callable(named_object(name, "tools"), name, "tools") for name in script_args.tools]
@@ -373,7 +373,7 @@ def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
     if test in data:
         raise ConfigError(
-            f"test_split_size={mixture.test_split_size}, and the data has a split {test!r} already. Fix: leave it out."
+            f"test_split_size={mixture.test_split_size}, but the data has a split {test!r} already. Fix: remove the option."
         )
     parts = split_off(data[train], mixture.test_split_size, config.seed)
     return {**data, train: parts["train"], test: parts["test"]}
@@ -391,7 +391,7 @@ def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:
     path = Path(name) if Path(name).is_file() else packaged
     if not path.is_file():
         names = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
-        raise ConfigError(f"--accelerate_config {name}: neither a file nor one of {names}{did_you_mean(name, names)}.")
+        raise ConfigError(f"--accelerate_config {name} is not a file or one of {names}{did_you_mean(name, names)}.")
     flags = ["--config_file", str(path)]
     if path == packaged and not any(t.startswith(("--num_processes", "--num-processes")) for t in argv):
         import torch
@@ -423,8 +423,8 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
     parsed, _ = parser.parse_known_args([*rest, ""])
     if parsed.training_script_args:
         raise ConfigError(
-            f"unknown argument {parsed.training_script!r}: it follows no option{did_you_mean(parsed.training_script, fields)}. "
-            "Fix: remove it, or quote a value that contains spaces."
+            f"unknown argument {parsed.training_script!r}: it does not follow an "
+            f"option{did_you_mean(parsed.training_script, fields)}. Fix: remove it, or quote a value that contains spaces."
         )
     if parsed.num_processes is not None and parsed.num_processes < 1:
         raise ConfigError(f"num_processes={parsed.num_processes}: a run needs at least 1 process.")
@@ -504,8 +504,8 @@ def launched(launch: list[str]) -> tuple[int, int]:
 
 
 def _end(process: subprocess.Popen, *, tell: bool) -> None:
-    """Wait until processes have finished their step and saved. With ``tell``, interrupt them first; otherwise the
-    terminal has already done so.
+    """Wait until processes have finished their step and saved a checkpoint. With ``tell``, interrupt them first; otherwise
+    the terminal has already done so.
     """
     if tell:
         process.send_signal(signal.SIGINT)

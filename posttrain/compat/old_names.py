@@ -90,7 +90,7 @@ def _fix(row: TRLName) -> str:
 
 
 def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
-    """Raise one error for all keywords that a constructor neither has nor converts.
+    """Raise one error for all keywords that a constructor neither accepts nor converts.
 
     Raises:
         ArgumentTypeError: There are such keywords. The message contains their replacements. For old options of a config
@@ -110,7 +110,9 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
 
 
 def is_accepted(cls: type, name: str, value: object = ANY) -> bool:
-    """Return whether a constructor accepts an old name, or, for a trainer, an option of its config."""
+    """Return whether a constructor accepts a name of older releases: an old name or, for a trainer, an option of its
+    config.
+    """
     row, config = row_of(cls, name, value), _config_of(cls)
     if row is None and config is not None:
         return name in {item.name for item in fields(config)} or is_accepted(config, name, value)
@@ -225,7 +227,7 @@ def _put(cls: type, name: str, value: object, target: str, kwargs: dict[str, Any
     given = read_mapping(option, kwargs.get(option)) or {} if key else kwargs
     if (key or option) in given and given[key or option] != value:
         raise ArgumentTypeError(
-            f"{cls.__name__} got {target}={given[key or option]!r:.60} and {name}={value!r:.60}, its name in older releases. "
+            f"{cls.__name__} got {target}={given[key or option]!r:.60} and {name}={value!r:.60}, the older name of {target}. "
             f"Fix: set only {target}."
         )
     kwargs[option] = {**given, key: value} if key else value
@@ -247,7 +249,7 @@ def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
         if given[name] != options[name]:
             raise ConfigError(
                 f"{name} is given twice: {given[name]!r} in args and {options[name]!r} as an argument of the trainer. Fix: "
-                "remove the argument, which only older releases had."
+                "remove the trainer's argument, which only older releases accepted."
             )
     changed = kind(config.output_dir, **given)
     later = {f.name: value for f in fields(kind) if (value := getattr(config, f.name)) != getattr(changed, f.name)}

@@ -127,9 +127,8 @@ def refuse(trainer: Any) -> None:
             )
     if (owner := user_override(kind, "_get_num_items_in_batch")) and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
-            f"{owner.__name__} overrides _get_num_items_in_batch, but the loss is not a sum over label tokens that is "
-            "divided by it. Fix: scale the result of super().compute_loss(...), or override counts(batches) of a "
-            "Method."
+            f"{owner.__name__} overrides _get_num_items_in_batch, but this loss is not a sum over label tokens divided by that "
+            "number. Fix: scale the result of super().compute_loss(...), or override counts(batches) of a Method."
         )
     if any(user_override(kind, name) for name in PADDED_STEPS):
         from posttrain.compat import padded_loss

@@ -102,7 +102,7 @@ def log_cost(kind: type) -> None:
     names = [name for name in PADDED_STEPS if user_override(kind, name)]
     logger.warning(
         "%s overrides %s, so TRL's inputs are built: each row has one padded sequence, and prompts are not shared. This "
-        "costs time and memory. objective(outputs, batch) keeps the fast layout (docs/hooks.md).",
+        "costs time and memory. To keep the fast layout, override objective(outputs, batch) instead (docs/hooks.md).",
         kind.__name__,
         ", ".join(names),
     )
@@ -185,7 +185,7 @@ def to_batch(inputs: Any) -> Batch:
     if not isinstance(inputs, PaddedInputs):
         raise ConfigError(
             f"super() got a {type(inputs).__name__} that is not the inputs of this step. Fix: change the dict in "
-            "place and pass it on, or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
+            "place and pass it on, or call model(**inputs) and compute the loss from the model's logits (docs/hooks.md)."
         )
     batch, back = inputs.batch, torch.argsort(inputs.order)
     if added := [name for name in inputs if name not in inputs.made and "labels" in inputs.made]:
@@ -204,7 +204,7 @@ def to_batch(inputs: Any) -> Batch:
 
 
 def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str) -> Batch:
-    """Return the batch with changed labels or a changed column, in its own row order. Other changes raise an error."""
+    """Return the batch with changed labels or a changed column, in the batch's row order. Other changes raise an error."""
     if name == "labels":
         if not ((value == before) | (value == IGNORED)).all():
             raise _not_followed(f"{changed} to other tokens", f"labels may be set to {IGNORED} alone")
@@ -222,12 +222,12 @@ def _not_followed(what: str, why: str) -> ConfigError:
     """Return the error for a change of the dict that cannot be applied to the batch."""
     return ConfigError(
         f"{what} before super(), which cannot use it: {why}. Labels may only be set to be ignored. Numeric columns may change. "
-        "Fix: override rows(examples), or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
+        "Fix: override rows(examples), or call model(**inputs) and compute the loss from the model's logits (docs/hooks.md)."
     )
 
 
 def _reads(owner: type, method: str, *names: str) -> bool:
-    """Return whether the source of a method contains one of the names. Return True if the source is not available."""
+    """Return whether the source code of a method contains one of the names. Return True if the source is not available."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.getattr_static(owner, method))))
     except (OSError, TypeError, SyntaxError):
@@ -260,11 +260,11 @@ def _shared(whole: Denominators, parts: float) -> Denominators:
 
 
 class BeforeUser(Trainer):
-    """Placed before the user's class. Converts batches to `PaddedInputs`."""
+    """Base class before the user's class in the MRO. Converts batches to `PaddedInputs`."""
 
     @property
     def own_loss(self) -> bool:
-        """True, so that evaluation also uses the subclass."""
+        """True, so that evaluation also uses the subclass's loss."""
         return True
 
     def _choose_layout(self, model: nn.Module) -> Any:
@@ -274,7 +274,7 @@ class BeforeUser(Trainer):
     _given: PaddedInputs | None = None
 
     def _dict(self, batch: Batch) -> PaddedInputs:
-        """Return TRL's inputs of a batch."""
+        """Return a batch in the form of TRL's inputs."""
         answers = "answers" if batch.advantages is None else "rollouts"
         inputs = to_padded(batch, self.answers_per_row, "labels" if self.method.traits.takes_loss_func else answers)
         if isinstance(self, OnlineTrainer):
@@ -292,8 +292,8 @@ class BeforeUser(Trainer):
         samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         if samples and self.denominators is before:
             raise ConfigError(
-                f"{type(self).__name__}.get_batch_samples does not call super().get_batch_samples(...), which counts what the "
-                "loss is divided by. Fix: change what it returns, or override get_train_dataloader() to draw other rows."
+                f"{type(self).__name__}.get_batch_samples does not call super().get_batch_samples(...), which counts the items "
+                "that the loss is divided by. Fix: change its result, or override get_train_dataloader() to load other rows."
             )
         return samples, count
 
@@ -357,7 +357,7 @@ class BeforeUser(Trainer):
 
 
 class BehindUser(Trainer):
-    """Placed after the user's class. Its ``super()`` receives TRL's inputs and returns TRL's results."""
+    """Base class after the user's class in the MRO. Its ``super()`` receives TRL's inputs and returns TRL's results."""
 
     _whole: Denominators
     _dict: Callable[[Batch], PaddedInputs]
@@ -377,7 +377,7 @@ class BehindUser(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute TRL's ``compute_loss``: the loss of a micro-batch, or divided by the subclass's count."""
+        """Compute TRL's ``compute_loss``: the loss of a micro-batch, or its sum divided by the subclass's count."""
         batch, counts = to_batch(inputs), _as_said(inputs, self.denominators)
         if (
             not self.model.training

@@ -114,7 +114,7 @@ def older_name(module: str, name: str) -> Any:
 
 
 def missing_of_statement(module: str) -> list[str]:
-    """Return the names that the running ``from module import ...`` asks for and that cannot be imported."""
+    """Return the names in the running ``from module import ...`` statement that cannot be imported."""
     import posttrain
 
     frame: Any = sys._getframe()

@@ -93,7 +93,7 @@ def value_row(cls: type, name: str, value: object) -> TRLName | None:
 
 @functools.cache
 def refused(kind: str) -> dict[str, str]:
-    """Return a mapping from names of one kind that raise an error to their replacements."""
+    """Return the names of one kind that raise an error, mapped to their replacements."""
     return {row.name: row.replacement for row in rows() if row.kind == kind and row.action == "refuse"}
 
 

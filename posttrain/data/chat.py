@@ -361,7 +361,7 @@ def _merged(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[
         return prompt + answer
     if not isinstance(prompt[-1].get("content"), str) or not isinstance(answer[0].get("content"), str):
         raise ConfigError(
-            "merge_prefill=True joins texts, but the last message of the prompt or the first of the answer has no text."
+            "merge_prefill=True joins texts, but the last message of the prompt or the first message of the answer has no text."
         )
     joined = {**answer[0], "content": prompt[-1]["content"] + answer[0]["content"]}
     return [*prompt[:-1], joined, *answer[1:]]

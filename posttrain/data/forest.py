@@ -182,7 +182,7 @@ def _check(row: Row, index: int, rope_end: int | None) -> None:
         raise DataError(f"row {index} has no completion. Fix: give every row at least one completion.")
     for i, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
         if len(ids) != len(mask):
-            raise DataError(f"row {index}, completion {i}: {len(ids)} token ids, but a loss mask of {len(mask)}.")
+            raise DataError(f"row {index}, completion {i}: {len(ids)} token ids, but {len(mask)} mask values.")
         if rope_end is not None and len(row.prompt_ids) + len(ids) > rope_end:
             raise DataError(
                 f"row {index}, completion {i} has {len(row.prompt_ids) + len(ids)} tokens including its prompt. With "
@@ -196,7 +196,7 @@ def _check(row: Row, index: int, rope_end: int | None) -> None:
     for name, lists in row.token_columns.items():
         lengths, wanted = [len(x) for x in lists], [len(x) for x in row.completions]
         if lengths != wanted:
-            raise DataError(f"row {index}, column {name!r}: lengths {lengths} do not match the completions' {wanted}.")
+            raise DataError(f"row {index}, column {name!r}: lengths {lengths} differ from the completions' {wanted}.")
 
 
 def _members(rows: Sequence[Row]) -> list[Member]:

@@ -265,7 +265,7 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
 
 
 def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether the rows are conversational. Raise an error if only some of them are."""
+    """Return whether the rows are conversational. Raise an error if only some rows are."""
     first: bool | None = None
     for index, row in enumerate(head):
         try:
@@ -647,7 +647,9 @@ def _with_counts(
 
 
 def _fingerprint(dataset: AnyDataset, *about: object) -> str | None:
-    """Compute the cache fingerprint of a map from everything it depends on. ``map`` would hash the arguments separately."""
+    """Compute the cache fingerprint of a ``map`` call from everything that its result depends on. ``map`` would hash the
+    arguments separately.
+    """
     from datasets.fingerprint import Hasher
 
     from posttrain import __version__

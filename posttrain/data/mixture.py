@@ -129,7 +129,9 @@ def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.
 
 
 def _parquet_conflict(files: list[Path]) -> str | None:
-    """Describe the first column that has different types in two parquet files, or is missing in one. Ignore number widths."""
+    """Describe the first column that has different types in two parquet files, or is missing in one of them. Ignore number
+    widths.
+    """
     import pyarrow.parquet as pq
 
     if len(files) < 2:
@@ -410,7 +412,7 @@ def split_off(rows: Any, size: float, seed: int) -> Any:
     """
     if isinstance(rows, datasets.IterableDataset):
         raise ConfigError(
-            f"test_split_size={size} needs the number of rows, which is unknown with streaming. Fix: remove one of the two."
+            f"test_split_size={size} needs the number of rows, which is unknown with streaming. Fix: remove either option."
         )
     try:
         return rows.train_test_split(test_size=size, seed=seed)
@@ -424,10 +426,10 @@ def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
     if not fractions:
         return None
     if len(fractions) < len(fractions_given):
-        raise ConfigError(f"fraction is set for some datasets only: {fractions_given}. Fix: set it for all or none.")
+        raise ConfigError(f"fraction is set only for some datasets: {fractions_given}. Fix: set it for all or none.")
     if mixture.streaming:
         raise ConfigError(
-            "fraction needs the lengths of the datasets, which are unknown with streaming=True. Fix: remove one of the two."
+            "fraction needs the lengths of the datasets, which are unknown with streaming=True. Fix: remove either option."
         )
     if any(f < 0 or not math.isfinite(f) for f in fractions) or sum(fractions) == 0:
         raise ConfigError(f"fractions {fractions} must be finite, 0 or more, and not all 0.")

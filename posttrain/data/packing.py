@@ -462,7 +462,7 @@ def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, na
 
 
 def _tally(dataset: datasets.Dataset, cut: int | None) -> tuple[int, int, int]:
-    """Count the items of the first column, in total and within ``cut`` per row. Also compute a checksum of the latter."""
+    """Count the items of the first column, in total and within ``cut`` per row, and compute a checksum of the latter."""
     total = within = checksum = 0
     column = dataset.column_names[0]
     for table in dataset.select_columns([column]).with_format("arrow").iter(WINDOW_ROWS):

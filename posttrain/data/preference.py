@@ -120,7 +120,7 @@ def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -
 
 
 def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
-    """Split the prompt off the answers. All answers must begin with the prompt that chosen and rejected have in common."""
+    """Separate the prompt from the answers. All answers must begin with the prompt that chosen and rejected have in common."""
     parted = dict(maybe_extract_prompt(row))
     if parted.get("chosen") == row.get("chosen"):
         return parted
@@ -243,8 +243,8 @@ def _report_dropped(report: PreparationReport, options: AnswerOptions) -> None:
         )  # fmt: skip
     if report.inner and not options.mask_inner_turns:
         logger.warning(
-            "%s dataset: in %d of %d rows, an answer contains user or tool turns. They are trained like the assistant's text. "
-            "To exclude them from the loss, set mask_inner_turns=True.",
+            "%s dataset: in %d of %d rows, an answer contains user or tool turns. These turns are trained like the "
+            "assistant's text. To exclude them from the loss, set mask_inner_turns=True.",
             name, report.inner, n,
         )  # fmt: skip
     if report.truncated > 0.1 * n:
@@ -486,7 +486,9 @@ def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
 
 
 def _sides(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool, list[str]]:
-    """Return whether a pair is plain text, and its two answers. If there is a prompt, each answer begins with the prompt."""
+    """Return whether a pair is plain text, and the pair's two answers. If there is a prompt, each answer begins with the
+    prompt.
+    """
     if is_messages(row.get("prompt")) and all(is_messages(row.get(side)) for side in SIDES):
         row = dict(maybe_extract_prompt(row))
     prompt = row.get("prompt")

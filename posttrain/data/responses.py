@@ -113,7 +113,7 @@ def _paired_call(body: str) -> list[dict[str, Any]]:
 
 
 def glm(text: str, opened: bool) -> dict[str, Any]:
-    """Parse GLM's format, which is Qwen's with `_paired_call`. A turn ends with the marker that opens the next turn."""
+    """Parse GLM's format, which is Qwen's format with `_paired_call`. A turn ends with the marker that opens the next turn."""
     text = re.sub(r"<\|(user|observation)\|>\s*$", "", text)
     message = _framed("<tool_call>", "</tool_call>", _paired_call, "reasoning_content")(text, opened)
     return message | {"content": message["content"].strip()}
@@ -184,7 +184,7 @@ def _python_calls(body: str) -> list[dict[str, Any]]:
     calls, listed = [], _expression(body.strip())
     for node in listed.elts if isinstance(listed, ast.List) else [listed]:
         if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
-            raise ValueError(f"a tool call must be NAME(KEY=VALUE, ..), which {body.strip()[:60]!r} is not")
+            raise ValueError(f"a tool call must have the form NAME(KEY=VALUE, ..), but it is {body.strip()[:60]!r}")
         calls.append(
             tool_call(
                 ast.unparse(node.func),

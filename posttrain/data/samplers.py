@@ -76,10 +76,9 @@ class RepeatSampler(Sampler[int]):
         n, chunk, group = self.num_samples, self.batch_size, self.mini_repeat_count
         if n < chunk:
             raise DataError(
-                f"the dataset has {n} rows, but one chunk needs {chunk}, so no row would be sampled. One generation batch "
-                f"of {chunk * group} rows contains {chunk} prompts, {group} times each. Fix: use a dataset with at least "
-                f"{chunk} prompts, decrease generation_batch_size (or steps_per_generation), "
-                "or raise num_generations."
+                f"the dataset has {n} rows, but one chunk needs {chunk}, so no row would be sampled. One generation batch of "
+                f"{chunk * group} rows contains {chunk} prompts, each repeated {group} times. Fix: use a dataset with at least "
+                f"{chunk} prompts, decrease generation_batch_size (or steps_per_generation), or raise num_generations."
             )
         dropped = n % chunk
         if dropped:

@@ -148,7 +148,7 @@ def _plan(row: dict[str, Any], tokenizer: Tokenizer, options: SupervisedOptions)
     text = row.get(options.dataset_text_field)
     if text is None:
         raise DataError(
-            f"the row has none of input_ids, messages, prompt with completion, and {options.dataset_text_field!r} (a string). "
+            f"the row needs one of: input_ids; messages; prompt and completion; {options.dataset_text_field!r} (a string). "
             f"Its columns are {sorted(row)}. Fix: set dataset_text_field, or rename the columns."
         )
     if not isinstance(text, str):

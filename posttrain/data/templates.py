@@ -84,7 +84,9 @@ def _exact(ours: str, theirs: str, history: bool) -> bool:
 
 
 def _qwen3(ours: str, theirs: str, history: bool) -> bool:
-    """Compare without think blocks in earlier turns, because the published template omits them and the training template not."""
+    """Compare without think blocks in earlier turns, because the published template omits these blocks and the training
+    template keeps them.
+    """
     return ours == theirs or (history and THINK_BLOCK.sub("", ours) == THINK_BLOCK.sub("", theirs))
 
 
@@ -342,8 +344,8 @@ def get_training_chat_template(
     """
     if (processing_class is None) == (tokenizer is None):
         raise ArgumentTypeError(
-            f"get_training_chat_template needs one tokenizer or processor as processing_class, but it got "
-            f"{'neither argument' if tokenizer is None else 'both processing_class and its deprecated name tokenizer'}."
+            f"pass exactly one of processing_class and tokenizer (its deprecated name); get_training_chat_template got "
+            f"{'neither' if tokenizer is None else 'both'}."
         )
     if tokenizer is not None:
         warnings.warn("the argument tokenizer is deprecated. Use processing_class.", FutureWarning, stacklevel=2)
@@ -399,7 +401,7 @@ class TemplateReport:
 
     @property
     def fatal(self) -> list[Finding]:
-        """Findings with which training would silently be wrong."""
+        """Findings that would make training silently wrong."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
     def raise_fatal(self) -> None:

@@ -98,7 +98,7 @@ def parse_answer(text: str, lenient: bool) -> list:
 
 
 def show_gold(text: str) -> str:
-    """Return the first expression in a reference as text, or "" without one."""
+    """Return the first expression in a reference as text, or "" if there is none."""
     expressions = parse_gold(text)
     return str(expressions[0]) if expressions else ""
 

@@ -394,17 +394,17 @@ def refuse_untrainable(
     if collator is not None and not traits.takes_collator:
         raise ConfigError(
             f"{name} creates batches from tokenized rows itself, so data_collator={collator!r:.80} "
-            "would not be used. Fix: remove it. Use pad_to_multiple_of and max_row_tokens to control the batches."
+            "would not be used. Fix: remove data_collator. Use pad_to_multiple_of and max_row_tokens to control the batches."
         )
     if train_dataset is None:
-        raise DataError(f"{name} needs train_dataset, and it is None.")
+        raise DataError(f"{name} needs train_dataset, but it is None.")
     if not isinstance(train_dataset, datasets.Dataset | datasets.IterableDataset):
         hint = " Pass one split of it: dataset['train']." if isinstance(train_dataset, dict) else ""
         raise ArgumentTypeError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}.{hint}")
     strategy = transformers.IntervalStrategy(args.eval_strategy).value
     if eval_dataset is None and (strategy != "no" or args.eval_on_start):
         option = f"eval_strategy={strategy!r}" if strategy != "no" else "eval_on_start=True"
-        raise ConfigError(f"{option} needs eval_dataset, and it is None. Fix: pass eval_dataset, or remove the option.")
+        raise ConfigError(f"{option} needs eval_dataset, but it is None. Fix: pass eval_dataset, or remove the option.")
     if isinstance(train_dataset, datasets.IterableDataset):
         if args.max_steps <= 0:
             raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
@@ -413,8 +413,8 @@ def refuse_untrainable(
         args.accelerator_config.dispatch_batches = False
     if args.label_smoothing_factor and not traits.takes_loss_func:
         raise ConfigError(
-            f"label_smoothing_factor={args.label_smoothing_factor} smooths a loss of label tokens, which {name} has not. Leave "
-            "it out."
+            f"label_smoothing_factor={args.label_smoothing_factor} smooths a loss over label tokens, but {name} does not have "
+            "such a loss. Remove it."
         )
     if not args.average_tokens_across_devices and args.world_size > 1:
         logger.warning(
@@ -455,7 +455,7 @@ def prepared_model(
     added_tokens: Sequence[int],
     generative: bool,
 ) -> Any:
-    """Return the model with its adapter, without dropout if that is configured, and with a head for selected tokens.
+    """Return the model with its adapter and a head for selected tokens, and without dropout if the config disables it.
 
     Args:
         model: The loaded model.
@@ -474,9 +474,9 @@ def prepared_model(
     refuse_float16(model, args)
     if args.load_best_model_at_end and (encoded := unsaved_encoders(model)):
         raise ConfigError(
-            f"load_best_model_at_end=True cannot load the adapter {encoded[0]!r}: checkpoints hold its virtual tokens without "
-            "the encoder that computes them, which peft does not save. Fix: load_best_model_at_end=False, PROMPT_TUNING, or "
-            "prefix_projection=False."
+            f"load_best_model_at_end=True cannot load the adapter {encoded[0]!r}: checkpoints contain its virtual tokens, but "
+            "not the encoder that computes them, because peft does not save it. Fix: set load_best_model_at_end=False, or use "
+            "PROMPT_TUNING or prefix_projection=False."
         )
     return model
 
@@ -517,7 +517,7 @@ def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool = 
 
 
 def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout:
-    """Choose a row layout that also works for another model (a reference, a critic) that reads the same passes.
+    """Choose a row layout that also works for another model (a reference, a critic) that runs on the same batches.
 
     Args:
         layout: Layout of the policy.
@@ -531,9 +531,9 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
     switches, ends = {layout.rope_switch, theirs.rope_switch} - {None}, {layout.rope_end, theirs.rope_end} - {None}
     if len(switches) > 1:
         raise ModelError(
-            f"{type(causal_lm(other)).__name__} reads the rows of the policy, but the rotary frequencies of the two "
-            f"change at different lengths {sorted(switches)} (longrope), so no pass is correct for both. Fix: use two "
-            "models of one family."
+            f"{type(causal_lm(other)).__name__} reads the rows of the policy, but the rotary frequencies of the two models "
+            f"change at different lengths {sorted(switches)} (longrope), so no pass is correct for both. Fix: use two models "
+            "of one family."
         )
     careful = max(layout, theirs, key=lambda one: (one.kind == "padded", one.dense_mask))
     joins, switch = layout.joins_rows and theirs.joins_rows, min(switches, default=None)
@@ -607,9 +607,8 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
     """
     if compute_loss_func is not None and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
-            f"compute_loss_func is set, but {type(trainer).__name__} would not call it, because its loss compares "
-            "sequences and never has full logits. Fix: override objective(outputs, batch) in a subclass "
-            "(docs/hooks.md)."
+            f"compute_loss_func is set, but {type(trainer).__name__} would not call it, because the trainer's loss compares "
+            "sequences and never has full logits. Fix: override objective(outputs, batch) in a subclass (docs/hooks.md)."
         )
     if type(trainer).__module__.split(".")[0] != "posttrain":
         importlib.import_module("posttrain.compat.overrides").refuse(trainer)

@@ -106,7 +106,7 @@ def mark(checkpoint: Path, run: str) -> None:
 
 
 def _owner(checkpoint: Path) -> str | None:
-    """Return the run that wrote a checkpoint, complete or not. None if another program wrote it."""
+    """Return the id of the run that wrote a checkpoint, even an incomplete one. None if another program wrote it."""
     return (marker(checkpoint) or marker(checkpoint, BEGUN) or {}).get("run")
 
 
@@ -189,8 +189,8 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
         logger.warning("%s: %s since it was written.", path, broken)
     if marker(path) is None:
         logger.warning(
-            "%s has no file %s: it was written by another program, or its writing was interrupted. It is used because it was "
-            "named.", path, MARKER,
+            "%s has no file %s: it was written by another program, or its writing was interrupted. It is used because its "
+            "path was passed.", path, MARKER,
         )  # fmt: skip
     return str(resume)
 
@@ -298,7 +298,7 @@ def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, object]) 
 
 
 def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool) -> None:
-    """Raise an error if a run would continue in the middle of an epoch with different rows from those it started with.
+    """Raise an error if a run would continue in the middle of an epoch with other rows than it started with.
 
     Args:
         state: The saved state, see `saved_state`.
@@ -364,7 +364,7 @@ def _offer(folder: Path, but: Path | None = None) -> str:
 
 
 def strangers(folder: str | Path, run: str) -> list[Path]:
-    """Return the checkpoints of a folder that this run did not write, sorted by step."""
+    """Return those checkpoints in a folder that were not written by this run, sorted by step."""
     return [path for path in _named(Path(folder)) if _owner(path) != run]
 
 
@@ -380,7 +380,7 @@ def leftovers(folder: str | Path) -> list[Path]:
 
 
 def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -> list[Path]:
-    """Remove the oldest complete checkpoints of this run beyond ``limit``. Those of other runs are never removed.
+    """Remove the oldest complete checkpoints of this run beyond ``limit``. Checkpoints of other runs are never removed.
 
     Unfinished checkpoints of this run are removed too, because a complete one has been written since.
 
@@ -455,9 +455,9 @@ def telling_of_room(folder: Path, size: Callable[[], int]) -> Iterator[None]:
         if not _is_of_room(error):
             raise
         raise CheckpointError(
-            f"the model could not be written to {str(folder)!r}: {error} ({gib(free_disk(folder))} are free, it needs "
-            f"about {gib(size())}). The files there are incomplete. Fix: free some space and save again, or resume "
-            "from the last checkpoint."
+            f"the model could not be written to {str(folder)!r}: {error} ({gib(free_disk(folder))} are free, the model needs "
+            f"about {gib(size())}). The files there are incomplete. Fix: free some space and save again, or resume from the "
+            "last checkpoint."
         ) from error
 
 
@@ -697,7 +697,7 @@ def warn_of_other_rows(state: dict[str, Any], now: int) -> None:
     before = state.get("step_rows", now)
     if before != now:
         logger.warning(
-            "a step of this checkpoint took %d rows, and one of this run takes %d. The position in the epoch is "
+            "a step of this checkpoint's run took %d rows, but a step of this run takes %d. The position in the epoch is "
             "counted in steps, so rows are skipped or used twice. Fix: choose per_device_train_batch_size * "
             "gradient_accumulation_steps * processes = %d.", before, now, before,
         )  # fmt: skip
@@ -937,7 +937,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Mark an evaluation of the loop itself. An evaluation that a callback requests is not stopped early."""
+        """Mark an evaluation that the loop itself runs. An evaluation that a callback requests is not stopped early."""
         self._evaluates = True
         try:
             yield

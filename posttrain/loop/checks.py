@@ -302,7 +302,7 @@ class Checks:
         """Report findings that every rank has. Findings of severity error end the run.
 
         Raises:
-            PreflightError: There are errors; it lists all of them.
+            PreflightError: There are errors; the message lists all of them.
         """
         try:
             reported = self.preflight.report(findings, log=PartialState().is_main_process)
@@ -337,7 +337,7 @@ class Checks:
         """Write ``preflight.json`` to the run's folder if there are new findings. Only the main process writes.
 
         Args:
-            refused: Whether the run ends here. If it does not have its folder yet, the file of another run is left
+            refused: Whether the run ends here. If the folder still belongs to another run, the file of that run is left
                 unchanged.
         """
         if not PartialState().is_main_process or not (self.preflight.changed or refused):
@@ -487,7 +487,7 @@ def _positions_of(text: Any, longest: int) -> Finding | None:
 
 
 def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding | None:
-    """Find a sequence that is longer than the positions the model was trained on, or has embeddings for.
+    """Find a sequence with more tokens than the positions that the model was trained on or has embeddings for.
 
     Args:
         longest: Number of tokens of the longest sequence of a step.

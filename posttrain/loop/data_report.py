@@ -147,7 +147,7 @@ def warnings_are_errors(strict: bool) -> Iterator[None]:
     """With ``strict``, collect warnings that are logged while data is prepared and raise them as one error at the end.
 
     Raises:
-        DataError: There were warnings; it lists all of them.
+        DataError: There were warnings; the message lists all of them.
     """
     told = BufferingHandler(sys.maxsize)
     told.setLevel(logging.WARNING)
@@ -283,7 +283,7 @@ def refuse_data(said: Sequence[str]) -> None:
     """Raise the collected warnings as one error, for ``strict_data``.
 
     Raises:
-        DataError: Always; it lists all warnings.
+        DataError: Always; the message lists all warnings.
     """
     listed = "".join(f"\n- {text}" for text in said)
     raise DataError(
@@ -515,7 +515,7 @@ def _write_suspects(dataset: datasets.Dataset, scan: PairScan, folder: str | Non
 
 
 def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> list[Finding]:
-    """Return the finding about rows that cannot be used for training. It is an error unless they were dropped.
+    """Return the finding about rows that cannot be used for training. The finding is an error unless the rows were dropped.
 
     Args:
         reasons: Reason by row number.

@@ -103,8 +103,8 @@ def refuse_auto_batch_size(args: PostTrainingConfig) -> None:
     """
     if args.auto_batch_size:
         raise ConfigError(
-            "per_device_train_batch_size='auto' runs trial steps before the model is passed to FSDP or "
-            "DeepSpeed, which does not work with them. Set a number. posttrain estimate suggests one."
+            "per_device_train_batch_size='auto' runs trial steps before the model is passed to FSDP or DeepSpeed, which do "
+            "not support such steps. Set a number; posttrain estimate suggests one."
         )
 
 
@@ -285,19 +285,19 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
         least = min(step.needed for step in tried.values())
         rows = "one row fits" if sizes[0] == 1 else f"{sizes[0]} rows fit"
         raise ConfigError(
-            f"per_device_train_batch_size='auto': not even {rows}. A step at the maximum lengths needs "
+            f"per_device_train_batch_size='auto': not even {rows} into memory. A step at the maximum lengths needs "
             f"{gib(least)}, and {has.where} has {gib(has.free)} free (of which {checks.PLANNED_SHARE:.0%} are used "
             "for planning). Lower max_length or max_completion_length, train an adapter, or use optim='adafactor'."
         )
     run.args.take_batch_size(size)
     logger.warning(
-        "per_device_train_batch_size='auto': %d, with gradient_accumulation_steps=%d, of sizes %s, in %s.",
+        "per_device_train_batch_size='auto': selected %d, with gradient_accumulation_steps=%d, from the sizes %s, in %s.",
         size, run.args.gradient_accumulation_steps, sizes, gib(has.free),
     )  # fmt: skip
 
 
 def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
-    """Predict the memory of a step that would far exceed the limit from the memory of smaller passes. On a CPU the
+    """Predict, from the memory of smaller passes, the memory of a step that would far exceed the limit. On a CPU the
     system would kill the process if it ran such a step.
     """
     last = max((step for step in tried if not step.failed), key=lambda step: step.tokens, default=None)

@@ -295,7 +295,7 @@ def evaluation_loader(
     collate: Callable[[list[Any]], Any],
     sampler_fn: Callable[[Any], Any] | None,
 ) -> DataLoader:
-    """Create a loader that gives every row to exactly one process.
+    """Create a loader that assigns every row to exactly one process.
 
     Accelerate's loaders would repeat rows to fill the last batches, or end earlier on some ranks.
 

@@ -235,7 +235,7 @@ class OnlineTrainer(PostTrainer):
         return PromptSource(self.args, self.processing_class, tokenized=pictured, most=self.prompt_limit)
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Check that completions can be generated from all prompts, then try the reward functions on two rows."""
+        """Check that completions can be generated from all prompts, then test the reward functions on two rows."""
         self.prompt_source = self.make_prompt_source()
         if self.driver is not None:
             train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation, self.vision.reader)
@@ -355,7 +355,7 @@ class OnlineTrainer(PostTrainer):
     # Logs and checks ---------------------------------------------------------------------------------------------
 
     def check_start(self) -> None:
-        """Run the checks of every trainer, then place and try the reward models."""
+        """Run the checks of every trainer, then move the reward models to their devices and test them."""
         super().check_start()
         check_top_k(self.args.top_k or 0, causal_lm(self.model).config.get_text_config().vocab_size)
         self.reward_watch = RewardWatch(

@@ -141,7 +141,7 @@ class Vision:
         if returned and args.check_image_use:
             raise ConfigError(
                 "check_image_use=True samples prompts again with other images, but here tools or environments "
-                "influence what is sampled. Fix: check_image_use=False."
+                "influence what is sampled. Fix: set check_image_use=False."
             )
         template = args.chat_template_path
         if self.images and template:
@@ -324,9 +324,9 @@ class Vision:
         blind = [type(one).__name__ for one in judges]
         if self.images and blind:
             raise ConfigError(
-                f"the rows have images, but {', '.join(blind)} reads only text. It would score answers about images "
-                "that it cannot see. Fix: use a judge with vision=True, or a reward function, which gets the images "
-                "in the columns that it names."
+                f"the rows have images, but {', '.join(blind)} reads only text, so it would score answers about images without "
+                "the images. Fix: use a judge with vision=True, or a reward function, which gets the images in the columns "
+                "that it names."
             )
         if self.images and not engine.capabilities.pictures:
             raise ConfigError(
@@ -412,8 +412,8 @@ class Vision:
         return {"images/exchanged_reward": mean(totals, ~totals.isnan())}
 
     def prepare(self, model: nn.Module, peft_config: PeftConfig | None) -> Any:
-        """Prepare the model for images: let its passes hold images, freeze untrained parts, and restrict a new adapter
-        to the text model.
+        """Prepare the model for images: let its forward passes contain images, freeze untrained parts, and restrict a new
+        adapter to the text model.
 
         Args:
             model: Loaded model, before an adapter is added.
@@ -440,7 +440,7 @@ class Vision:
         return peft_config
 
     def show(self, model: str | nn.Module, processor: ProcessorMixin | None = None) -> bool:
-        """Let another model (a teacher or a reference) read the run's images, prepared by its own processor.
+        """Let another model (a teacher or a reference) read the run's images, prepared by that model's own processor.
 
         Args:
             model: Model that reads the policy's ids.
@@ -505,8 +505,8 @@ def _processor_of(processing_class: Tokenizer, model_id: str, *, images: bool) -
         return processing_class
     if images and processing_class is not None:
         raise DataError(
-            f"rows have images, but processing_class is {type(processing_class).__name__}, which reads only text. The "
-            "images are in a column 'images' or 'image', or inside messages. Fix: "
+            f"rows have images, but processing_class is {type(processing_class).__name__}, which reads only text. The images "
+            "are in a column 'images' or 'image', or inside messages. Fix: pass "
             "processing_class=AutoProcessor.from_pretrained(the model)."
         )
     return load_processor(model_id) if images else None

@@ -96,7 +96,7 @@ def precomputed_logps(
 
 @contextmanager
 def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Let one of several runs compute the values. A run that waits too long computes them itself."""
+    """Let one of several runs compute the values. A run that waits too long computes the values itself."""
     if not accelerator.is_main_process:
         yield
         return
@@ -117,7 +117,7 @@ def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def _kept(path: Path, shape: tuple[int, int], accelerator: Accelerator) -> np.ndarray | None:
-    """Return the cached values on all ranks, or None on all. Only the main process reads them, because disks may not be
+    """Return the cached values on all ranks, or None on all ranks. Only the main process reads them, because disks may not be
     shared.
     """
     cached = None
@@ -230,7 +230,8 @@ def with_reference(run: Run, batch: Batch, *, own: bool = True) -> Batch:
 
 
 def log_ratios(run: Run, batches: list[Batch]) -> list[Tensor]:
-    """Return the log-ratio of policy and reference of each sequence without gradients, ``(S,)`` per batch; a collective.
+    """Return the log-ratio of policy and reference of each sequence without gradients, ``(S,)`` per batch. All ranks must
+    call it.
 
     Args:
         run: Run of a method that compares the policy with a reference.
@@ -320,7 +321,7 @@ class ReferenceSums(transformers.TrainerCallback):
         self._reference: Reference | None = None  # Also None after sums were loaded, until `of` is called.
 
     def of(self, reference: Reference) -> ReferenceSums:
-        """Return the cache. It is cleared first if it belongs to another reference."""
+        """Return the cache. The cache is cleared first if it belongs to another reference."""
         model = reference.policy if reference.copy is None else reference.copy
         about = {"adapter": reference.adapter, "precision": self.run.accelerator.mixed_precision}
         key = fingerprint(weights=hash_frozen(model), options=self.run.method.reference_key(), **about)

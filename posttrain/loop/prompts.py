@@ -157,14 +157,15 @@ class PromptSource:
         wanted = (args.generation_batch_size or 0) // args.num_generations
         if len(train) < wanted:
             raise ConfigError(
-                f"train_dataset has {len(train)} prompts, but one generation takes {wanted} (generation_batch_size="
-                f"{args.generation_batch_size} / num_generations={args.num_generations}): no step could be trained. "
-                f"Give at least {wanted} prompts, or lower per_device_train_batch_size or gradient_accumulation_steps."
+                f"train_dataset has {len(train)} prompts, but a generation batch takes {wanted} "
+                f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}): no step is "
+                f"possible. Pass at least {wanted} prompts, or lower per_device_train_batch_size or "
+                "gradient_accumulation_steps."
             )
         dropped = len(train) % wanted
         if dropped > 0.05 * len(train):
             logger.warning(
-                "the last %d of %d prompts are skipped in every epoch, because they do not fill a generation of %d prompts.",
+                "the last %d of %d prompts are skipped in every epoch: they do not fill a generation batch of %d prompts.",
                 dropped,
                 len(train),
                 wanted,
@@ -330,7 +331,7 @@ def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingCon
         ConfigError: Rows must choose an environment, or ``max_steps`` is not set.
     """
     if pool is None:
-        raise DataError(f"{name} needs train_dataset, and it is None. It may only be None with an environment_factory.")
+        raise DataError(f"{name} needs train_dataset, but it is None. It may only be None with an environment_factory.")
     if pool.routed:
         raise ConfigError(
             "train_dataset=None with a dict of environments: each row must choose one in a column 'environment'. "
@@ -355,8 +356,8 @@ def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
     others = sorted(set(names) - {*PROMPT_COLUMNS})
     if drops_columns and others:
         raise ConfigError(
-            f"remove_unused_columns=True would drop {others}, but an environment's reset gets all columns of its row. "
-            "Set it to False, or remove the columns from the dataset."
+            f"remove_unused_columns=True would drop {others}, but an environment's reset gets all columns of its row. Set "
+            "remove_unused_columns=False, or remove the columns from the dataset."
         )
     if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset) or "prompt" in names:
         return dataset

@@ -46,7 +46,7 @@ class RewardWatch:
         self._counts: dict[str, int] = {}
 
     def start(self, device: torch.device | str, longest: int | None) -> None:
-        """Move reward models to their device and try them, and check that length penalties fit the longest possible
+        """Move reward models to their device and test them, and check that length penalties fit the longest possible
         completion.
 
         Args:
@@ -66,7 +66,7 @@ class RewardWatch:
             run: Run of the trainer.
             batch: Completions of this rank, with the loss masks that the reward functions received.
             table: ``values (n, K)``.
-            made: Advantages that the method made of them.
+            made: Advantages that the method computed from the rewards.
 
         Returns:
             True, so that the watcher is called again for the next rollout batch.
@@ -98,12 +98,12 @@ class RewardWatch:
 
         Args:
             table: ``values (n, K)``.
-            made: Advantages that the method made of them.
+            made: Advantages that the method computed from the rewards.
             groups: ``(n,)`` group number of each row.
             clipped: See `checks.rewards.findings`; None if advantages are never clipped.
             prompts: Prompts of this rank.
             columns: Dataset columns of this rank.
-            training: Whether the batch is for training. Others do not change the history.
+            training: Whether the batch is for training. Other batches do not change the history.
 
         Raises:
             RewardError: A check of the rewards failed, or `stop_after` consecutive batches had no reward variance.

@@ -107,7 +107,8 @@ def online_of(
 def special_ids(run: Run) -> tuple[tuple[int, ...], frozenset[int]]:
     """Return the ids that end a completion, and the ids without a token.
 
-    With ``mask_ids_without_token``, the latter are written into ``suppress_tokens`` of the config's ``generation_kwargs``.
+    With ``mask_ids_without_token``, the ids without a token are written into ``suppress_tokens`` of the config's
+    ``generation_kwargs``.
     """
     args = run.args
     without_token = ids_without_token(run.tokenizer, run.model.config.get_text_config().vocab_size)
@@ -278,8 +279,8 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
 
 
 def old_is_sampled(run: Run) -> bool:
-    """Return whether the engine's log-probs equal the trainer's up to rounding, so that they need not be computed
-    again.
+    """Return whether the engine's log-probs equal the trainer's up to rounding, so that the trainer need not compute its
+    own again.
 
     In half precision the two round differently (0.01 nats per token), so ratios would not start at 1. Log-probs
     returned by a user's ``rollout_func`` are never used.
@@ -302,8 +303,8 @@ def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
     sampled = sampled_logps(rollouts, cut)
     if sampled is None and run.args.vllm_importance_sampling_correction:
         raise RolloutError(
-            f"the engine {run.online.sync.engine.name!r} reports log-probs of the distribution before {cut}, but "
-            "tokens were sampled after it, so the excluded mass would distort the ratios. Fix: use an engine that "
+            f"the engine {run.online.sync.engine.name!r} reports log-probs of the distribution before {cut}, but samples "
+            "tokens from the distribution after it, so the excluded mass would distort the ratios. Fix: use an engine that "
             "fills Rollout.processed_logp (native, hf, vLLM), sample without truncation, or set "
             "vllm_importance_sampling_correction=False."
         )
@@ -311,7 +312,9 @@ def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
 
 
 def logps(run: Run, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
-    """Compute per-token log-probs of completions with the training forward, at the loss's temperature or another one."""
+    """Compute per-token log-probs of completions with the training forward pass, at the loss's temperature or at another
+    temperature.
+    """
     return logps_and_mass(run, model, rows, temperature)[0]
 
 

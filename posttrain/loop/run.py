@@ -170,7 +170,7 @@ class Run:
         return State(state.global_step, float(state.epoch or 0.0), self.ranks, self.progress.own)
 
     def watch(self, moment: str, *values: Any) -> None:
-        """Call the watchers that are registered for a moment. Watchers only observe. A watcher that returns False is
+        """Call the watchers that are registered for a given moment. Watchers only observe. A watcher that returns False is
         removed.
         """
         self.progress.watchers[moment] = [look for look in self.progress.watchers.get(moment, ()) if look(*values)]

@@ -113,7 +113,7 @@ def group_seeds(count: int, number: int, group_size: int, place: int, seed: int)
 
 
 class Tools:
-    """Completes rows with episodes in environments, with tools, or both.
+    """Completes rows with episodes that use environments, tools, or both.
 
     Args:
         driver: Runs the episodes of this process.

@@ -122,7 +122,7 @@ def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int])
 
 
 def reward_spread(totals: Tensor) -> Metric:
-    """Compute the standard deviation of rewards ``(n,)``, without missing ones. Return 0 for fewer than two."""
+    """Compute the standard deviation of rewards ``(n,)``, ignoring missing rewards. Return 0 for fewer than two."""
     scored = totals[~totals.isnan()]
     return mean(float(scored.std()) if scored.numel() > 1 else 0.0, weight=scored.numel())
 

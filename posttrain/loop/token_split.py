@@ -223,7 +223,7 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
         token_split.activate(None)
         raise ModelError(
             f"sp_size={size}: {type(causal_lm(model)).__name__} gives different results with sequence parallelism "
-            f"({reason}), because a layer mixes tokens outside attention. Fix: sp_size=1."
+            f"({reason}), because a layer mixes tokens outside attention. Fix: set sp_size=1."
         )
 
 

@@ -249,7 +249,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return build.choose_layout(model, self.args, padded=any(one is not None for one in wanted))
 
     def read_also_by(self, other: nn.Module | None) -> None:
-        """Choose a row layout that is exact for both the policy and ``other``, a model that reads the same passes."""
+        """Choose a row layout that is exact for both the policy and ``other``, a model that runs on the same batches."""
         if other is not None:
             self.layout = build.joint_layout(self.layout, other, self.args)
 
@@ -739,7 +739,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Reduce the metrics since the last call over ranks, and log everything."""
+        """Reduce over ranks the metrics since the last call, and log everything."""
         if self.run.progress.eval_rounds:
             count_rounds(logs, self.run.progress.eval_rounds)
         if not any(key.startswith("eval_") for key in logs):

@@ -67,8 +67,8 @@ def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: To
         return engine
     if inner_tokenizer(tokenizer) is not tokenizer:
         raise ConfigError(
-            "use_transformers_continuous_batching=True does not work with a processor, because it only supports "
-            "text. Pass a tokenizer, or use another rollout_engine."
+            "use_transformers_continuous_batching=True does not work with a processor, because continuous batching supports "
+            "only text. Pass a tokenizer, or use another rollout_engine."
         )
     engine.settings = dict(args.transformers_continuous_batching_config or {})
     return engine
@@ -258,9 +258,7 @@ class WeightSync:
         return parallel.all_reduce_sum([float(due)], self.accelerator)[0] > 0
 
     def _moved(self) -> int:
-        """Return a number that changes whenever the weights are written. 0 for sharded weights, which are written on
-        each gather.
-        """
+        """Return a version counter of the weights, or 0 for sharded weights, which are written on each gather."""
         if parallel.shards_parameters(self.accelerator):
             return 0
         return sum(parameter._version for parameter in self.run.model.parameters())

@@ -189,7 +189,7 @@ def log1mexp(x: Tensor) -> Tensor:
     """Compute ``log(1 - e^x)`` for x < 0, any shape. x is clamped to at most -1e-6, beyond which the gradient is 0.
 
     torch.where also computes the gradient of the branch that is not selected. The branch for small probabilities has an infinite
-    slope near x = 0 in half precision, and 0 times infinity is NaN. It therefore gets a safe x there.
+    slope near x = 0 in half precision, and 0 times infinity is NaN. That branch therefore gets a safe x there.
 
     Reference: Mächler 2012, "Accurately computing log(1 - exp(-|a|))", equation 7.
     """

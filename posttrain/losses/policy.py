@@ -172,7 +172,8 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> Tensor:
-    """Select sequences with a nonnegative advantage, or whose probability has not decreased too much. Return ``(S,)`` bool.
+    """Select sequences with a nonnegative advantage, and sequences whose probability has not decreased too much. Return
+    ``(S,)`` bool.
 
     The condition is ``A_i >= 0  or  mean_t(sampled_logp - logp) <= threshold``. Tokens without a sampled log-prob (NaN) count as
     0.
@@ -399,7 +400,7 @@ class LossType:
 
     @property
     def by_token(self) -> bool:
-        """Whether the surrogate of a token depends on no other token, for ratios of tokens."""
+        """Whether, with one ratio per token, the surrogate of a token is independent of all other tokens."""
         return self.surrogate in ("clipped", "cispo", "sapo")
 
 

@@ -115,7 +115,7 @@ class Moments:
 
 
 def moments(values: Tensor, mask: Tensor) -> Moments:
-    """Return the `Moments` of the values that the mask selects. They are all 0 if it selects no value."""
+    """Return the `Moments` of the values that the mask selects. All moments are 0 if the mask selects no value."""
     kept = values[mask.bool()].double()
     if not kept.numel():
         return Moments(0.0, 0.0, 0.0)

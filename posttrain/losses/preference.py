@@ -132,7 +132,7 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
     """
     if not 0.0 < label_smoothing < 1.0:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} does not work with exo_pair, which uses its logarithm. "
+            f"label_smoothing={label_smoothing} does not work with exo_pair, which uses the logarithm of label_smoothing. "
             "Fix: use a value above 0 and below 1, e.g. 1e-3."
         )
     x = beta * (chosen - rejected)
@@ -241,7 +241,8 @@ def aot_unpaired(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float, l
 
 
 def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``. It makes chosen completions more and rejected ones less likely.
+    """Compute ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``. It makes chosen completions more likely and rejected
+    completions less likely.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -249,7 +250,8 @@ def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``. It makes both less likely, the rejected completion more so.
+    """Compute ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``. It makes both completions less likely, the rejected
+    one more than the chosen one.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """

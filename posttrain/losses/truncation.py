@@ -56,7 +56,7 @@ def kept_from(logits: Tensor, truncation: Truncation) -> Tensor:
 
 
 def truncate(logits: Tensor, truncation: Truncation) -> Tensor:
-    """Set logits to minus infinity that are outside of min-p, top-k and top-p, or whose ids are never sampled."""
+    """Set to minus infinity the logits that are outside of min-p, top-k and top-p, or whose ids are never sampled."""
     if truncation.never:
         logits = logits.index_fill(-1, torch.tensor(truncation.never, device=logits.device), -torch.inf)
     return logits.masked_fill(logits < kept_from(logits, truncation), -torch.inf)

@@ -150,7 +150,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         None,
         "accelerate's ParallelismConfig, or a mapping with its fields. sp_size is the size of a sequence-parallel group: the "
         "processes of a group share the tokens of each row (Ulysses). 1 disables it. Use it for rows that are too long for "
-        "one device. Values of cp_size and tp_size above 1 are refused. None uses the sizes set by accelerate launch.",
+        "one device. Values of cp_size and tp_size above 1 are errors. None uses the sizes set by accelerate launch.",
     )
     dry_step: bool | None = option(
         None,
@@ -205,7 +205,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     kept_layers: NonNegativeInt | None = option(
         None,
         "With gradient_checkpointing: number of last layers that keep their activations instead of recomputing them. None: as "
-        "many layers as fit into the memory that chunked logits save. 0: no layers, which uses the minimum of memory.",
+        "many layers as fit into the memory that chunked logits save. 0: no layers, which needs the least memory.",
     )
     disable_dropout: bool = option(
         False,
@@ -428,7 +428,7 @@ STEPS_TRIED = 100
 
 
 def check_schedule(args: PostTrainingConfig) -> None:
-    """Create the learning-rate schedule for a made-up optimizer and run of 100 steps, if it has arguments or needs some.
+    """Create the learning-rate schedule for a dummy optimizer and 100 steps, if the schedule has or needs arguments.
 
     Without this check the error comes after the model is loaded, without the name of an option.
 
@@ -510,7 +510,7 @@ class PictureConfig:
         "Maximum number of images per row. None: no limit. vLLM in the trainer's process reserves memory for this number.",
     )
     image_background: Literal["white", "black"] = option(
-        "white", "Color behind transparent pixels, because models read RGB: 'white' or 'black'."
+        "white", "Color behind transparent pixels, 'white' or 'black'. It is needed because models read RGB."
     )
     check_image_use: bool = option(
         False,

@@ -329,9 +329,9 @@ class VllmSyncFields:
     )
     weight_parity_every: NonNegativeInt | None = option(
         None,
-        "Compare the log-probs of engine and trainer after every this many weight pushes. None: as often as possible "
-        "within 1 % of the run's time. They are always compared after the first push, and after each push until training "
-        "has changed the weights. 0: no further comparisons.",
+        "Number of weight pushes between two comparisons of the log-probs of engine and trainer. None: as often as possible "
+        "within 1 % of the run's time. The log-probs are always compared after the first push, and after each push until "
+        "training has changed the weights. 0: no further comparisons.",
     )
     allow_biased_is: bool = option(
         False,
@@ -488,7 +488,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     )
     stop_without_signal: PositiveInt | None = option(
         None,
-        "Number of consecutive generations without any nonzero advantage after which the run ends with an error. None: log a "
+        "Number of consecutive generations with only zero advantages after which the run ends with an error. None: log a "
         "warning and continue.",
     )
     log_completions: bool = option(

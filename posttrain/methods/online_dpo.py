@@ -78,9 +78,9 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
         default_factory=lambda: [0.1],
         metadata={
             "help": (
-                "Strength of the regularization towards the reference model, above 0. A larger value keeps the policy "
-                "closer. For loss_type='ipo' it is tau of the paper. A list has one value per epoch; the last value "
-                "stays."
+                "Strength of the regularization towards the reference model, above 0. A larger value keeps the policy closer. "
+                "For loss_type='ipo' it is tau of the paper. A list has one value per epoch; the last value is used for all "
+                "later epochs."
             )
         },
     )

@@ -181,8 +181,8 @@ def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -
     ordered = args.train_sampling_strategy == "sequential"
     if ordered and len(set(good)) > 1 and longest > SORTED * args.per_device_train_batch_size:
         logger.warning(
-            "train_sampling_strategy='sequential' with %d consecutive rows of the same label. This is more than %d "
-            "batches of %d rows, which contain nothing to compare. Remove it or shuffle the dataset.",
+            "train_sampling_strategy='sequential', and %d consecutive rows have the same label, so more than %d batches of "
+            "%d rows have nothing to compare. Remove the option, or shuffle the dataset.",
             longest, SORTED, args.per_device_train_batch_size,
         )  # fmt: skip
     _check_balance(sum(good), len(good) - sum(good), args.desirable_weight, args.undesirable_weight)
@@ -197,8 +197,8 @@ def _check_balance(good: int, bad: int, good_weight: float, bad_weight: float) -
     if 1.0 <= round(ratio, 2) <= BALANCED:
         return
     logger.warning(
-        "%d good and %d bad answers have a ratio of weights of %.2f : 1. A ratio between 1 and %.2f is recommended. "
-        "Set desirable_weight in [%.2f, %.2f] or undesirable_weight in [%.2f, %.2f], not both.",
+        "with %d good and %d bad answers, the total weights of good and bad answers have the ratio %.2f : 1. A ratio between "
+        "1 and %.2f is recommended. Set desirable_weight in [%.2f, %.2f] or undesirable_weight in [%.2f, %.2f], not both.",
         good, bad, ratio, BALANCED, good_weight / ratio, BALANCED * good_weight / ratio,
         bad_weight * ratio / BALANCED, bad_weight * ratio,
     )  # fmt: skip
@@ -304,7 +304,7 @@ class UnreadFields:
     )
 
     def refuse_unread(self) -> None:
-        """Raise if an unsupported field is set.
+        """Raise an error if an unsupported field is set.
 
         Raises:
             ConfigError: A field is set; the message contains the alternative.

@@ -71,14 +71,14 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
     )
     completion_only_loss: bool | None = option(
         None,
-        "Whether the loss of rows with prompt and completion is on the completion only. True or None: only on the completion. "
-        "False: on the prompt too. In rows without a prompt, all tokens contribute to the loss.",
+        "Which tokens of rows with prompt and completion have a loss. True or None: those of the completion. False: those of "
+        "both. In rows without a prompt, all tokens contribute to the loss.",
     )
     assistant_only_loss: bool = option(
         False,
         "Train only on the assistant's turns of a conversation, including the token that ends each turn. False trains on all "
         "tokens. If the chat template does not mark assistant turns, rows are tokenized with an equivalent template that "
-        "does.",
+        "marks them.",
     )
     allow_untrained_stop: bool = option(
         False,

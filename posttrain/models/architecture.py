@@ -27,7 +27,7 @@ def generation_config_of(model: object) -> Any:
 
 
 def text_of(config: PretrainedConfig | None) -> Any:
-    """Return the text config of a config (the config itself for a text model), or None for None."""
+    """Return the text config of a config (the config itself for a text model), or None if the config is None."""
     return None if config is None else config.get_text_config()
 
 
@@ -53,7 +53,7 @@ def sliding_window(text: PretrainedConfig | None) -> int | None:
 
 
 def experts_per_token(text: PretrainedConfig) -> int:
-    """Return the number of experts per token, or 0 without a router or if the config has no such field."""
+    """Return the number of experts per token, or 0 if the model has no router or the config has no such field."""
     return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 0
 
 

@@ -104,7 +104,7 @@ def attention_inputs(
 
 
 def has_recurrent_layers(model: Module) -> bool:
-    """Return whether some layers mix tokens in another way than by attention, according to the model's class and config."""
+    """Return whether some layers mix tokens by other means than attention, according to the model's class and config."""
     inner = causal_lm(model)
     return getattr(inner, "_is_stateful", False) or bool(set(layer_kinds(text_of(config_of(inner)))) - KINDS)
 
@@ -179,10 +179,10 @@ def _fastest_layout(model: Module, implementation: str, autocast: torch.dtype | 
 
 
 def gpu_tokens(model: Module) -> int:
-    """Return the number of tokens of a pass for which a GPU computes longer than the host needs to launch the kernels.
+    """Return a number of tokens per pass for which the GPU's compute time exceeds the host's time for launching kernels.
 
-    On an H200, a training pass of 1,548 tokens of a 0.5B model computed 37 ms and was launched in 150 ms. Launching takes the
-    same time for any number of tokens, and so do casts of weights and sums of gradients.
+    On an H200, a training pass of 1,548 tokens of a 0.5B model took 37 ms of GPU time, and launching its kernels took 150
+    ms. Launching takes the same time for any number of tokens, and so do casts of weights and sums of gradients.
     """
     count = sum(parameter.numel() for parameter in model.parameters())
     return min(max(PASS_WORK // max(count, 1) // 128 * 128, ROW_TOKENS), MOST_GPU_TOKENS)

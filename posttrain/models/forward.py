@@ -344,7 +344,7 @@ def alone_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def plain_logps(model: nn.Module, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return the log-probs of all tokens of each sequence except the first token, by `sequence_logps`."""
+    """Return the log-probs of all tokens of each sequence except the first token, computed by `sequence_logps`."""
     rows = [Row(list(ids[:1]), [list(ids[1:])], [[1] * (len(ids) - 1)]) for ids in sequences]
     with torch.no_grad():
         return [logp.float().cpu().tolist() for logp in sequence_logps(model, rows)]

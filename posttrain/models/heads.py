@@ -195,7 +195,7 @@ def adapter_kind(config: PeftConfig) -> str:
 
 
 def unsaved_encoders(model: nn.Module) -> list[str]:
-    """Return the adapters whose virtual tokens are computed by an encoder, which peft does not save."""
+    """Return the adapters whose virtual tokens are computed by an encoder that peft does not save."""
     return [
         name
         for name, config in adapters_of(model).items()

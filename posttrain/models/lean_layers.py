@@ -153,7 +153,7 @@ def _lean_forward(kind: type, activation: type) -> Callable | None:
 
 
 def _agree(kind: type, lean: Callable, parts: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Return whether a small layer of a class computes the same with the lean forward."""
+    """Return whether a small layer of a class gives the same results with the lean forward function."""
     layer: Any = kind.__new__(kind)
     nn.Module.__init__(layer)
     for name, part in parts.items():

@@ -173,7 +173,7 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
         ]
         if unread:
             logger.warning(
-                "%s: ignored without use_peft. The whole model is trained. To train an adapter: --use_peft.",
+                "%s: ignored without use_peft. The whole model is trained. To train an adapter, pass --use_peft.",
                 ", ".join(unread),
             )
         return None
@@ -233,9 +233,9 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
     if not folder.exists():
         raise ModelError(not_found("model", model))
     if not folder.is_dir():
-        raise ModelError(f"model={model!r} is no folder. Fix: pass a folder with config.json and weights, or a hub id.")
+        raise ModelError(f"model={model!r} is not a folder. Fix: pass a hub id or folder with config.json and weights.")
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        raise ModelError(f"the model folder {model!r} has no config.json, but {sorted(os.listdir(folder))[:10]}.")
+        raise ModelError(f"the model folder {model!r} has no config.json, only {sorted(os.listdir(folder))[:10]}.")
     weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
     if (folder / "adapter_config.json").is_file() and not weights:
         raise ModelError(
@@ -602,7 +602,7 @@ def _check_tied_layers(model: Any) -> None:
 
 
 def _check_scales(model: Module) -> None:
-    """Raise if a LoRA layer has another scale than that of the adapter's config, for example after ``set_scale``."""
+    """Raise an error if the scale of a LoRA layer differs from the adapter's config, for example after ``set_scale``."""
     from peft.tuners.lora.layer import LoraLayer
 
     for name, layer in model.named_modules():
@@ -659,9 +659,9 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
         raise ConfigError(f"{what} {need}, which is not implemented. Fix: use LoRA, or another peft method.")
     if (start := str(vars(config).get("init_lora_weights"))).startswith(UNREPEATABLE_STARTS):
         raise ConfigError(
-            f"init_lora_weights={start!r} subtracts random initial values of the adapter from the base weights. A saved adapter "
-            "does not contain these values, so on loading it would be added to wrong base weights. Fix: "
-            "init_lora_weights='pissa' or 'olora', whose values peft can recompute, or True."
+            f"init_lora_weights={start!r} subtracts random initial values of the adapter from the base weights. A saved "
+            "adapter does not contain these values, so after loading, the adapter would be added to wrong base weights. Fix: "
+            "set init_lora_weights='pissa' or 'olora', whose values peft can recompute, or True."
         )
     if start == "olora" and any(vars(layer).get("fan_in_fan_out") for layer in model.modules()):
         raise ConfigError(
@@ -862,7 +862,7 @@ def _set_special_tokens(tokenizer: Tokenizer, source: Any) -> None:
             return
     if old_pad is not None:
         logger.warning(
-            "the pad token %r has become the eos token as well, and neither tokenizer has another one to pad with. Set "
+            "the pad token %r has become the eos token as well, and neither tokenizer has another token to pad with. Set "
             "tokenizer.pad_token.",
             old_pad,
         )

@@ -410,7 +410,7 @@ BACKWARD_FACTOR = 3
 
 
 def _number(config: PretrainedConfig, *names: str) -> int:
-    """Return the first of the named config fields that is set to a number above 0."""
+    """Return the value of the first of the named config fields whose value is above 0."""
     for name in names:
         value = getattr(config, name, None)
         if value:
@@ -535,7 +535,7 @@ def compute_mfu(
 
 
 def adjusted_mfu(mfu: float, config: PretrainedConfig, seq_len: int) -> float:
-    """Return the MFU with half of the attention scores, because causal attention does not need the other half.
+    """Return the MFU with only half of the attention scores counted, because causal attention does not need the other half.
 
     ``mfu * (F - scores / 2) / F`` with F from `compute_flops_per_token`.
 

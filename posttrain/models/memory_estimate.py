@@ -279,7 +279,9 @@ def _total(peak: Mapping[str, int]) -> int:
 
 
 def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
-    """Return the temporary bytes of the update: for all weights on a GPU, for one weight on a CPU, and 0 if it is fused."""
+    """Return the temporary bytes of the update: for all weights on a GPU, for one weight on a CPU, and 0 if the update is
+    fused.
+    """
     if "fused" in work.optimizer or not trained:
         return 0
     sizes = [size for _, size in trained]
@@ -301,7 +303,9 @@ def _unpacked(shadow: Shadow, dtype: torch.dtype) -> int:
 
 
 def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> dict[str, int]:
-    """Return the larger of two peaks: of the largest batch by tokens, and of the largest batch by loss tokens."""
+    """Return the larger of two peaks: that of the batch with the most tokens, and that of the batch with the most loss
+    tokens.
+    """
     options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
     options["pixels"] = work.pixels
     by_tokens = max(work.batches, key=lambda batch: batch.input_ids.numel())
@@ -352,7 +356,7 @@ def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
 
 
 def _state_bytes(shadow: Shadow) -> int:
-    """Return the bytes of a sequence's states in the native engine. They are those of a pass over one token."""
+    """Return the bytes of a sequence's states in the native engine. The states are those of a pass over one token."""
     model: Any = causal_lm(shadow.model)
     states: list[Tensor] = []
     if recurrent.replaced(model):

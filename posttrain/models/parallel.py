@@ -258,7 +258,7 @@ def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
 
 
 def gathers_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
-    """Return whether a forward pass of any of these modules is a collective. Inside `whole_parameters`, it is not."""
+    """Return whether a forward pass of any of these modules is a collective. Inside `whole_parameters`, none is."""
     return any(shards(hook) for module in modules for hook in module._forward_pre_hooks.values())
 
 
@@ -320,8 +320,8 @@ def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
     shards = zero_shards(folder)
     if shards and len(shards) != before:
         raise CheckpointError(
-            f"{str(shards[0].parent)!r} has {len(shards)} of {before} shards of the optimizer. Fix: copy the missing ones there "
-            "(each node may have its own shards), or resume from another checkpoint."
+            f"{str(shards[0].parent)!r} has {len(shards)} of {before} shards of the optimizer. Fix: copy the missing shards "
+            "there (each node may have its own shards), or resume from another checkpoint."
         )
 
 
@@ -532,7 +532,8 @@ def summoned(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Run the block on the main process first (e.g. to fill a cache), then on one process per node, then on the others.
+    """Run the block on the main process first (e.g. to fill a cache), then on one process per node, then on the remaining
+    processes.
 
     If one process fails, all processes fail (`failing_together`). Otherwise they would hang in the next collective.
     """

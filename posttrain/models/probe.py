@@ -92,7 +92,8 @@ def probe_key(model: Module) -> str:
 
 
 def disagreement(values: Tensor, truth: Tensor, share: float) -> str:
-    """Return a message if ``values`` differ from ``truth`` by more than ``share`` of its standard deviation, or "".
+    """Return a message, or "" if ``values`` differ from ``truth`` by at most ``share`` times the standard deviation of
+    ``truth``.
 
     The tolerance is relative to the standard deviation, because a model with tiny logits has almost the same log-probs even if
     attention is wrong.
@@ -128,7 +129,7 @@ def steady_disagreement(model: Module, values: Tensor, compute: Callable[[], Ten
 
 @contextmanager
 def rounded_otherwise(model: Module) -> Iterator[None]:
-    """Change the outputs of a model's modules inside the block by as much as rounding in their dtype (or TF32) does."""
+    """Change outputs of a model's modules inside the block by an amount that rounding in their dtype (or TF32) would cause."""
     generators, tf32 = dict[torch.device, torch.Generator](), rounds_to_tf32()
 
     def change(module: Module, inputs: Any, output: Any) -> Any:
@@ -156,7 +157,7 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
 
     Raises:
         ModelError: A window that cannot be reduced is longer than `LONGEST`, or layers mix tokens in another way than by
-            attention. The latter is determined from the config, because a probe with the current weights might not show it.
+            attention. Such layers are found in the config, because a probe with the current weights might not show them.
     """
     cases: list[tuple[int, AbstractContextManager[None]]] = [(SHORT, nullcontext())]
     inner: Any = causal_lm(model)
@@ -199,7 +200,7 @@ def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_layout(model: Module, autocast: torch.dtype | None = None, device: torch.device | None = None) -> Layout:
-    """Return the first of three layouts with which packed prefix trees have the same results as separate sequences.
+    """Return the first of three layouts with which packed prefix trees give the same results as separate sequences.
 
     The layouts are tree attention (`posttrain.models.tree_attention`), a dense mask, and padded rows with one sequence each. If
     a layout is rejected, a warning is logged with the reason.
@@ -258,8 +259,8 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     pictured = probe_rows(model) if layout.kind == "padded" and picture_encoder(model) is not None else []
     if pictured and (fault := _layout_fault(model, pictured, layout)):
         raise ModelError(
-            f"{type(causal_lm(model)).__name__} has other results for rows with images than for the processor's own tensors, "
-            f"even with one sequence per row ({fault}). Fix: use a model of another family, or rows without images."
+            f"{type(causal_lm(model)).__name__} gives different results for rows with images and for the processor's own "
+            f"tensors, even with one sequence per row ({fault}). Fix: use a model of another family, or rows without images."
         )
     PROBED[key] = layout
     return layout
@@ -267,7 +268,7 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
 
 @torch.no_grad()
 def prove_pictures(model: nn.Module) -> None:
-    """Find positions and attention blocks for an unknown model family that give the same results as its processor's inputs.
+    """Find, for an unknown model family, positions and attention blocks that give the same results as its processor's inputs.
 
     Args:
         model: Model prepared with `posttrain.models.vision.install_pictures`, without wrappers.
@@ -307,7 +308,7 @@ def prove_pictures(model: nn.Module) -> None:
 
 
 def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
-    """Return why padded rows with images have different results than separate sequences, or "" if results agree.
+    """Return why padded rows with images give different results from separate sequences, or "" if results agree.
 
     A separate sequence is the processor's output for its text and images, passed to the model's own forward method.
     """
@@ -386,7 +387,7 @@ def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | N
 
 
 def _forest_fault(model: Module, layout: Layout) -> str:
-    """Return why packed prefix trees have different results than separate sequences, or ""."""
+    """Return why packed prefix trees give different results from separate sequences, or ""."""
     config: Any = model.config
     vocabulary, share = config.get_text_config().vocab_size, _share(model)
     encoder = picture_encoder(model)
@@ -452,7 +453,8 @@ def _share(model: Module) -> float:
 
 @torch.no_grad()
 def probe_head(model: Module) -> None:
-    """Make a model use its own logits if the chunked head has other log-probs than the model's own forward method.
+    """Make a model use its own logits if the log-probs of the chunked head differ from those of the model's own forward
+    method.
 
     The comparison uses one padded sequence, so that only the head can cause a difference. Classifiers are skipped.
     """

@@ -137,7 +137,7 @@ def log_own_checkpoint(model: nn.Module) -> None:
     if name and (path / "trainer_state.json").is_file():  # Models created in memory have no name.
         logger.warning(
             "the model was loaded from the training checkpoint %s, and without ref_model it is also the reference. To resume "
-            "that run, pass its first model and train(resume_from_checkpoint=%r). Otherwise pass ref_model.", path, str(path),
+            "that run, pass its initial model and call train(resume_from_checkpoint=%r). Else pass ref_model.", path, str(path),
         )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def _check_vocabulary(model: nn.Module, reference: object) -> None:
 
 
 def _check_own_weights(model: nn.Module, reference: nn.Module) -> None:
-    """Raise if training would change weights of the reference, because both models contain the same parameters."""
+    """Raise an error if training would change weights of the reference, because both models contain the same parameters."""
     theirs = {id(parameter) for parameter in reference.parameters()}
     shared = [
         name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) in theirs
@@ -381,7 +381,7 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
-    """Return the SHA-256 of all tokens and their ids, including added tokens, or None if it has no vocabulary."""
+    """Return the SHA-256 of all tokens and their ids, including added tokens, or None if the tokenizer has no vocabulary."""
     tokenizer = inner_tokenizer(tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return None

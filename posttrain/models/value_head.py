@@ -140,7 +140,7 @@ def load_value_state(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
         attached[2].load_state_dict(state)
     except RuntimeError as error:
         raise ModelError(
-            f"the saved value function does not fit this one ({type(attached[2]).__name__}): {error}"
+            f"the saved value function does not fit the value function of this run ({type(attached[2]).__name__}): {error}"
         ) from error
 
 

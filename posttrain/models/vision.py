@@ -130,7 +130,9 @@ class PictureEncoder:
         return inputs
 
     def _beside(self, model: nn.Module, joined: dict[str, Tensor]) -> list[list[Tensor]]:
-        """Return for each image features ``(tiles · tokens, H)`` and a mask ``(tiles,)``, 1 for tiles that contain image."""
+        """Return for each image features ``(tiles · tokens, H)`` and a mask ``(tiles,)``, 1 for tiles that contain part of
+        the image.
+        """
         inner = model.model
         output = inner.vision_model(**joined).last_hidden_state  # (1, N, tiles, tokens, width)
         features = inner.multi_modal_projector(output)[0].flatten(1, 2)  # (N, tiles · tokens, H)
@@ -277,7 +279,8 @@ def _drop_features(base: nn.Module, *_: object) -> None:
 def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Return features of prepared images, computed on fake tensors.
 
-    A tower that needs values of tensors cannot run on fake tensors. Then a tensor as large as its saved activations is returned.
+    A tower that needs values of tensors cannot run on fake tensors. For such a tower, a tensor as large as its saved
+    activations is returned.
 
     Args:
         model: Model with fake tensors as parameters.

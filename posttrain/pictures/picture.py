@@ -108,7 +108,7 @@ class Picture:
         return replace(self, size=size, digest=digest)
 
     def address(self) -> str:
-        """Return the image as the model sees it as a ``data:`` URL with a lossless PNG."""
+        """Return the image, as the model sees it, as a ``data:`` URL with a lossless PNG."""
         buffer = io.BytesIO()
         self.load().save(buffer, format="PNG", compress_level=1)
         return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -121,7 +121,7 @@ class Picture:
         return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
     def label(self, number: int, tokens: int) -> str:
-        """Return its placeholder in reports, e.g. ``[image 1: 640×480, 391 tokens, 12ab]``."""
+        """Return the image's placeholder in reports, e.g. ``[image 1: 640×480, 391 tokens, 12ab]``."""
         return f"[image {number}: {self.size[0]}×{self.size[1]}, {tokens} tokens, {self.digest[:4]}]"
 
 
@@ -332,7 +332,7 @@ def conversation_pictures(
     if loose and not empty:
         user = next((m for m in converted if m.get("role") == "user"), None)
         if user is None:
-            raise DataError(f"there are {len(loose)} images and no user message. Fix: add one, or image blocks.")
+            raise DataError(f"there are {len(loose)} images but no user message. Fix: add one, or image blocks.")
         before = len(picture_blocks(converted[: converted.index(user)]))
         content = user.get("content")
         text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
@@ -351,7 +351,7 @@ NOTHING: Any = object()  # Marks a text block.
 
 
 def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
-    """Return a block without its image, and the image: None if it is empty, `NOTHING` for a text block."""
+    """Return a block without its image, and the image: None if the block is empty, `NOTHING` for a text block."""
     if isinstance(block, str):
         return {"type": "text", "text": block}, NOTHING
     block = {key: value for key, value in block.items() if value is not None}

@@ -203,7 +203,7 @@ class PictureProcessor:
     @functools.cached_property
     def _mark(self) -> str:
         """Marker that `transformers` puts before a user string that must remain text, or a string that never occurs if
-        it has none.
+        there is no such marker.
         """
         mark = _marker()
         return "\0" if mark is None else mark("x", re.compile("x"))[0]
@@ -276,8 +276,8 @@ class PictureProcessor:
         """
         if self.places(text) != len(pictures):
             raise DataError(
-                f"PT-G002: the text has {self.places(text)} placeholders {self.placeholder!r} and there are "
-                f"{len(pictures)} images. Fix: use one placeholder per image."
+                f"PT-G002: the text has {self.places(text)} placeholders {self.placeholder!r}, but there are {len(pictures)} "
+                "images. Fix: use one placeholder per image."
             )
         if prompt and self.family.block == "prompt":
             # End of the last image. A placeholder that a user typed does not count.
@@ -318,7 +318,7 @@ class PictureProcessor:
         expansions = [self.expansion(picture) for picture in pictures]
         if len(at) != sum(expansion.count for expansion in expansions):
             raise DataError(
-                f"PT-G011: the ids hold {len(at)} image placeholders and the {len(pictures)} images have "
+                f"PT-G011: the token ids contain {len(at)} image placeholders, but the {len(pictures)} images have "
                 f"{[expansion.count for expansion in expansions]}. Fix: use a larger max_length, or smaller images."
             )
         placed, first = [], 0
@@ -510,8 +510,8 @@ class PictureProcessor:
         except Exception as error:  # Any error is the reason why the family cannot be inferred.
             reason = f"{type(error).__name__}: {error}"
         raise ModelError(
-            f"{type(self.processor).__name__} is not one of the supported families ({', '.join(FAMILIES)}), and "
-            f"its handling of images cannot be inferred: {reason:.300}. Fix: use a model of one of these, or remove images."
+            f"{type(self.processor).__name__} is not one of the supported families ({', '.join(FAMILIES)}), and its handling "
+            f"of images cannot be inferred: {reason:.300}. Fix: use a model of one of these families, or remove images."
         )
 
     def token_types(self, ids: Tensor, prompt: int | Tensor) -> dict[str, Tensor]:
@@ -624,5 +624,6 @@ def load_processor(model_id: str, **options: Any) -> Any:
     except Exception as error:  # Constructors raise errors of many types. The message contains both reasons.
         raise ModelError(
             f"no processor of {model_id!r} can be loaded ({first:.300}). Loading it without its video processor failed too "
-            f"({type(error).__name__}: {error}). Fix: install the package that is named, or pass processing_class=processor."
+            f"({type(error).__name__}: {error}). Fix: install the package that the error names, or pass "
+            "processing_class=processor."
         ) from error

@@ -174,7 +174,7 @@ def _least(prompt: list[int], answers: list[Answer], reader: PictureProcessor) -
 
 
 def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool) -> Segments:
-    """Resize the row's images so that it fits ``max_length``. If no size fits, they are unchanged."""
+    """Resize the row's images so that the row fits ``max_length``. If no size fits, they are unchanged."""
     limit, most, shown = options.max_length, 0, segments
     while limit is not None and _held(segments):
         prompt, answers = _encoded(shown, reader, options, plain)
@@ -276,7 +276,7 @@ def row_segments(
     wholes, inside = [], []
     for branch, answer in zip(branches, answers, strict=True):
         if not is_messages(answer):
-            raise DataError(f"column 'prompt' holds messages and column {branch!r} is {str(answer)[:60]!r}.")
+            raise DataError(f"column 'prompt' contains messages, but column {branch!r} is {str(answer)[:60]!r}.")
         more, pictures = conversation_pictures(answer)
         wholes.append(reader.render([*blocks, *more], **template_arguments(row)))
         inside.append(pictures)
@@ -325,7 +325,7 @@ def spoken_segments(
 
 def _text(value: object, column: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"column {column!r} must be text or messages, and it is {str(value)[:60]!r}.")
+        raise DataError(f"column {column!r} must be text or messages, but it is {str(value)[:60]!r}.")
     return value
 
 
@@ -369,8 +369,8 @@ def _placed(row: Row, pictures: list[Picture], reader: PictureProcessor) -> Row:
     row = replace(row, pictures=reader.place_all([row.prompt_ids, *row.completions], pictures))
     if reader.family.cross and any(row.pictures[1:]):
         raise DataError(
-            "an answer contains images, but in this model text before an image attends to it, so prompt and other answers would "
-            "attend to it. Fix: use images only in prompts, or remove this row."
+            "an answer contains images, but in this model text before an image attends to that image, so the prompt and the "
+            "other answers would attend to an image in this answer. Fix: use images only in prompts, or remove this row."
         )
     return row
 

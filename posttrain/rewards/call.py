@@ -178,13 +178,13 @@ class RewardFunction:
     concurrent: bool = False
 
     def reads(self) -> str:
-        """Return the dataset columns that the function names, or "any" if it takes all of them."""
+        """Return the dataset columns that the function has as parameters, or "any" if it accepts all columns."""
         named = [name for name in self.accepts if name not in (*ROWS, *TRAINERS_ARGUMENTS)]
         return ", ".join(named) or ("any" if self.takes_all else "no column")
 
 
 def reward_function(name: str, function: Callable, timeout: float | None = None) -> RewardFunction:
-    """Create a `RewardFunction`: read the signature, and wrap the function with a thread or a coroutine where it needs one.
+    """Create a `RewardFunction`: read the signature, and wrap the function with a thread or a coroutine if needed.
 
     Args:
         name: Unique name, for metrics and errors.

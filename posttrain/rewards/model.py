@@ -72,7 +72,7 @@ class _RewardModel:
         return head(last).float()[:, 0].tolist()
 
     def _refuse_alike(self, scores: list[float], texts: Iterable[str], fix: str) -> None:
-        """Raise if all texts of a batch get the same score. Batches with few different texts are not checked.
+        """Raise an error if all texts of a batch get the same score. Batches with few different texts are not checked.
 
         Raises:
             RewardError: All scores are equal. The message ends with ``fix``, which names one more possible cause and the fix.
@@ -189,7 +189,7 @@ class ModelReward(_RewardModel):
         return self._fitting(ids)
 
     def _check_tools(self, completion: list[dict[str, Any]]) -> None:
-        """Raise if a completion contains tool calls or tool results that the chat template would drop."""
+        """Raise an error if a completion contains tool calls or tool results that the chat template would drop."""
         if not any(message.get("tool_calls") or message.get("role") == "tool" for message in completion):
             return
         if self._calls_tools is None:

@@ -404,7 +404,8 @@ class RewardRunner:
         Args:
             table: Table whose ``values`` contain the rows of all processes.
             groups: ``(n,)`` group number of each row.
-            training: Whether this is a training generation. Only these update the statistics of running transforms.
+            training: Whether this is a training generation. Only training generations update the statistics of running
+                transforms.
         """
         columns = list(zip(table.names, self.transforms, table.values.unbind(1), strict=True))
         if training:

@@ -86,8 +86,8 @@ class _Shape(LogitsProcessor):
         return shaped
 
     def columns(self) -> list[list[list[float]]]:
-        """Return the log-probs of each row before all changes. If the sampled distribution differs, also return the
-        log-probs under it.
+        """Return the log-probs of each row before the logits are changed. If the sampled distribution differs, also return
+        the log-probs under it.
         """
         return [torch.stack(parts, 1).tolist() for parts in zip(*self.found, strict=True)]
 

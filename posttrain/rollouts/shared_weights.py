@@ -70,10 +70,10 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
     for name, source in sources.items():
         if parts_of.get(name) != parts_of.get(source, parts_of.get(name)):
             raise ModelError(
-                f"{name} and {source} are tied in the base model, but the adapter changes only one of them, or each "
-                "differently. A checkpoint and a rollout engine have one tensor for both, so they would be "
-                "a different policy. Fix: set ensure_weight_tying=True in the peft config, exclude embeddings and output "
-                "layer from the adapter, or load a base model that was saved with tie_word_embeddings=False."
+                f"{name} and {source} are tied in the base model, but the adapter changes only one of them, or changes them "
+                "differently. A checkpoint and a rollout engine have one tensor for both, so their policy would differ from "
+                "the trained one. Fix: set ensure_weight_tying=True in the peft config, exclude embeddings and output layer "
+                "from the adapter, or load a base model that was saved with tie_word_embeddings=False."
             )
     for name, getter, _ in leaves:
         if name not in sources:
@@ -104,7 +104,7 @@ def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozen
 
 
 def _identities(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Return the addresses of the tensors' memory, because tied adapters are transposed views of one memory."""
+    """Return the addresses of the tensors' memory, because tied adapters are transposed views of the same memory."""
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return frozenset(tensor.data_ptr() or id(tensor) for tensor in local)
 
@@ -136,8 +136,9 @@ def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int
     base = layer.get_base_layer()
     if not isinstance(layer, ParamWrapper) and any(base.children()):
         raise ModelError(
-            f"{prefix.rstrip('.')} is a {type(base).__name__} with inner layers, and peft does not merge its adapter into "
-            "the weights that its forward pass uses. Fix: remove it from target_modules and list linear layers instead."
+            f"{prefix.rstrip('.')} is a {type(base).__name__} with inner layers, and peft does not merge an adapter of this "
+            "layer into the weights that its forward pass uses. Fix: remove the layer from target_modules, and list linear "
+            "layers instead."
         )
     for name, parameter in base.named_parameters(recurse=False):
         tuner = _tuner_of(layer, name)
@@ -427,9 +428,8 @@ class Weights:
         bare: Any = unwrapped(model)
         if flattens_parameters(model) and adapters_of(bare):
             raise ModelError(
-                "adapters on a model under FSDP1 cannot be sent to a rollout engine, because its parameters are "
-                "flattened and the adapter cannot be merged into shards. Use FSDP2 (fsdp_version: 2) or DeepSpeed "
-                "ZeRO."
+                "adapters on a model under FSDP1 cannot be sent to a rollout engine, because FSDP1 flattens parameters and "
+                "the adapter cannot be merged into shards. Use FSDP2 (fsdp_version: 2) or DeepSpeed ZeRO."
             )
         self.checkpoint_names = checkpoint_names and renamed(bare)
         self.names = [name for name, _ in merged_weights(model)]

@@ -247,7 +247,7 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def teacher(self) -> ModelTeacher:
-        """The only teacher in this process. It is an error if there are none or several."""
+        """The only teacher in this process. Raise an error if there is no teacher or more than one."""
         (one,) = self.teachers.values()
         return one
 
@@ -453,9 +453,9 @@ class DistillationTrainer(OnlineTrainer):
             return
         if widths[1] < len(tokenizer) and self.args.tokenizer_check == "error":
             raise ConfigError(
-                f"the teacher has {widths[1]} logits, but its tokenizer has {len(tokenizer)} tokens, so the teacher "
-                "has no probability for some tokens. Fix: pass teacher_processing_class if this is not its "
-                "tokenizer, or set tokenizer_check='warn'."
+                f"the teacher has {widths[1]} logits, but its tokenizer has {len(tokenizer)} tokens, so the teacher has no "
+                "probability for some tokens. Fix: pass teacher_processing_class if this is not the teacher's tokenizer, or "
+                "set tokenizer_check='warn'."
             )
         match = self._compared(tokenizer, widths[1], generation_config_of(causal_lm(teacher)))
         self.columns = match.columns if match.verdict != "identical" else None
@@ -522,7 +522,7 @@ class DistillationTrainer(OnlineTrainer):
         path = self.args.teacher_scores if training else self.args.eval_teacher_scores
         if path is None or not answered:
             raise ConfigError(
-                f"teacher_scores is set, but there are no scores for the dataset {name!r}. Fix: score it (posttrain "
+                f"teacher_scores is set, but there are no scores for the dataset {name!r}. Fix: score this dataset (posttrain "
                 "teacher-scores) and set eval_teacher_scores, or remove eval_dataset."
             )
         file = self.score_files["train" if training else "eval"] = ScoreFile(path)
@@ -681,7 +681,7 @@ class DistillationTrainer(OnlineTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the additional data that the teacher needs for each completion, as JSON. It is the row number in a
+        """Return the additional data that the teacher needs for each completion, as JSON. The data are the row number in a
         file of scores, the scores of a server, or a prompt for the teacher.
 
         Returns:

@@ -200,8 +200,8 @@ class PreferenceTrainer(PostTrainer):
         known = self.method.reference_columns
         if training and known and self.args.sync_ref_model and set(known) <= set(dataset.column_names or ()):
             raise ConfigError(
-                f"sync_ref_model=True changes the reference, but the columns {list(known)} of the {name} rows contain "
-                "fixed log-probs of it. Fix: remove the columns, or set sync_ref_model=False."
+                f"sync_ref_model=True changes the reference, but the columns {list(known)} of the {name} rows contain fixed "
+                "log-probs of the reference. Fix: remove the columns, or set sync_ref_model=False."
             )
         keep = (*known, *self.method.keep, NUMBER)
         about: dict[str, Any] = {"name": name, "num_proc": self.args.dataset_num_proc, "keep": keep}

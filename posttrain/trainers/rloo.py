@@ -157,9 +157,8 @@ class RLOOTrainer(OnlineTrainer):
         self._clipped_steps = before + steps if share > CLIPPED_MOST else 0
         if before < CLIPPED_STEPS <= self._clipped_steps:
             logger.warning(
-                "%.0f%% of the sequences were clipped over the last %d steps, so they had no gradient. RLOO's ratio is "
-                "that of whole completions and grows with their length. Let steps_per_generation * num_iterations "
-                "divide gradient_accumulation_steps, lower learning_rate, or use GRPO with "
-                "importance_sampling_level='sequence'.",
+                "%.0f%% of the sequences were clipped over the last %d steps, so they had no gradient. RLOO has one ratio "
+                "per completion, which grows with the completion's length. Let steps_per_generation * num_iterations divide "
+                "gradient_accumulation_steps, lower learning_rate, or use GRPO with importance_sampling_level='sequence'.",
                 100 * share, self._clipped_steps,
             )  # fmt: skip

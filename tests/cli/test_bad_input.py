@@ -195,7 +195,10 @@ def test_sys_exit_in_other_code_that_a_run_calls_is_an_error_with_its_place(
 
 
 WORDS = {
-    "a word behind the options": (["--max_steps", "1", "more"], "unknown argument 'more': it follows no option"),
+    "a word behind the options": (
+        ["--max_steps", "1", "more"],
+        "unknown argument 'more': it does not follow an option",
+    ),
     "a word before them": (["learning_rate", "--max_steps", "1"], "did you mean 'learning_rate'?"),
     "a word behind options of the launcher": (["--num_processes", "2", "more"], "unknown argument 'more'"),
     "a number that is none": (

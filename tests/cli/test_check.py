@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_written_a_missing_checkpoint_and_a_hub_that_doe
     for flags, said in (
         (("--output_dir", "file/run"), "cannot be written: "),
         (("--resume_from_checkpoint", "true"), "there is no complete checkpoint in 'out'"),
-        (("--push_to_hub", "true"), "push_to_hub=True, and the Hub does not accept this run: "),
+        (("--push_to_hub", "true"), "push_to_hub=True, but the Hub refuses this run: "),
     ):
         code, found = checked(capsys, "sft", "--config", "sft.yaml", *flags)
         (error,) = [stage["error"] for stage in found["stages"] if stage["error"]]
@@ -297,7 +297,11 @@ EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")
             ),
             "metric_for_best_model='eval_accuracy': the evaluation has no such metric. The most similar ones are ['eval_",
         ),
-        ("grpo", ("--per_device_train_batch_size", "64"), "train_dataset has 8 prompts, but one generation takes 16"),
+        (
+            "grpo",
+            ("--per_device_train_batch_size", "64"),
+            "train_dataset has 8 prompts, but a generation batch takes 16",
+        ),
     ],
 )
 def test_what_a_start_would_refuse_is_refused(command, options, said, trainable, capsys):

@@ -279,7 +279,7 @@ def test_an_option_of_an_older_release_is_read_from_a_file_and_from_the_command_
 
 @pytest.mark.filterwarnings("ignore:.*older releases")
 def test_two_spellings_in_one_file_are_refused_and_the_command_line_beats_the_file(tmp_path):
-    with pytest.raises(TypeError, match="max_length=4 and max_seq_length=3, its name in older releases"):
+    with pytest.raises(TypeError, match="max_length=4 and max_seq_length=3, the older name of max_length"):
         parsed(tmp_path, "max_length: 4\nmax_seq_length: 3")
     assert parsed(tmp_path, "max_seq_length: 3", "--max_length", "8")["max_length"] == 8
     assert parsed(tmp_path, "max_length: 3", "--max_seq_length", "8")["max_length"] == 8

@@ -120,7 +120,7 @@ def test_dataset_kwargs_of_older_releases_are_ignored_with_a_warning(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*older releases")
 def test_two_spellings_with_different_values_are_refused(tmp_path, tiny_tokenizer):
-    with pytest.raises(ArgumentTypeError, match=r"max_length=4 and max_seq_length=3, its name in older releases"):
+    with pytest.raises(ArgumentTypeError, match=r"max_length=4 and max_seq_length=3, the older name of max_length"):
         SFTConfig(str(tmp_path), max_length=4, max_seq_length=3)
     args = DPOConfig(str(tmp_path), beta=0.1, **SHORT)
     with pytest.raises(ConfigError, match=r"beta is given twice: 0.1 in args and 0.3 as an argument"):
@@ -245,7 +245,7 @@ def test_model_config_has_its_older_options():
     assert kwargs["trust_remote_code"] is True and kwargs["dtype"] == "bfloat16"
     with pytest.raises(ArgumentTypeError, match=r"no argument 'lora_rank' \(did you mean 'lora_r'"):
         ModelConfig(lora_rank=3)
-    with pytest.raises(ArgumentTypeError, match="dtype='auto' and torch_dtype='float16', its name in older releases"):
+    with pytest.raises(ArgumentTypeError, match="dtype='auto' and torch_dtype='float16', the older name of dtype"):
         ModelConfig(dtype="auto", torch_dtype="float16")
 
 

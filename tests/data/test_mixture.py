@@ -77,7 +77,7 @@ def test_a_split_is_the_same_for_the_same_seed(jsonl):
 
 @pytest.mark.parametrize(
     ("fractions", "message"),
-    [((0.5, None), "some datasets only"), ((0.0, 0.0), "not all 0"), ((-1.0, 2.0), "0 or more")],
+    [((0.5, None), "only for some datasets"), ((0.0, 0.0), "not all 0"), ((-1.0, 2.0), "0 or more")],
 )
 def test_bad_fractions_are_refused(jsonl, fractions, message):
     members = [DatasetConfig(jsonl(str(i), 4), fraction=f) for i, f in enumerate(fractions)]

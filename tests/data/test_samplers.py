@@ -95,7 +95,7 @@ def test_every_chunk_repeats_whole_groups_and_the_length_is_true(n, mini, batch,
 def test_fewer_rows_than_a_chunk_is_refused():
     with raises(DataError, "2", "3") as caught:
         RepeatSampler(range(2), 4, batch_size=3)
-    assert "generation batch of 12 rows contains 3 prompts, 4 times each" in str(caught.value)
+    assert "generation batch of 12 rows contains 3 prompts, each repeated 4 times" in str(caught.value)
 
 
 @pytest.mark.parametrize(("n", "level"), [(103, logging.INFO), (15, logging.WARNING)])

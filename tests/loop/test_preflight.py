@@ -256,5 +256,5 @@ def test_rows_that_another_process_alone_cannot_prepare_end_all_ranks_by_its_num
 @pytest.mark.parametrize("options", [{"eval_strategy": "steps", "eval_steps": 1}, {"eval_on_start": True}])
 def test_an_evaluation_without_a_set_is_refused_before_the_model_is_loaded(tmp_path, tiny_tokenizer, options):
     option = next(iter(options))
-    with pytest.raises(ConfigError, match=f"{option}=.* needs eval_dataset, and it is None. Fix: pass eval_dataset"):
+    with pytest.raises(ConfigError, match=f"{option}=.* needs eval_dataset, but it is None. Fix: pass eval_dataset"):
         sft(tmp_path, tiny_tokenizer, **options)

@@ -417,7 +417,7 @@ def test_a_reward_that_needs_a_missing_column_is_told(unloadable, tmp_path):
 def test_r5_too_few_prompts_are_refused_with_the_arithmetic(unloadable, tmp_path):
     refused(
         ConfigError,
-        "has 3 prompts, but one generation takes 4",
+        "has 3 prompts, but a generation batch takes 4",
         unloadable,
         tmp_path,
         data=prompts(3),

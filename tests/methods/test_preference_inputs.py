@@ -161,7 +161,7 @@ def test_constructor_arguments_of_the_wrong_kind_are_named(tiny_tokenizer, tmp_p
         trainer(build_model(len(tiny_tokenizer)), args=other(str(tmp_path), **BASE), train_dataset=data)
     with raises(TypeError, "processing_class"):
         make(method, tiny_tokenizer, tmp_path, processing_class="gpt2")
-    with pytest.raises(ValueError, match=f"{trainer.__name__} needs train_dataset, and it is None"):
+    with pytest.raises(ValueError, match=f"{trainer.__name__} needs train_dataset, but it is None"):
         trainer(build_model(len(tiny_tokenizer)), args=config(str(tmp_path), **BASE), processing_class=tiny_tokenizer)
     with raises(TypeError, "peft_config"):
         make(method, tiny_tokenizer, tmp_path, peft_config={"r": 4})
@@ -264,7 +264,7 @@ def test_p16_rows_sorted_by_label_are_told_where_their_order_is_kept(tiny_tokeni
     data = [{"prompt": f"{i} ", "completion": "a number", "label": i < 30} for i in range(60)]
     settings = {"train_sampling_strategy": strategy, "per_device_train_batch_size": 2}
     make("kto", tiny_tokenizer, tmp_path, data, settings=settings)
-    assert ("30 consecutive rows of the same label" in caplog.text) == (strategy == "sequential")
+    assert ("30 consecutive rows have the same label" in caplog.text) == (strategy == "sequential")
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

@@ -185,7 +185,7 @@ def test_cuts_and_drops_are_told_with_numbers(tiny_tokenizer, caplog):
     ("rows", "options", "error", "match"),
     [
         ([{"messages": []}], {}, DataError, "row 0, column 'messages': it is"),
-        ([{"other": "x"}], {}, DataError, r"row 0: the row has none of .*Its columns are \['other'\]"),
+        ([{"other": "x"}], {}, DataError, r"row 0: the row needs one of: .*Its columns are \['other'\]"),
         ([{"text": "x"}], {"completion_only_loss": True}, DataError, "every token would be trained"),
         ([{"text": "x"}], {"assistant_only_loss": True}, DataError, "needs conversational rows"),
         ([{"input_ids": [1, 2], "completion_mask": [1]}], {}, DataError, "has 1 entries, .* 2 input_ids"),

@@ -508,7 +508,7 @@ def test_a_resumed_step_of_another_number_of_rows_is_told_with_both(
     sft(tmp_path, tiny_tokenizer, **settings).train()
     again = sft(tmp_path, tiny_tokenizer, gradient_accumulation_steps=accumulated, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert ("took 4 rows, and one of this run takes 8" in caplog.text) == told
+    assert ("took 4 rows, but a step of this run takes 8" in caplog.text) == told
 
 
 @pytest.mark.parametrize(

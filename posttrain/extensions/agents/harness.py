@@ -244,7 +244,8 @@ class HarnessOptions:
 
 
 class HarnessRunner:
-    """Runner of a harness. Episodes run concurrently. Their calls are answered on the thread that owns the engine.
+    """Runs a harness, one episode per row. Episodes run concurrently. Their calls are answered on the thread that owns the
+    engine.
 
     Args:
         harness: The harness, in any form that trainers accept.

@@ -367,7 +367,7 @@ class CaptureProxy:
         return call
 
     def _retried(self, session: Session, digest: str, request: Request) -> CapturedCall | None:
-        """Return the call of which this request is a retry, or None for a new call."""
+        """Return the earlier call that this request retries, or None for a new call."""
         count = request.headers.get("x-stainless-retry-count", "")
         said = int(count) if count.isdecimal() else 0
         before = session.same_body(digest, said)

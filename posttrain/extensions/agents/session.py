@@ -153,7 +153,7 @@ class Session:
         return call
 
     def same_body(self, body: str, attempt: int = 0) -> CapturedCall | None:
-        """Return the earlier call of which a request with this body is a retry.
+        """Return the earlier call that a request with this body retries.
 
         Calls with the same number of attempts are preferred, and among these, calls without a received response.
         """
@@ -250,7 +250,7 @@ class Session:
                 session.calls.append(CapturedCall(**{**call, "completions": completions, "parent": parent}))
         except (KeyError, TypeError, IndexError) as error:
             raise DataError(
-                f"{where}: this is not a recorded session ({type(error).__name__}: {error}). Fix: record it again."
+                f"{where}: the line is not a recorded session ({type(error).__name__}: {error}). Fix: record it again."
             ) from error
         session.closed = True
         return session

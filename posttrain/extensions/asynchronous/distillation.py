@@ -37,7 +37,7 @@ ASKED_AT_ONCE = 16  # Maximum number of rollouts that teachers score concurrentl
 
 
 class TeachersAsked:
-    """Requests the teachers' scores of each rollout when it arrives, so that most scores are available when its step
+    """Requests the teachers' scores of each rollout on arrival, so that most scores are available when the training step
     begins.
 
     Args:

@@ -48,8 +48,8 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
     )
     teacher_temperature: PositiveFloat = option(
         1.0,
-        "Temperature of student and teacher in the loss, above 0. It must be 1 with teacher servers. Sampling uses the field "
-        "temperature instead.",
+        "Temperature of the logits of student and teacher in the loss, above 0. It must be 1 with teacher "
+        "servers. Sampling uses the field temperature instead.",
     )
     teacher_top_k: PositiveInt = option(
         8,

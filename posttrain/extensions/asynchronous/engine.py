@@ -117,7 +117,7 @@ SEED_STRIDE, INDEX_STRIDE = 1_000_003, 10_007
 
 @dataclass(slots=True)
 class PartialCompletion:
-    """A completion in progress, possibly with several versions of the weights.
+    """A completion in progress, whose tokens may come from several versions of the weights.
 
     Attributes:
         prompt_ids: Prompt.
@@ -192,7 +192,7 @@ class PartialCompletion:
 
 
 def begin_completions(requests: Sequence[Request], sampling: Sampling) -> list[PartialCompletion]:
-    """Create the completions of requests, without tokens."""
+    """Create empty completions for requests."""
     everyone = [request for request in requests for _ in range(request.n)]
     return [
         PartialCompletion(list(r.prompt_ids), r.sampling or sampling, index, pictures=r.pictures)
@@ -213,7 +213,7 @@ class ResumableGenerator:
         self.engine, self.refresh = engine, refresh
 
     def advance(self, unfinished: Sequence[PartialCompletion]) -> None:
-        """Run one engine call for all unfinished completions. It may end before they are finished."""
+        """Run one engine call for all unfinished completions. The call may end before the completions are finished."""
         self.refresh()
         requests: list[Request] = []
         common = unfinished[0].sampling

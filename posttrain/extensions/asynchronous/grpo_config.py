@@ -113,7 +113,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     worker_segment_s: PositiveFloat = option(
         30.0,
-        "Interval in seconds at which a worker sends its finished groups. It then continues with the unfinished groups.",
+        "Interval in seconds after which a worker sends its finished groups and continues with the unfinished groups.",
     )
     vllm_server_base_url: list[str] | None = option(
         None,
@@ -202,7 +202,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         if self.max_staleness_hard < self.max_staleness:
             raise ConfigError(
                 f"max_staleness_hard={self.max_staleness_hard} is below max_staleness={self.max_staleness}, so some "
-                "accepted rollouts would never be used for training. Raise it, or set it to None."
+                "accepted rollouts would never be used for training. Raise max_staleness_hard, or set it to None."
             )
         self._resolve_inflight()
         # The prompt stream continues from the checkpoint; there are no batches to skip.
@@ -225,16 +225,16 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             )
         if self.deepspeed is not None:
             raise ConfigError(
-                f"deepspeed={self.deepspeed!r}: asynchronous GRPO supports one process, DDP and FSDP2. Remove it."
+                f"deepspeed={self.deepspeed!r}: asynchronous GRPO supports one process, DDP and FSDP2. Remove the option."
             )
         for name, neutral in self._meaningless.items():
             value = getattr(self, name)
             if value != neutral:
                 error = NotImplementedError if name == "use_liger_kernel" else ConfigError
                 raise error(
-                    f"{name}={value!r} is not supported by asynchronous GRPO. Every rollout is used once, with a "
-                    "ratio to the weights that sampled it and without a reference model. worker_engine selects the engine, and "
-                    "vllm_server_base_url selects the servers. Remove the option, or use GRPOTrainer."
+                    f"{name}={value!r} is not supported by asynchronous GRPO. Every rollout is used once, its importance ratio "
+                    "is relative to the weights that sampled it, and there is no reference model. worker_engine selects the "
+                    "engine, and vllm_server_base_url selects the servers. Remove the option, or use GRPOTrainer."
                 )
 
     def _check_ranges(self) -> None:
@@ -254,8 +254,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         """Resolve the number of rollouts per step, and validate the groups of evaluation."""
         if self.auto_batch_size:
             raise ConfigError(
-                "per_device_train_batch_size='auto' is not supported in asynchronous training: a step takes "
-                "samples_per_step rollouts, in passes up to max_row_tokens. Fix: set samples_per_step and remove it."
+                "per_device_train_batch_size='auto' is not supported in asynchronous training: a step takes samples_per_step "
+                "rollouts, in passes up to max_row_tokens. Fix: set samples_per_step, and remove per_device_train_batch_size."
             )
         if self.samples_per_step is None:
             per_rank = self.per_device_train_batch_size * self.gradient_accumulation_steps

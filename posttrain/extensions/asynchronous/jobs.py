@@ -389,9 +389,8 @@ def _sample(
     sampled = sampled_logps([rollout], truncation)
     if sampled is None:
         raise RolloutError(
-            f"the engine returns log-probs before {truncation}, but tokens were sampled after it, so ratios would be "
-            "wrong by the excluded probability. Fix: use an engine that sets Rollout.processed_logp, or no "
-            "truncation."
+            f"the engine returns log-probs before {truncation}, but samples tokens after it, so importance ratios would be "
+            "wrong by the excluded probability mass. Fix: use an engine that sets Rollout.processed_logp, or no truncation."
         )
     logp = sampled[0] if len(sampled[0]) == count else [math.nan] * count
     versions = [version for version, _ in rollout.spans or [(rollout.version, count)]]

@@ -222,9 +222,9 @@ class MismatchGuard:
         self.steps, self.alarms = 0, self.alarms + 1
         if self.alarms > 1:
             raise RolloutError(
-                f"policy and sampler differ by {kl:.3g} nats per token and have been above {self.limit:g} for "
-                f"{self.patience} steps, again after weights were pushed and the queue was emptied. Lower "
-                "learning_rate or max_staleness, and check that the engine uses this temperature and these weights."
+                f"policy and sampler differ by {kl:.3g} nats per token. This difference has again been above {self.limit:g} "
+                f"for {self.patience} steps, although weights were pushed and the queue was emptied. Lower learning_rate or "
+                "max_staleness, and check that the engine uses this temperature and these weights."
             )
         logger.warning(
             "the mismatch KL of policy and sampler is %.3g, above %g for %d steps: the update is skipped, weights "

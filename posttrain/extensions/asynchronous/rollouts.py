@@ -291,7 +291,7 @@ class RolloutService:
         self.push_weights(again=self._sent_at == self.sync.run.progress.state.global_step)
 
     def make_transfer(self) -> Any:
-        """Create the weight transfer: shared memory for engines with a copy, the servers' transfer for servers."""
+        """Create the weight transfer: shared memory for engines with a copy of the weights, or the transfer of servers."""
         if self._engine_kind != "server":
             return SharedWeights()
         from posttrain.extensions.server.engine import ServerEngine, ServerTransfer

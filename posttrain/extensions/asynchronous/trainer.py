@@ -73,7 +73,7 @@ class AsyncTrainer(OnlineTrainer):
         return self._prompt_images, False
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
-        """Load the model in the config's ``dtype`` unless ``model_init_kwargs`` sets another."""
+        """Load the model in the config's ``dtype`` unless ``model_init_kwargs`` sets another dtype."""
         return super().load_model(model_id, **{"dtype": self.args.dtype} | kwargs)
 
     def make_source(self) -> AsyncRollouts:

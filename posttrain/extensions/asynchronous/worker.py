@@ -25,7 +25,7 @@ from posttrain.errors import ArgumentTypeError, RolloutError
 
 
 class ActiveClock:
-    """A clock that ignores time in which this process was suspended: a gap between two reads counts at most ``most``
+    """A clock that ignores time in which this process was suspended: a gap between two reads counts as at most ``most``
     seconds.
 
     With a wall clock, all workers would seem to have made no progress during a suspension.
@@ -77,7 +77,7 @@ class WorkerJob(Protocol):
 
 
 def check_picklable(parts: Mapping[str, Any]) -> None:
-    """Check that objects for a process are picklable, before anything is loaded.
+    """Check that objects that will be sent to a process are picklable, before anything is loaded.
 
     Args:
         parts: Objects by their argument name. Lists, tuples and dicts are checked recursively.
@@ -335,7 +335,7 @@ class WorkerProcess:
         return f"made no progress for {silent:.0f} s" if silent > stale_after_s else None
 
     def tail(self) -> str:
-        """Return the last lines of its log since it was started."""
+        """Return the last lines that the worker has logged since its start."""
         with contextlib.suppress(OSError):
             with open(self.log, "rb") as file:
                 size = file.seek(0, os.SEEK_END)

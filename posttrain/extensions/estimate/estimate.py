@@ -134,7 +134,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
 
 
 def _larger(whole: int, peak: int, limit: int, step: int, make: Callable[[int], Workload]) -> tuple[int | None, bool]:
-    """Return the largest batch of a process that fits without accumulation, and whether it is only a lower bound.
+    """Return the largest batch of one process that fits without accumulation, and whether this size is only a lower bound.
 
     The batch is None if any batch fits, because the size of forward passes does not grow with the batch.
 

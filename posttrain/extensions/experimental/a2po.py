@@ -106,7 +106,7 @@ class ValueCache:
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
             entry = read_line(line)
             if entry is None:
-                logger.warning("%s has an incomplete line; its prompt is sampled again.", path)
+                logger.warning("%s has an incomplete line; the prompt of this line is sampled again.", path)
             elif entry["run"] == run:
                 self.rewards[entry["prompt"]] = entry["rewards"]
 
@@ -305,8 +305,8 @@ class A2POTrainer(OnlineTrainer):
         binary = all(min(abs(r), abs(r - 1)) <= TOLERANCE for row in rewards for r in row)
         if self.args.filter_all_incorrect and not binary:
             logger.warning(
-                "filter_all_incorrect=True has no effect: rewards%s are not all 0 or 1, so a sum of 0 does not "
-                "mean unsolved.",
+                "filter_all_incorrect=True has no effect: rewards%s are not all 0 or 1, so a sum of 0 does not mean that a "
+                "prompt is unsolved.",
                 "" if not self.args.reward_transform else f" after reward_transform={self.args.reward_transform}",
             )
         strict = self.args.filter_all_incorrect and binary

@@ -62,8 +62,8 @@ class A2POConfig(OnlineConfig):
     )
     beta1: PositiveFloat = option(
         0.5,
-        "Temperature of the value, above 0. For beta1 near 0, the value is the reward of the best sample. For large beta1, it "
-        "is the mean reward.",
+        "Temperature used to estimate the value; must be above 0. For beta1 near 0, the value is the reward of the best "
+        "sample. For large beta1, it is the mean reward.",
     )
     filter_all_incorrect: bool = option(True, "Exclude training prompts that no sample of the reference model solved.")
     beta2: PositiveFloat = option(

@@ -365,7 +365,7 @@ class SDFTTrainer(DistillationTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset. Reject one without ``privileged_context``, or a row where it is empty."""
+        """Tokenize a dataset. Reject a dataset without ``privileged_context``, or with a row where it is empty."""
         _require_context(dataset, name)
         for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
             joined_text(value, f"{name} row {row}: ")
@@ -388,7 +388,7 @@ class SDFTTrainer(DistillationTrainer):
         return single.batch_of(examples, rollouts)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher's prompt of each completion. If configured, exclude the first tokens from the loss."""
+        """Return the teacher's prompt for each completion. If configured, exclude the first tokens from the loss."""
         if skip := self.args.num_loss_tokens_to_skip:
             keep = [[int(i >= skip) for i in range(len(rollout.token_ids))] for rollout in rollouts.rollouts]
             found = replace(found, keep=keep)
@@ -497,13 +497,13 @@ class SDPOTrainer(DistillationTrainer):
         )
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
-        """Tokenize a dataset. Reject one without ``privileged_context`` if the teacher's prompt uses it."""
+        """Tokenize a dataset. Reject a dataset without ``privileged_context`` if the teacher's prompt uses it."""
         if self.args.include_environment_feedback:
             _require_context(dataset, name)
         return super().prepare(dataset, name, training=training)
 
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
-        """Return the teacher's prompt of each completion. The column ``active`` marks prompts with a hint."""
+        """Return the teacher's prompt for each completion. The column ``active`` marks prompts with a hint."""
         size, rewards = rollouts.group_size, found.totals.tolist()
         # Gather from all ranks, because a group may be on several ranks.
         texts = parallel.all_gather_objects([rollout.text or "" for rollout in rollouts.rollouts], self.accelerator)

@@ -98,7 +98,7 @@ class IWOPDConfig(DistillationConfig):
     )
     iw_opd_epsilon: PositiveFloat = option(
         1e-8,
-        "With 'iw_opd': minimum of the sum of advantages by which weights are divided, above 0. It avoids a division by zero.",
+        "With 'iw_opd': lower bound of the sum of advantages by which weights are divided, above 0. Avoids division by 0.",
     )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
@@ -187,7 +187,7 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
         "estimate from the sampled token.",
     )
     kd_temperature: PositiveFloat = option(
-        1.0, "Temperature of student and teacher in the loss, above 0. Sampling uses the field temperature instead."
+        1.0, "Temperature of both models' logits in the loss, above 0. Sampling uses the field temperature instead."
     )
     gamma: Share = option(
         0.0,

@@ -286,7 +286,7 @@ class GOLDTrainer(DistillationTrainer):
 
     @property
     def keeps_completions(self) -> bool:
-        """Whether additional data of completions is stored. With alignment it is the teacher's token ids."""
+        """Whether additional data of completions is stored. With alignment, these are the teacher's token ids."""
         return self.args.use_uld_loss or super().keeps_completions
 
     def check_vocabularies(self, teacher: Any, tokenizer: Tokenizer) -> None:
@@ -414,7 +414,7 @@ def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> 
     value = text.encode()
 
     def spells(ids: list[int]) -> int:
-        """Return the number of leading bytes of the text that the ids represent."""
+        """Return how many leading bytes of the text the ids represent."""
         return common_prefix(b"".join(spelled[i] for i in ids), value)
 
     best = tokenizer(text, add_special_tokens=False)["input_ids"]

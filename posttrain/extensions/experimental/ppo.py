@@ -144,7 +144,7 @@ class TokenPrompts(PromptSource):
         return rows
 
     def _real(self, row: dict[str, Any]) -> list[int]:
-        """Return a row's tokens without padding, using its mask or the pad token."""
+        """Return a row's tokens without padding, using the row's mask or the pad token."""
         ids, mask = [int(token) for token in row["input_ids"]], row.get("attention_mask")
         if mask is not None:
             return [token for token, kept in zip(ids, mask, strict=True) if kept]
@@ -451,7 +451,7 @@ class PPOTrainer(OnlineTrainer):
         return scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add ``lr``, ``episode`` and ``eps``, the number of responses per second since training began."""
+        """Add ``lr``, ``episode``, and ``eps`` (responses per second since training began)."""
         if "loss" in logs and self._clock is not None:
             done, (before, began) = self.counters["episode"], self._clock
             logs |= {"lr": logs.get("learning_rate", math.nan), "episode": done}
@@ -611,7 +611,6 @@ def _check_pad(tokenizer: Tokenizer, *, may_change: bool) -> None:
         return
     fix = f"tokenizer.pad_token = {other!r}" if other else "tokenizer.add_special_tokens({'pad_token': '[PAD]'})"
     raise ConfigError(
-        f"the pad token of processing_class equals its eos token {tokenizer.eos_token!r} (id "
-        f"{tokenizer.eos_token_id}), so the end of a response would be treated as padding. Set another one before "
-        f"training: {fix}."
+        f"the pad token of processing_class equals its eos token {tokenizer.eos_token!r} (id {tokenizer.eos_token_id}), so the "
+        f"end of a response would be treated as padding. Set another pad token before training: {fix}."
     )

@@ -80,8 +80,8 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     )
     num_sample_generations: NonNegativeInt = option(
         10,
-        "How many times during training answers to eval_dataset are sampled and logged as a table. 0 disables it. It has no "
-        "effect without eval_dataset.",
+        "Number of times during training that answers to eval_dataset are sampled and logged as a table. 0 disables it. It "
+        "has no effect without eval_dataset.",
     )
     response_length: PositiveInt = option(53, "Maximum number of tokens of a response, including the stop token.")
     stop_token: str | None = option(

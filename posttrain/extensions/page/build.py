@@ -249,7 +249,9 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 
 
 class Card(NamedTuple):
-    """Rule with its results. ``status`` is the worst of all runs. Each result has the index of its run."""
+    """Log rule with its results in the shown runs. ``status`` is the worst of all runs. Each result has the index of its
+    run.
+    """
 
     rule: Rule
     status: str
@@ -363,7 +365,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _json(value: object) -> str:
-    """Serialize JSON that cannot close the element that contains it."""
+    """Serialize to JSON that cannot close the HTML element around it."""
     dumped = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return dumped.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

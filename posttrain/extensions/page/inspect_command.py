@@ -142,7 +142,7 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
 
 
 def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
-    """Draw the images of the shown rows as the model receives them on one PIL image, each with its row and label above it.
+    """Draw the images of the shown rows, as the model receives them, on one PIL image, each below its row and label.
 
     Args:
         summary: Summary of rows with images.

@@ -82,8 +82,8 @@ class RayRun:
         for field in ("vllm_server_base_url", "vllm_mode", "worker_engine"):
             if (value := getattr(self.trained, field)) is not None:
                 raise ConfigError(
-                    f"{field}={value!r} and --launcher ray both define where rollouts are generated. Fix: "
-                    "remove it, or pass --rollout_servers 0 to use your own servers."
+                    f"{field}={value!r} and --launcher ray both define where rollouts are generated. Fix: remove the option, "
+                    "or pass --rollout_servers 0 to use your own servers."
                 )
         if not self.trained.model_name_or_path:
             raise ConfigError("--model_name_or_path is missing. Fix: name the model to serve and train.")
@@ -210,7 +210,7 @@ class _Placed:
             )
 
     def start(self, index: int, function: Any, *arguments: Any) -> Any:
-        """Start a task with the resources of one bundle: 0 is the trainer's, the others are the servers'."""
+        """Start a task with the resources of one bundle: bundle 0 is the trainer's, and the other bundles are the servers'."""
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
         takes = {"num_cpus": self.bundles[index]["CPU"], "num_gpus": self.bundles[index]["GPU"]}
         return self.ray.remote(scheduling_strategy=place, **takes, **self.options)(function).remote(*arguments)
@@ -234,7 +234,7 @@ class _Placed:
             trainer = self.start(0, _run_command, self.job.trainer_arguments(urls), os.getcwd())
             return self.follow(trainer, servers)
         except KeyboardInterrupt:
-            print("posttrain: interrupted; the trainer finishes its step and saves", file=sys.stderr)
+            print("posttrain: interrupted; the trainer finishes its step and saves a checkpoint", file=sys.stderr)
             return INTERRUPTED
         finally:
             # End the trainer first, because saving may still need the servers.

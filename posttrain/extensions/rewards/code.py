@@ -305,7 +305,7 @@ LANGUAGES = {"python": "python", "python3": "python", "py": "python", "": "none"
 
 
 def code_block(text: str) -> str | None:
-    r"""Return the last complete code block marked as Python, or else the last one without a language.
+    r"""Return the last complete code block marked as Python, or else the last block without a language.
 
     Text before ``</think>`` is ignored.
 

@@ -157,7 +157,7 @@ class ServedEngine:
     # Weights
 
     def begin_update(self) -> None:
-        """Begin a weight update. Nothing is sampled until it is complete."""
+        """Begin a weight update. Nothing is sampled until the update is complete."""
         self.state, self._loaded = "updating", set()
         self.version = self.base_version = INCOMPLETE
         self._bases = {}

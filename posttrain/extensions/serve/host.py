@@ -96,7 +96,7 @@ def _few(value: Any) -> Any:
 
 
 class PlacedPicture(Strict):
-    """Position of an image from ``pictures`` in the prompt, and how the trainer preprocesses the image."""
+    """Position in the prompt of an image from ``pictures``, and how the trainer preprocesses the image."""
 
     digest: str
     start: Annotated[int, Field(ge=0)]
@@ -138,7 +138,7 @@ class Completions(Strict):
     placed: Annotated[list[PlacedPicture], Field(fail_fast=True)] = []
 
     def requests(self, stops: Sequence[int], context: int | None, vocabulary: int, encoder: Any = None) -> list[Prompt]:
-        """Create one request per prompt. Check that it fits into the context and the vocabulary.
+        """Create one request per prompt. Check that each prompt fits into the context and the vocabulary.
 
         Args:
             stops: Token ids that end a completion, unless ``ignore_eos`` is set.
@@ -286,7 +286,7 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 class Host:
-    """The endpoints, with the names of vLLM's server.
+    """HTTP endpoints with the same names as in vLLM's server.
 
     Args:
         served: Engine that serves requests.
@@ -498,7 +498,7 @@ def create_app(host: Host) -> FastAPI:
     """Create the FastAPI application with the endpoints of a host. The paths are those of vLLM's server."""
 
     class Read(Request):
-        """Request whose JSON is parsed in the host's thread for bodies."""
+        """Request whose JSON is parsed in the host's thread that parses bodies."""
 
         async def json(self) -> Any:
             """Parse the body.

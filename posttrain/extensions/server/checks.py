@@ -155,13 +155,13 @@ def _seeds(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
 
 
 def _restart(info: Mapping[str, Any], needs: Needs) -> str:
-    """Return the command that starts such a server."""
+    """Return the command that starts a server with these requirements."""
     command = "posttrain vllm-serve" if info.get("engine") == "vllm" else "posttrain serve"
     return f"{command} --model {needs.model or 'MODEL'}"
 
 
 def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
-    """Check that log-probs are those of the sampled distribution, with two small requests at two temperatures."""
+    """Check that a server returns log-probs of the sampled distribution, by two small requests at two temperatures."""
     from posttrain.extensions.server.replies import ranked, sampling_body
 
     prompt = [min(7, needs.vocabulary - 1)]

@@ -529,7 +529,7 @@ class ServerTransfer(WeightTransfer):
         self.engine = self.engine or self.make()
 
     def pause(self) -> None:
-        """Do nothing, because the update of each server pauses it."""
+        """Do nothing, because the update of each server pauses that server."""
 
     def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Push the next version. Return after at least one server has confirmed it."""
@@ -543,11 +543,10 @@ class ServerTransfer(WeightTransfer):
         self._announced = self.holders.urls
 
     def resume(self) -> None:
-        """Do nothing, because the update of each server resumes it."""
+        """Do nothing, because the update of each server resumes that server."""
 
     def missing_weights(self) -> bool:
-        """Return whether an available server does not have the last version, or whether workers do not use a server yet
-        that has it.
+        """Return whether an available server lacks the last version, or has it but is not used by workers yet.
 
         Each server is asked, because it may have been restarted. A server that responds slowly is assumed to be unchanged.
         """

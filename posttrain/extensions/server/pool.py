@@ -128,7 +128,7 @@ class ServerPool:
                     "vllm_server_base_url.",
                     url=hide_secrets(url),
                 ) from error
-            logger.warning("%s is not available yet. It is used once it is available: %s", hide_secrets(url), error)
+            logger.warning("%s is not available yet, and will be used when it is: %s", hide_secrets(url), error)
 
     def _admit_new(self, urls: Sequence[str], left_out: type[RolloutServerError]) -> dict[str, RolloutServerError]:
         """Connect to new servers. Return the errors of the servers that are not available."""

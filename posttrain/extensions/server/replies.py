@@ -196,7 +196,7 @@ def checked_choices(
 
 
 def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
-    """Return pairs (token id, log-prob) for every token of a choice, sorted by rank, including the sampled token."""
+    """Return, for every token of a choice, pairs (token id, log-prob) sorted by rank, including the sampled token."""
     logprobs = choice["logprobs"]
     tops = logprobs.get("top_logprobs") or [None] * len(choice["token_ids"])
     lines = []

@@ -187,7 +187,7 @@ class DataCollatorForLanguageModeling(Collator):
             if sum(spans) != len(tokens):
                 raise DataError(
                     f"row {row} of the batch: seq_lengths {spans} have the sum {sum(spans)}, but the row has "
-                    f"{len(tokens)} tokens. It was truncated or packed again after packing."
+                    f"{len(tokens)} tokens. The row was truncated or packed again after packing."
                 )
             parts = zip(tokens.split(spans), told.split(spans), strict=True)
             documents += [{"input_ids": part, "labels": label} for part, label in parts]

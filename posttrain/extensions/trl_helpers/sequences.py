@@ -63,8 +63,8 @@ def split_tensor_dict(tensor_dict: Mapping[str, Any], num_chunks: int) -> list[d
         return [dict(tensor_dict) for _ in range(num_chunks)]
     if size == 0 or size % num_chunks:
         raise DataError(
-            f"split_tensor_dict: {size} rows cannot be split into {num_chunks} equal, nonempty chunks. Use a number "
-            "of chunks that divides the rows."
+            f"split_tensor_dict: {size} rows cannot be split into {num_chunks} equal, nonempty chunks. Use a number of chunks "
+            "that divides the number of rows."
         )
     step = size // num_chunks
     return [

@@ -275,7 +275,7 @@ class VLLMEngine(RolloutEngine):
         path = base.config.name_or_path
         if not path:
             raise ConfigError(
-                "vllm_mode='colocate' loads the model's architecture from its folder or id, but this model has none. "
+                "vllm_mode='colocate' loads the model's architecture from its folder or id, but this model has neither. "
                 "Load it with from_pretrained, or save it first."
             )
         level = None
@@ -529,8 +529,8 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
     _refuse_abbreviations(rest, known)
     if parsed.config:
         raise ConfigError(
-            f"--config {parsed.config}: options in a file are not checked, and the token would be for the port of the "
-            "command line. Fix: pass them on the command line."
+            f"--config {parsed.config}: options in a file are not checked, and the token is written for the port on the "
+            "command line. Fix: pass all options on the command line."
         )
     if not parsed.model:
         raise ConfigError("--model is missing: set the model to serve.")
@@ -599,7 +599,7 @@ def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
     if backend not in TRANSFERS:
         raise ConfigError(
             f"--weight-transfer-config: the trainer does not support the backend {backend!r}. Fix: use one of "
-            f"{', '.join(TRANSFERS)}, or remove the option for {TRANSFER}."
+            f"{', '.join(TRANSFERS)}, or remove the option to use {TRANSFER}."
         )
     if cpu and parsed.enable_chunked_prefill:
         raise ConfigError(

@@ -174,7 +174,7 @@ class DistillationFields:
     seq_kd: bool = option(
         False,
         "For prompts whose completion the student does not sample, sample a completion from the teacher instead of using the "
-        "dataset's. It needs lmbda below 1 and a teacher model in this process.",
+        "dataset's completion. It needs lmbda below 1 and a teacher model in this process.",
     )
     max_length: int | None = option(
         None,
@@ -322,9 +322,9 @@ class DistillationFields:
             )
         if self.seq_kd and (self.teacher_scores or self.teacher_model_server_url or self.lmbda == 1):
             raise ConfigError(
-                f"seq_kd=True with lmbda={self.lmbda}: the teacher samples for prompts that the student does not "
-                "sample, and must be a model in this process. Fix: set lmbda below 1 and a teacher_model, or "
-                "seq_kd=False."
+                f"seq_kd=True with lmbda={self.lmbda}: the teacher samples completions only for prompts whose completions the "
+                "student does not sample, and must be a model in this process. Fix: set lmbda below 1 and teacher_model, or "
+                "set seq_kd=False."
             )
         if self.num_generations > 1 and self.lmbda < 1 and not self.seq_kd:
             text = "num_generations=%d with lmbda=%s: each completion of the dataset is used %d times."

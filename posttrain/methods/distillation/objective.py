@@ -273,8 +273,8 @@ def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor,
     loss = own(**logits, labels=labels[None], beta=axes.beta, **options)
     if loss.dim():
         raise ConfigError(
-            f"generalized_jsd_loss returned a tensor of shape {tuple(loss.shape)} and must return a scalar. Fix: "
-            "return the mean over the tokens whose label is not -100."
+            f"generalized_jsd_loss returned a tensor of shape {tuple(loss.shape)} but must return a scalar. Fix: return the "
+            "mean over the tokens whose label is not -100."
         )
     return loss.expand(len(labels))
 

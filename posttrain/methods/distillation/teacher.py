@@ -520,7 +520,7 @@ class ScoreFile:
                 )
 
     def read(self, row: int, top_k: int = 0) -> TokenScores:
-        """Return the scores of one dataset row with its ``top_k`` most likely ids. 0: all stored ids."""
+        """Return the scores of one dataset row with its ``top_k`` most likely ids (all stored ids if ``top_k`` is 0)."""
         size = self.facts["batch_size"]
         one = self.reader.get_batch(row // size).slice(row % size, 1)
         ids, logps, actual = (np.array(one.column(name)[0].values) for name in COLUMNS)

@@ -319,8 +319,9 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     log_completions_hub_repo: str | None = option(
         None,
-        "Dataset repository on the Hub, 'user/name' or 'name', to which completions are pushed every 2 minutes. It is created "
-        "if it does not exist, private only if hub_private_repo is set. It needs log_completions. None: no upload.",
+        "Dataset repository on the Hub, 'user/name' or 'name', to which completions are pushed every 2 minutes. It is "
+        "created if it does not exist, and is private only if hub_private_repo is set. It needs log_completions. None: no "
+        "upload.",
     )
 
     def __post_init__(self) -> None:

@@ -213,7 +213,7 @@ class EpisodeDriver:
             generate: Function that runs the engine; see `ToolLoop`.
             context: Maximum number of tokens of prompt and completion.
             stop_ids: Tokens that end a turn.
-            any_process: Function of whether this process has episodes left, which returns whether any process has.
+            any_process: Function that takes whether this process has episodes left, and returns whether any process has.
 
         Returns:
             Rollouts, and the messages of each episode.
@@ -264,7 +264,7 @@ class EpisodeDriver:
             context: Maximum number of tokens of prompt and completion.
             vocabulary: Vocabulary size V.
             placeholder: See `as_rollouts`.
-            any_process: Function of whether this process has episodes left, which returns whether any process has.
+            any_process: Function that takes whether this process has episodes left, and returns whether any process has.
             everyone: See `HarnessRunner.run`.
             place: See `HarnessRunner.run`.
         """

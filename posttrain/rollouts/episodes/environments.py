@@ -171,7 +171,7 @@ class EnvironmentPool:
         seeds: Sequence[int] | None = None,
         errors: dict[int, str] | None = None,
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Assign a reset instance to each row, and add the results of ``reset`` to the prompts.
+        """Call ``reset`` on one instance per row, and append what it returns to the prompts.
 
         Args:
             rows: Dataset rows. A missing ``prompt`` is an empty user message.
@@ -228,7 +228,7 @@ class EnvironmentPool:
         return box
 
     def discard(self, environment: object) -> None:
-        """Drop an instance with a call that did not return. It is not reset, used or closed again."""
+        """Drop an instance because a call to it did not return. It is not reset, used or closed again."""
         with self._lock:
             self.lost.append(environment)
             for kind in self.kinds.values():
@@ -341,7 +341,7 @@ def _prompt(row: dict[str, Any], index: int) -> list[dict[str, Any]]:
 
 
 def accepted_arguments(function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function accepts by name, or all if it has ``**kwargs``."""
+    """Return those arguments that a function accepts as keywords. A function with ``**kwargs`` accepts all arguments."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return arguments
@@ -430,7 +430,7 @@ def step_environment(
     """
 
     class StepEnvironment:
-        """A client with reset and step as an environment."""
+        """Environment that wraps a client with ``reset`` and ``step``."""
 
         def __init__(self) -> None:
             self._client = make()

@@ -129,7 +129,7 @@ class ToolLoop:
         stop_ids: Tokens that end a turn.
         runner: Executor of the tools.
         max_iterations: Maximum number of rounds of tool calls. None: no limit.
-        max_output_tokens: Maximum number of tokens of a result. A longer result loses its middle. None: no limit.
+        max_output_tokens: Maximum number of tokens of a result. The middle of a longer result is removed. None: no limit.
         context: Maximum number of tokens of prompt and completion.
         any_process: Function that is called with whether this process has unfinished episodes. It returns whether any
             process has.

@@ -34,7 +34,7 @@ class UnknownTool(Exception):
 
 
 class WrongValue(Exception):
-    """An argument or a result has another type than declared."""
+    """An argument or a result does not have the declared type."""
 
 
 class Cancelled(Exception):
@@ -190,7 +190,7 @@ class ToolBox:
         """
         if name in self.functions:
             raise ConfigError(
-                f"two tools have the name {name!r}, so the model could call only one of them. Rename one."
+                f"two tools have the name {name!r}, so the model could call only one of them. Rename one of them."
             )
         self.functions[name] = function
 

@@ -280,7 +280,7 @@ class Store:
         return -self.repeats
 
     def begin_rows(self, rows: slice, block: Block, prompt: int) -> None:
-        """Set the recurrent states of rows to those at the end of their prompt."""
+        """Set the recurrent states of rows to the states at the end of their prompts."""
         if not self.states:
             self.states = [state.new_empty(self.slots, *state.shape[1:]) for state in block.states]
         index = block.prompts.index(prompt)

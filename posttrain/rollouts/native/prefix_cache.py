@@ -344,7 +344,7 @@ class Prefiller:
                 self.kept.add(self.shared + prompt.ids, self.layers_of(prompt), work.block.states_of(prompt.index))
 
     def layers_of(self, prompt: Prompt) -> list[Layers]:
-        """Return the keys and values of a whole prompt, in pieces."""
+        """Return the cached keys and values of the whole prompt as a list of segments."""
         assert prompt.block is not None
         own = prompt.block.row(prompt.index, len(prompt.ids))
         return [own] if self.store.common is None else [_of(self.store.common), own]
