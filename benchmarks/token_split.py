@@ -1,9 +1,9 @@
 """What ``sp_size`` does to the memory of a process and to what it sends: measured on a tiny model, and planned at 8 x 8 ranks.
 
 Measured: gloo processes on a CPU train two steps of SFT on rows of one length; the most memory a process held (VmHWM) above what
-it held before training began, and the bytes of the all-to-alls of attention beside the formula of
-`posttrain.models.token_split.layer_bytes`. Planned: one training pass of one rank of 64 (groups of 8) on shapes without numbers,
-in a process group of one process. ``--page docs/scaling.md`` writes both tables.
+it held before training began, and the bytes of the all-to-alls of attention beside the formula of `layer_bytes` of
+`posttrain.extensions.sequence_parallel.split`. Planned: one training pass of one rank of 64 (groups of 8) on shapes without
+numbers, in a process group of one process. ``--page docs/scaling.md`` writes both tables.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def train(size: int, tokens: int, folder: str) -> None:
     from tokenizers import Tokenizer, models
 
     from posttrain import SFTConfig, SFTTrainer
+    from posttrain.extensions.sequence_parallel.split import layer_bytes
     from posttrain.models import token_split
 
     torch.manual_seed(0)
@@ -72,7 +73,7 @@ def train(size: int, tokens: int, folder: str) -> None:
         of = {"heads": TINY["num_attention_heads"], "kv": TINY["num_key_value_heads"], "itemsize": 4, "tokens": tokens}
         of["head_size"] = TINY["hidden_size"] // TINY["num_attention_heads"]
         # A step has a row of each process of the group; the last layer's activations are kept instead of recomputed.
-        said = sum(token_split.layer_bytes(size, **of, recomputed=again) for again in (True, False))
+        said = sum(layer_bytes(size, **of, recomputed=again) for again in (True, False))
         found |= {"sent": split.traffic.sent, "calls": split.traffic.calls, "formula": said, "rows": size}
     if trainer.accelerator.is_main_process:
         print("FOUND " + json.dumps(found), flush=True)
@@ -102,7 +103,8 @@ def plan(world: int, size: int, tokens: int, settings: dict[str, Any] = PLANNED)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from posttrain.data.forest import Layout, collate
-    from posttrain.models import token_split, tree_attention
+    from posttrain.extensions.sequence_parallel.split import layer_bytes, make_group
+    from posttrain.models import tree_attention
     from posttrain.models.attention import attention_inputs
     from posttrain.models.memory import recompute_activations
     from posttrain.types import Row
@@ -123,7 +125,7 @@ def plan(world: int, size: int, tokens: int, settings: dict[str, Any] = PLANNED)
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     mesh = init_device_mesh("cpu", (world,))
-    split = token_split.make_group(size, world=world, rank=0, device=torch.device("cpu"))
+    split = make_group(size, world=world, rank=0, device=torch.device("cpu"))
     row = Row([], [[3] * tokens], [[0] + [1] * (tokens - 1)])
     (batch,) = collate([row], pad_token_id=0, layout=Layout("tree", row_tokens=tokens, pad_to_multiple_of=size))
     columns = split.columns(tokens)
@@ -144,7 +146,7 @@ def plan(world: int, size: int, tokens: int, settings: dict[str, Any] = PLANNED)
             state = hidden.hidden_states[-1]
             (hidden.logits.float().sum() + state.float().sum()).backward()
     layers = settings["num_hidden_layers"]
-    said = token_split.layer_bytes(
+    said = layer_bytes(
         size, tokens=tokens, heads=settings["num_attention_heads"], kv=settings["num_key_value_heads"],
         head_size=settings["hidden_size"] // settings["num_attention_heads"], itemsize=2, recomputed=True,
     )  # fmt: skip

@@ -34,8 +34,7 @@ ASIDE += (
     "methods/config.py",
 )
 ASIDE += tuple(
-    f"loop/{name}.py"
-    for name in ("checkpoint", "attributes", "checks", "data_report", "dry_step", "memory_profile", "token_split")
+    f"loop/{name}.py" for name in ("checkpoint", "attributes", "checks", "data_report", "dry_step", "memory_profile")
 )
 ASIDE += ("loop/evaluation.py",)
 

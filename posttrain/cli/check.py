@@ -192,7 +192,7 @@ class Checkup:
 
     def _model(self) -> str:
         from posttrain.checks.machine import check_precision
-        from posttrain.loop.token_split import check_split
+        from posttrain.methods.config import sequence_parallel
         from posttrain.models.quantised import check_quantised
 
         subject, model_args = self.subject, self.subject.model_args
@@ -202,7 +202,9 @@ class Checkup:
         loaded = copy.deepcopy(config)
         if backend := dict(subject.config.model_init_kwargs or {}).get("attn_implementation"):
             loaded._attn_implementation = backend
-        check_split(subject.config, loaded, supported=subject.method.traits.splits_tokens, name=subject.kind.__name__)
+        if (extension := sequence_parallel(subject.config)) is not None:
+            about = {"supported": subject.method.traits.splits_tokens, "name": subject.kind.__name__}
+            extension.check_split(subject.config, loaded, **about)
         count = _parameters(config)
         dtype = str(model_args.dtype)
         if count and not model_args.use_peft:

@@ -29,10 +29,9 @@ from posttrain.loop.prompts import PromptSource
 from posttrain.loop.run import Hooks, Progress, Run
 from posttrain.loop.samplers import SingleTurn
 from posttrain.loop.scoring import reward_options
-from posttrain.loop.token_split import begin_split
 from posttrain.loop.weight_sync import WeightSync, engine_of
 from posttrain.methods.base import Method, Traits
-from posttrain.methods.config import PostTrainingConfig
+from posttrain.methods.config import PostTrainingConfig, sequence_parallel
 from posttrain.models import load, parallel
 from posttrain.models.architecture import config_of
 from posttrain.models.attention import padded_layout
@@ -50,7 +49,7 @@ from posttrain.models.memory import check_offloading, recomputes
 from posttrain.models.probe import probe_head, probe_layout
 from posttrain.models.quantised import check_quantised
 from posttrain.models.reference import Reference, disable_dropout_in_model
-from posttrain.models.token_split import alone
+from posttrain.models.token_split import activate, alone
 from posttrain.report.lock import check_writable
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rollouts.batch import RolloutWindow
@@ -291,7 +290,10 @@ def build(
     parallel.shard_present_layers(accelerator, model)
     planned.vision.check_shards(model, accelerator)
     chosen = choose_layout(model, args) if layout is None else layout(model)
-    chosen = begin_split(args, accelerator, model, chosen, supported=method.traits.splits_tokens, name=spec.name)
+    activate(None)  # Remove the sequence-parallel group of an earlier trainer.
+    if (extension := sequence_parallel(args)) is not None:
+        about = {"supported": method.traits.splits_tokens, "name": spec.name}
+        chosen = extension.begin_split(args, accelerator, model, chosen, **about)
     planned.checks.knows(model=model)
     progress = Progress() if progress is None else progress
     progress.model = progress.wrapped = model

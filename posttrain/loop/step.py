@@ -18,7 +18,7 @@ from posttrain.loop.evaluation import full_logits, predicted_metrics
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, mean
 from posttrain.models import memory, parallel, token_split
-from posttrain.models.forward import help_with, with_router_term
+from posttrain.models.forward import with_router_term
 from posttrain.types import Batch, LossTerms, ModelOutputs, State, TokenLoss
 
 if TYPE_CHECKING:
@@ -186,8 +186,10 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
             batch, weight = batches[min(index, len(batches) - 1)], 1.0 if index < len(batches) else 0.0
             for helped, last in token_split.turns(index == passes - 1):
                 with offloading, parallel.no_sync(model, last=last):
-                    if helped is not None:  # This process computes a part of the columns of another process's pass.
-                        parallel.backward(accelerator, help_with(model, helped, device))
+                    if (
+                        split is not None and helped is not None
+                    ):  # This process computes columns of another process's pass.
+                        parallel.backward(accelerator, split.help_with(model, helped))
                         continue
                     batch = with_expected_gradient(run, batch.to(device), counts, state)
                     found = run.hooks.loss_of(run, model, batch, counts, state)

@@ -38,10 +38,9 @@ from posttrain.loop.evaluation import check_best_metric, count_rounds, evaluate,
 from posttrain.loop.memory_profile import MemoryProfile
 from posttrain.loop.passes import divided, run_again
 from posttrain.loop.run import Hooks, Progress, Run, with_attributes
-from posttrain.loop.token_split import refuse_predict, without_accelerate
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.base import Method
-from posttrain.methods.config import PostTrainingConfig
+from posttrain.methods.config import PostTrainingConfig, sequence_parallel
 from posttrain.metrics import mean
 from posttrain.models import load, memory, parallel, token_split, tree_attention
 from posttrain.models.architecture import get_config_model_id
@@ -236,7 +235,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """Create the accelerator as the parent does. ``sp_size`` is handled here, because accelerate needs DeepSpeed
         for it.
         """
-        with without_accelerate(self.args):
+        extension = sequence_parallel(self.args)
+        with contextlib.nullcontext() if extension is None else extension.without_accelerate(self.args):
             super().create_accelerator_and_postprocess()
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
@@ -762,7 +762,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """Predict as `transformers.Trainer.predict` does. A raw dataset is prepared first. Rows are padded, because
         full logits need one sequence per row.
         """
-        refuse_predict(self.split_size)
+        if (split := token_split.active()) is not None:
+            split.refuse_predict()
         layout, self.layout = self.layout, Layout("padded", row_tokens=self.layout.row_tokens)
         try:
             output = super().predict(self.prepare_evaluation(plain_rows(test_dataset)), *args, **kwargs)

@@ -8,12 +8,14 @@ import logging
 import os
 import warnings
 from dataclasses import Field, dataclass, fields
+from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import transformers
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from posttrain import plugins
 from posttrain.checks.registry import silenced_codes
 from posttrain.errors import ConfigError, check_choice, did_you_mean
 from posttrain.fields import (
@@ -70,6 +72,11 @@ def parallel_sizes(config: Any) -> dict[str, int]:
     if parallelism is None and os.environ.get(ASKED, "").lower() == "true":
         return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in SIZES}
     return {name: int(getattr(parallelism, name, None) or 1) for name in SIZES}
+
+
+def sequence_parallel(config: Any) -> ModuleType | None:
+    """Return the extension that runs configs with ``sp_size`` above 1. None for other configs."""
+    return plugins.module("extensions.sequence_parallel.start") if parallel_sizes(config)["sp_size"] > 1 else None
 
 
 def check_parallelism(config: Any) -> None:

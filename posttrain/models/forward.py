@@ -4,8 +4,8 @@ chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.data.forest import split_by_sequence
-from posttrain.errors import ConfigError, ModelError
+from posttrain.errors import ConfigError
 from posttrain.metrics import mean
 from posttrain.models import token_split, tree_attention
 from posttrain.models.architecture import image_token
@@ -29,7 +29,6 @@ from posttrain.models.heads import (
     unwrapped,
     virtual_tokens,
 )
-from posttrain.models.parallel import gathers_in_forward
 from posttrain.models.token_split import TokenSplit
 from posttrain.models.value_head import critic_of
 from posttrain.models.vision import VisionView, plain_inputs, view
@@ -72,16 +71,7 @@ def forward(
     # therefore stays changed.
     named = nullcontext() if torch.is_grad_enabled() else attention_renamed(model, lambda name: name)
     with named:
-        if split is None or (torch.is_grad_enabled() and not split.in_turn):
-            result = _run(model, asked, compare)
-        elif not split.in_turn:
-            result = _in_turns(model, asked, compare, split)
-        elif torch.is_grad_enabled():
-            split.broadcast(asked.bare())
-            result = _run(model, asked, compare, split, split.rank)
-        else:
-            with on_whole_rows(model):
-                result = _run(model, asked, compare)
+        result = run(model, asked, compare) if split is None else split.forward(model, asked, compare)
     if "scores" in needs:
         return ModelOutputs(scores=result["scores"][:, 0])
     return ModelOutputs(
@@ -92,25 +82,6 @@ def forward(
         aux_loss=result.get("aux_loss"),
         compared=result if compare is not None else {},
     )
-
-
-@contextmanager
-def on_whole_rows(model: nn.Module) -> Iterator[None]:
-    """Compute batches on this process alone inside the block, e.g. for a teacher. Other processes of the group wait until
-    they can help with the student.
-
-    Raises:
-        ModelError: The model is sharded, so that its forward pass needs all processes of the group.
-    """
-    split = token_split.active()
-    if split is not None and gathers_in_forward(model.modules()):
-        raise ModelError(
-            f"sp_size={split.size}: the model is sharded, but its forward pass runs on one process of the group only, so it "
-            "cannot gather its shards. Fix: use a teacher that is not sharded (no self-distillation with FSDP), or "
-            "sp_size=1."
-        )
-    with token_split.alone():
-        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +99,20 @@ class Pass:
     chunk_size: int | None
     compares: bool = False
 
-    def bare(self) -> Pass:
-        """Return a copy on the CPU without the tensors that only the objective needs."""
-        empty = dict.fromkeys(("advantages", "old_logp", "ref_logp", "rollout_logp", "expected_grad"))
-        return replace(self, batch=replace(self.batch, **empty, columns={}).to("cpu"))
+
+def run(model: nn.Module, asked: Pass, compare: Callable[..., dict[str, Any]] | None) -> dict[str, Any]:
+    """Run a forward pass. Return results by name, ordered by loss positions ``(N, ...)`` or sequences ``(S, ...)``."""
+    return call(model, asked.batch, *prepared(model, asked, compare))
 
 
-def _run(
+def prepared(
     model: nn.Module,
     asked: Pass,
     compare: Callable[..., dict[str, Any]] | None,
     split: TokenSplit | None = None,
-    owner: int = 0,
-) -> dict[str, Any]:
-    """Run a forward pass. With a ``split``, compute only this process's columns of the batch of process ``owner``.
-
-    Returns:
-        Results by name, ordered by loss positions ``(N, ...)`` or sequences ``(S, ...)``, and summed over the split.
-    """
+    columns: slice | None = None,
+) -> tuple[TokenHead | ScoreHead, dict[str, Any]]:
+    """Return the head and the model inputs of a pass, for all columns. ``columns``: those of this process with a ``split``."""
     inner: Any = causal_lm(model)
     batch, needs, virtual = asked.batch, asked.needs, virtual_tokens(model)
     head = _score_head(batch, virtual) if "scores" in needs else _token_head(asked, virtual)
@@ -153,100 +120,21 @@ def _run(
         head.compare = compare
     if isinstance(head, TokenHead) and "values" in needs:
         head.values = _value_reader(inner, batch, virtual)
-    balance = isinstance(head, TokenHead) and head.balance_over is not None
-    columns = None if split is None else split.columns(batch.input_ids.shape[1])
     seen = _view(inner, batch, columns)
     head.inputs = seen.inputs
-    inputs = {"input_ids": batch.input_ids, **_attention(model, inner, batch, seen, split)}
-    own = None
-    if split is not None and columns is not None:
-        inputs |= {name: inputs[name][..., columns] for name in ("input_ids", "position_ids")}
-        head, own = _piece(head, columns, split, owner, compares=asked.compares)
-    result = model(
+    return head, {"input_ids": batch.input_ids, **_attention(model, inner, batch, seen, split)}
+
+
+def call(model: nn.Module, batch: Batch, head: TokenHead | ScoreHead, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Call the model with the head and inputs of `prepared`."""
+    balance = isinstance(head, TokenHead) and head.balance_over is not None
+    return model(
         **inputs,
         use_cache=False,
         token_head=head,
         **({"output_router_logits": True} if balance else {}),
         **batch.model_kwargs,
     )
-    # Values that were compared have already been gathered.
-    return result if split is None or own is None or asked.compares else _at_owner(result, own, split, owner)
-
-
-def _piece(
-    head: TokenHead | ScoreHead, columns: slice, split: TokenSplit, owner: int, *, compares: bool
-) -> tuple[TokenHead | ScoreHead, tuple[Tensor, int]]:
-    """Return the head for the positions that are predicted from some columns, the indices of these positions, and the
-    number of all positions.
-    """
-    inside = (head.columns >= columns.start) & (head.columns < columns.stop)
-    own = (inside.nonzero()[:, 0], len(head.columns))
-    moved = {"rows": head.rows[inside], "columns": head.columns[inside] - columns.start}
-    if isinstance(head, ScoreHead):
-        return replace(head, **moved), own
-    piece = replace(head, **moved, targets=head.targets[inside], expected_grad=None)
-    if head.balance_over is not None:
-        piece.balance_over = head.balance_over[:, columns]
-        piece.total = lambda sums: split.at_owner(owner, [sums])[0]
-    if compares:
-        piece.compare = _compared_at_owner(head, own, split, owner)
-    return piece, own
-
-
-def _compared_at_owner(
-    head: TokenHead, own: tuple[Tensor, int], split: TokenSplit, owner: int
-) -> Callable[..., dict[str, Any]]:
-    """Gather the last hidden states on the owner of the batch, which compares them with those of another model."""
-
-    def compare(hidden: Tensor, layer: nn.Module, rule: Any, piece: TokenHead) -> dict[str, Any]:
-        (whole,) = split.at_owner(owner, [_all_positions(hidden, *own)])
-        if owner == split.rank:
-            assert head.compare is not None
-            return head.compare(whole, layer, rule, head)
-        # Every weight needs a gradient, because gradient averaging waits for all of them.
-        weights = () if layer is None else [p for p in layer.parameters() if p.requires_grad]
-        return {"hidden": whole, **{f"weight {i}": p.flatten()[:1] for i, p in enumerate(weights)}}
-
-    return compare
-
-
-def _all_positions(values: Tensor, where: Tensor, count: int) -> Tensor:
-    """Expand values ``(n, ...)`` of this process to ``count`` positions. Positions of other processes are zero."""
-    return values.new_zeros(count, *values.shape[1:]).index_put((where,), values)
-
-
-def _at_owner(result: dict[str, Any], own: tuple[Tensor, int], split: TokenSplit, owner: int) -> dict[str, Any]:
-    """Gather the results on the owner, except compared values. The router's loss term is already complete."""
-    names = [name for name in ("logp", "log_mass", *PER_TOKEN, "logits", "scores") if name in result]
-    if not names:
-        return result
-    placed = [_all_positions(result[name].float(), *own) for name in names]
-    whole = zip(names, split.at_owner(owner, placed), strict=True)
-    return result | {name: value.to(result[name].dtype) for name, value in whole}
-
-
-def _in_turns(
-    model: nn.Module, asked: Pass, compare: Callable[..., dict[str, Any]] | None, split: TokenSplit
-) -> dict[str, Any]:
-    """Run one pass without gradients for each process of the group in turn, and return this process's result."""
-    result: dict[str, Any] = {}
-    device = asked.batch.input_ids.device
-    for owner, other in enumerate(split.exchanged(asked.bare())):
-        mine = owner == split.rank
-        outputs = _run(model, replace(other, batch=other.batch.to(device)), compare if mine else None, split, owner)
-        result = outputs if mine else result
-    return result
-
-
-def help_with(model: nn.Module, owner: int, device: torch.device | str) -> Tensor:
-    """Compute this process's columns of a training pass of process ``owner``. Return a tensor whose backward must be called."""
-    split = token_split.active()
-    assert split is not None
-    install_token_head(model)
-    asked = split.receive(owner)
-    result = _run(model, replace(asked, batch=asked.batch.to(device)), None, split, owner)
-    tensors = [x for x in result.values() if isinstance(x, Tensor) and x.requires_grad]
-    return torch.stack([0.0 * x.float().sum() for x in tensors]).sum()
 
 
 def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:

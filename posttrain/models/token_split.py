@@ -1,262 +1,50 @@
-"""Ulysses sequence parallelism: the tokens of each row and the attention heads are split over a group of processes.
-
-Each process has its own rows, as in data parallelism. A group of ``sp_size`` processes computes the batch of its first process
-together, then the batch of its second process, and so on. Each process computes everything except attention for ``1 / sp_size``
-of the columns. Attention needs whole rows, so before and after it, tokens are exchanged for heads::
-
-    q, k, v   (B, heads, T / n, d)  --all-to-all-->  (B, heads / n, T, d)     whole rows, some heads
-    out       (B, T, heads / n, d)  --all-to-all-->  (B, T / n, heads, d)
-
-The attention call itself does not change: tree attention and masks apply to whole rows. Key-value heads are repeated if there
-are fewer heads than processes. The outputs of the head (one log-prob per token, one score per sequence) are sent to the process
-that owns the batch. Only this process computes the objective, and its gradients are sent back. All other numbers of a run
-(denominators, advantages, rewards, metrics, the state of samplers) are the same as in data parallelism.
-
-For each layer, a process sends ``4 passes x (n - 1) / n x B T / n x d x (heads + KV heads)`` numbers: in the forward pass
-(queries, keys, values, output), again if layers are recomputed, and in the backward pass. Repeated KV heads are counted.
-
-Reference: DeepSpeed-Ulysses, arXiv:2309.14509; Arctic Long Sequence Training (batches of a group in turns), arXiv:2506.13996.
-"""
+"""The sequence-parallel group of this process. The extension ``sequence_parallel`` creates it and computes its passes."""
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
-
-from posttrain.errors import ModelError
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
-
-logger = logging.getLogger(__name__)
+    from posttrain.models.forward import Pass
 
 
-@dataclass
-class Traffic:
-    """Traffic of this process. It can be compared with the formula in the module's docstring.
-
-    Attributes:
-        calls: Number of all-to-all calls for attention, including those of the backward pass.
-        sent: Number of bytes sent to other processes in these calls.
-    """
-
-    calls: int = 0
-    sent: int = 0
-
-
-@dataclass(slots=True)
-class TokenSplit:
-    """Sequence-parallel group: processes that compute their batches together.
-
-    Attributes:
-        group: Process group of torch.distributed.
-        ranks: Global ranks of the group's processes.
-        rank: Rank of this process in the group.
-        device: Device on which tensors are exchanged.
-        in_turn: Whether the group is running a training pass over this process's batch.
-        traffic: See `Traffic`.
-    """
-
-    group: Any
-    ranks: list[int]
-    rank: int
-    device: torch.device
-    in_turn: bool = False
-    traffic: Traffic = field(default_factory=Traffic)
+class TokenSplit(Protocol):
+    """Processes that compute their batches together. See `posttrain.extensions.sequence_parallel.split.TokenSplit`."""
 
     @property
     def size(self) -> int:
         """Number of processes in the group."""
-        return len(self.ranks)
+        ...
 
-    def columns(self, width: int) -> slice:
-        """Return the columns of a row that this process computes.
+    def forward(self, model: nn.Module, asked: Pass, compare: Callable[..., dict[str, Any]] | None) -> dict[str, Any]:
+        """Run a forward pass. Each process computes a part of the columns."""
+        ...
 
-        Raises:
-            ModelError: ``width`` is not a multiple of `size`.
-        """
-        if width % self.size:
-            raise ModelError(
-                f"a batch of {width} columns cannot be divided over sp_size={self.size} processes. Fix: use a layout with "
-                f"pad_to_multiple_of={self.size}, like the trainer's own layout."
-            )
-        share = width // self.size
-        return slice(self.rank * share, (self.rank + 1) * share)
+    def help_with(self, model: nn.Module, owner: int) -> Tensor:
+        """Compute this process's columns of a training pass of process ``owner``. The result's backward must be called."""
+        ...
 
-    # Objects -----------------------------------------------------------------------------------------------------
+    def turns(self, last: bool) -> Iterator[tuple[int | None, bool]]:
+        """See `turns`."""
+        ...
 
-    def broadcast(self, item: object) -> None:
-        """Broadcast an object to the other processes of the group, which must call `receive`."""
-        torch.distributed.broadcast_object_list([item], src=self.ranks[self.rank], group=self.group, device=self.device)
-
-    def receive(self, owner: int) -> Any:
-        """Receive the object that process ``owner`` of the group broadcasts with `broadcast`."""
-        shared: list[Any] = [None]
-        torch.distributed.broadcast_object_list(shared, src=self.ranks[owner], group=self.group, device=self.device)
-        return shared[0]
-
-    def exchanged(self, item: object) -> list[Any]:
-        """Return one object of each process of the group, in rank order."""
-        items: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(items, item, group=self.group)
-        return items
-
-    # Tensors -----------------------------------------------------------------------------------------------------
-
-    def at_owner(self, owner: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return sums of tensors over the group. The backward pass broadcasts the gradients of ``owner`` to all processes."""
-        return _AtOwner.apply(self, owner, *tensors)
-
-    def whole_rows(self, *tensors: Tensor) -> list[Tensor]:
-        """Exchange ``(B, heads, T / n, d)`` for ``(B, heads / n, T, d)`` with all columns. All tensors share one all-to-all."""
-        parcels = []
-        for x in tensors:
-            rows, heads, share, size = x.shape
-            parcels.append(x.reshape(rows, self.size, heads // self.size, share, size).movedim(1, 0).flatten(1))
-        got = _Exchange.apply(torch.cat(parcels, 1), self).split([one.shape[1] for one in parcels], 1)
-        shaped = []
-        for x, y in zip(tensors, got, strict=True):
-            rows, heads, share, size = x.shape
-            y = y.view(self.size, rows, heads // self.size, share, size).movedim(0, 2)  # (B, heads / n, n, T / n, d)
-            shaped.append(y.reshape(rows, heads // self.size, self.size * share, size))
-        return shaped
-
-    def own_columns(self, out: Tensor) -> Tensor:
-        """Exchange ``(B, T, heads / n, d)`` for ``(B, T / n, heads, d)`` with all heads."""
-        rows, width, heads, size = out.shape
-        parcels = out.reshape(rows, self.size, width // self.size, heads, size).movedim(1, 0).flatten(1)
-        got = _Exchange.apply(parcels, self).view(self.size, rows, width // self.size, heads, size)
-        return got.movedim(0, 2).reshape(rows, width // self.size, self.size * heads, size)
-
-    @torch.compiler.disable
     def attention(
-        self,
-        whole: Callable[..., tuple[Tensor, Any]],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        ratio: int | None,
-    ) -> Tensor:
-        """Compute attention for this process's columns.
+        self, whole: Callable[..., tuple[Tensor, Any]], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ratio: int | None
+    ) -> Tensor:  # fmt: skip
+        """Compute attention for this process's columns."""
+        ...
 
-        Tokens are exchanged for heads, attention is computed for whole rows, and heads are exchanged for tokens again.
+    def check_alone(self, model: nn.Module) -> None:
+        """Raise an error if one process cannot run the model without the others."""
+        ...
 
-        Args:
-            whole: Attention function for whole rows, ``(q, k, v, sinks) -> (out (B, T, heads, d), ...)``.
-            q: Queries ``(B, heads, T / n, d)``.
-            k: Keys ``(B, KV heads, T / n, d)``.
-            v: Values of the same shape as ``k``.
-            sinks: ``(heads,)`` or None, see `posttrain.models.tree_attention.tree_attention`.
-            ratio: Number of query heads per KV head that ``whole`` requires. None: any number.
-
-        Returns:
-            ``(B, T / n, heads, d)``.
-        """
-        heads, kv = q.shape[1], repeated_heads(q.shape[1], k.shape[1], self.size)
-        if ratio is not None and heads // kv != ratio:
-            raise ModelError(
-                f"sp_size={self.size} with a dense mask: the {k.shape[1]} key-value heads of the layer, which its backend "
-                f"repeats, cannot be divided over {self.size} processes. Fix: set an sp_size that divides {k.shape[1]}."
-            )
-        if kv != k.shape[1]:
-            k, v = (x.repeat_interleave(kv // k.shape[1], 1) for x in (k, v))
-        if sinks is not None:
-            sinks = sinks.view(self.size, -1)[self.rank]
-        q, k, v = self.whole_rows(q, k, v)
-        return self.own_columns(whole(q, k, v, sinks)[0])
-
-
-def repeated_heads(heads: int, kv: int, size: int) -> int:
-    """Return the smallest number of repeated KV heads that ``size`` processes can divide.
-
-    >>> [repeated_heads(8, 4, 2), repeated_heads(8, 2, 4), repeated_heads(6, 3, 2)]
-    [4, 4, 6]
-    """
-    least = math.lcm(kv, size)
-    return least if heads % least == 0 else heads
-
-
-def layer_bytes(
-    size: int, *, tokens: int, heads: int, kv: int, head_size: int, itemsize: int, recomputed: bool = False
-) -> int:
-    """Return the bytes that a process sends for one layer and one training pass (formula in the module's docstring).
-
-    Args:
-        size: Number of processes in the group.
-        tokens: ``B * T`` of the whole batch.
-        heads: Number of query heads.
-        kv: Number of KV heads.
-        head_size: Size of a head.
-        itemsize: Bytes per element.
-        recomputed: Whether the forward pass of the layer runs twice.
-
-    >>> layer_bytes(2, tokens=8, heads=4, kv=2, head_size=16, itemsize=4)
-    3072
-    """
-    share = tokens // size * head_size * itemsize * (2 * heads + 2 * repeated_heads(heads, kv, size))
-    return (3 if recomputed else 2) * share * (size - 1) // size
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of ``(n, M)``: row i is sent to process i and replaced by the row from process i. It is its own transpose."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, parcels: Tensor, split: TokenSplit) -> Tensor:
-        ctx.split = split
-        return _all_to_all(parcels, split)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad, ctx.split), None
-
-
-def _all_to_all(parcels: Tensor, split: TokenSplit) -> Tensor:
-    parcels = parcels.contiguous()
-    got = torch.empty_like(parcels)
-    torch.distributed.all_to_all_single(got, parcels, group=split.group)
-    split.traffic.calls += 1
-    split.traffic.sent += parcels.nbytes * (split.size - 1) // split.size
-    return got
-
-
-class _AtOwner(torch.autograd.Function):
-    """Autograd function of `TokenSplit.at_owner`."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, split: TokenSplit, owner: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.split, ctx.owner = split, owner
-        ctx.learns = [x.requires_grad for x in tensors]
-        flat = torch.cat([x.detach().float().flatten() for x in tensors])
-        torch.distributed.all_reduce(flat, group=split.group)
-        pieces = flat.split([x.numel() for x in tensors])
-        outputs = tuple(y.view_as(x).to(x.dtype) for x, y in zip(tensors, pieces, strict=True))
-        # Copy the views. A view cannot be modified in place while autograd needs another view of the same storage.
-        outputs = tuple(x.clone() for x in outputs)
-        ctx.mark_non_differentiable(*(x for x, learns in zip(outputs, ctx.learns, strict=True) if not learns))
-        return outputs
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        split: TokenSplit = ctx.split
-        kept = [grad for grad, learns in zip(grads, ctx.learns, strict=True) if learns]
-        flat = torch.cat([grad.float().flatten() for grad in kept])
-        torch.distributed.broadcast(flat, src=split.ranks[ctx.owner], group=split.group)
-        pieces = iter(flat.split([grad.numel() for grad in kept]))
-        gradients = [
-            next(pieces).view_as(grad).to(grad.dtype) if learns else None
-            for grad, learns in zip(grads, ctx.learns, strict=True)
-        ]
-        return None, None, *gradients
+    def refuse_predict(self) -> None:
+        """Raise an error for ``predict``."""
+        ...
 
 
 # The group of this process. All trainers of the process share it, like accelerate's state.
@@ -275,26 +63,20 @@ def activate(split: TokenSplit | None) -> None:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Disable sequence parallelism inside the block, so that every process computes its own batches."""
+def alone(model: nn.Module | None = None) -> Iterator[None]:
+    """Disable sequence parallelism inside the block, so that every process computes its own batches.
+
+    Raises:
+        ModelError: The ``model`` is sharded, so that its forward pass needs all processes of the group.
+    """
     before = _active
+    if before is not None and model is not None:
+        before.check_alone(model)
     activate(None)
     try:
         yield
     finally:
         activate(before)
-
-
-def make_group(size: int, *, world: int, rank: int, device: torch.device) -> TokenSplit:
-    """Create groups of ``size`` consecutive ranks and return this process's group. Every process of the run must call it."""
-    mine: TokenSplit | None = None
-    for first in range(0, world, size):
-        ranks = list(range(first, first + size))
-        group = torch.distributed.new_group(ranks)
-        if rank in ranks:
-            mine = TokenSplit(group, ranks, rank - first, device)
-    assert mine is not None
-    return mine
 
 
 def turns(last: bool) -> Iterator[tuple[int | None, bool]]:
@@ -304,13 +86,4 @@ def turns(last: bool) -> Iterator[tuple[int | None, bool]]:
         Group rank of the process whose batch is computed (None for this process), and whether this is the last pass before the
         update.
     """
-    split = _active
-    if split is None:
-        yield None, last
-        return
-    for turn in range(split.size):
-        split.in_turn = turn == split.rank
-        try:
-            yield (None if turn == split.rank else turn), last and turn == split.size - 1
-        finally:
-            split.in_turn = False
+    return iter([(None, last)]) if _active is None else _active.turns(last)

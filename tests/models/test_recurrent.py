@@ -13,6 +13,7 @@ from torch.nn.functional import normalize
 from posttrain import DPOConfig, DPOTrainer
 from posttrain.data.forest import collate, split_by_sequence
 from posttrain.errors import ModelError
+from posttrain.extensions.sequence_parallel.split import TokenSplit
 from posttrain.loop import build
 from posttrain.models import logprob
 from posttrain.models.attention import layout_for, padded_layout
@@ -20,7 +21,6 @@ from posttrain.models.forward import forward
 from posttrain.models.probe import _fault, probe_cases
 from posttrain.models.recurrent import chunks, functions, table, trees
 from posttrain.models.recurrent.scan import scan
-from posttrain.models.token_split import TokenSplit
 from posttrain.models.tree_attention import Forest
 from posttrain.rollouts.native.engine import native_is_exact
 from posttrain.types import Row, Segment

@@ -29,10 +29,11 @@ from posttrain.methods.distillation.data import tokenized_answers, with_prompt_c
 from posttrain.methods.distillation.objective import HiddenTeacher, TeacherShare, TokenScores, capture
 from posttrain.models import load
 from posttrain.models.architecture import get_config_model_id
-from posttrain.models.forward import forward, on_whole_rows
+from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm, evaluating, install_token_head
 from posttrain.models.probe import probe_layout
 from posttrain.models.reference import Reference, hash_vocabulary
+from posttrain.models.token_split import alone
 from posttrain.report.files import whole_file
 from posttrain.rollouts.engines import IN_WORKERS
 from posttrain.types import Batch, Rollout, Row
@@ -147,7 +148,7 @@ class ModelTeacher:
         if members is not None or not self.shared:
             rows = sequences(batch)
             return self.of_rows(rows if members is None else [rows[k] for k in members], batch.input_ids.device)
-        with self.running() as model, on_whole_rows(model):
+        with self.running() as model, alone(model):
             return forward(model, batch, frozenset(), compare=capture).compared["teacher"]
 
     def of_rows(self, rows: Sequence[Row], device: torch.device | str) -> HiddenTeacher:
@@ -156,7 +157,7 @@ class ModelTeacher:
         shared, places = share_prompts(bare)
         pieces: list[Tensor] = [torch.empty(0)] * len(places)
         view: Any = None
-        with self.running() as model, on_whole_rows(model):
+        with self.running() as model, alone(model):
             for batch in collate(shared, pad_token_id=self.pad_token_id, layout=self.layout):
                 view = forward(model, batch.to(device), frozenset(), compare=capture).compared["teacher"]
                 counts = torch.bincount(batch.sequence[batch.loss_mask], minlength=batch.num_sequences).tolist()

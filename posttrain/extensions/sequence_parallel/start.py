@@ -17,6 +17,7 @@ from torch import nn
 
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ConfigError, ModelError
+from posttrain.extensions.sequence_parallel.split import make_group
 from posttrain.methods.config import ASKED, parallel_sizes
 from posttrain.models import token_split
 from posttrain.models.architecture import attention_name, query_heads
@@ -46,9 +47,6 @@ WITHOUT = {
 @contextmanager
 def without_accelerate(args: PostTrainingConfig) -> Iterator[None]:
     """Hide ``sp_size`` from accelerate, which would use DeepSpeed for it."""
-    if parallel_sizes(args)["sp_size"] == 1:
-        yield
-        return
     config, variable = args.parallelism_config, os.environ.pop(ASKED, None)
     args.parallelism_config = None
     try:
@@ -72,14 +70,14 @@ def check_heads(config: Any, size: int) -> None:
     """
     text = config.get_text_config()
     heads = query_heads(text)
-    if size > 1 and (not heads or heads % size):
+    if not heads or heads % size:
         fits = [n for n in range(2, heads + 1) if heads % n == 0]
         raise ConfigError(
             f"sp_size={size} does not divide the {heads} attention heads of {text.model_type}. Every process of a "
             f"group computes the same number of heads. Fix: set sp_size to one of {fits or '(none)'}."
         )
     backend = attention_name(text) or "sdpa"
-    if size > 1 and (backend not in MASKABLE or backend == "flex_attention"):
+    if backend not in MASKABLE or backend == "flex_attention":
         raise ConfigError(
             f"sp_size={size} does not work with attn_implementation={backend!r}. Only calls of sdpa and eager "
             "exchange tokens and heads between processes. Fix: set attn_implementation='sdpa'."
@@ -99,8 +97,6 @@ def check_split(args: PostTrainingConfig, config: PretrainedConfig, *, supported
         ConfigError: The method, the number of heads, the backend or an option does not support it.
     """
     size = parallel_sizes(args)["sp_size"]
-    if size == 1:
-        return
     check_heads(config, size)
     if not supported:
         raise ConfigError(
@@ -138,9 +134,6 @@ def begin_split(
     """
     sizes, world = parallel_sizes(args), accelerator.num_processes
     size = sizes["sp_size"]
-    token_split.activate(None)  # Remove the groups of an earlier trainer.
-    if size == 1:
-        return layout
     _check_world(sizes, world)
     config: Any = causal_lm(model).config
     check_split(args, config, supported=supported, name=name)
@@ -160,7 +153,7 @@ def begin_split(
             "tokens, or functions on logits) read whole rows outside attention. Fix: set sp_size=1, and shard the "
             "model (FSDP2) for long rows."
         )
-    split = token_split.make_group(size, world=world, rank=accelerator.process_index, device=accelerator.device)
+    split = make_group(size, world=world, rank=accelerator.process_index, device=accelerator.device)
     layout = replace(layout, pad_to_multiple_of=math.lcm(layout.pad_to_multiple_of or 1, size))
     token_split.activate(split)
     _probe(model, layout, accelerator, size)
@@ -239,15 +232,3 @@ def _tried(model: nn.Module, batch: Batch, needs: frozenset[str], size: int) -> 
             "layers do not pass all arguments to attention, or mix tokens outside it. Fix: set sp_size=1, and shard the "
             "model (FSDP2) for long rows."
         ) from error
-
-
-def refuse_predict(size: int) -> None:
-    """Raise an error for ``predict``, which needs the full logits of whole rows on one process.
-
-    Raises:
-        ConfigError: ``sp_size`` is above 1.
-    """
-    if size > 1:
-        raise ConfigError(
-            f"sp_size={size}: predict() needs full logits of whole rows. Fix: call predict in a run with sp_size=1."
-        )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from posttrain.extensions.sequence_parallel import split
 from posttrain.models import token_split
 from tests.ranks import run_ranks
 from tests.wordings import raises
@@ -19,7 +20,7 @@ from tests.wordings import raises
     ],
 )
 def test_a_group_computes_what_each_process_computes_alone(size, names, tmp_path):
-    found = run_ranks("tests.models.token_split_worker", size, names, processes=size, folder=tmp_path)
+    found = run_ranks("tests.extensions.sequence_parallel.split_worker", size, names, processes=size, folder=tmp_path)
     assert set(found) == {f"{name}/{on}" for name in names.split(",") for on in (False, True)}
     for name, apart in found.items():
         assert apart["logp"] < 1e-5 and apart["gradient"] < 1e-5, (name, apart)
@@ -27,28 +28,28 @@ def test_a_group_computes_what_each_process_computes_alone(size, names, tmp_path
 
 
 def test_heads_of_keys_are_repeated_no_more_than_processes_need():
-    assert token_split.repeated_heads(32, 8, 8) == 8  # One each.
-    assert token_split.repeated_heads(32, 8, 16) == 16  # Each twice.
-    assert token_split.repeated_heads(9, 3, 3) == 3
-    assert token_split.repeated_heads(6, 3, 2) == 6  # No common number but that of the queries.
+    assert split.repeated_heads(32, 8, 8) == 8  # One each.
+    assert split.repeated_heads(32, 8, 16) == 16  # Each twice.
+    assert split.repeated_heads(9, 3, 3) == 3
+    assert split.repeated_heads(6, 3, 2) == 6  # No common number but that of the queries.
 
 
 def test_no_turns_without_a_group_and_one_for_each_process_within_one():
     assert list(token_split.turns(True)) == [(None, True)] and list(token_split.turns(False)) == [(None, False)]
-    split = token_split.TokenSplit(None, [4, 5, 6], 1, torch.device("cpu"))
-    token_split.activate(split)
+    group = split.TokenSplit(None, [4, 5, 6], 1, torch.device("cpu"))
+    token_split.activate(group)
     try:
-        seen = [(helped, last, split.in_turn) for helped, last in token_split.turns(True)]
-        assert seen == [(0, False, False), (None, False, True), (2, True, False)] and not split.in_turn
+        seen = [(helped, last, group.in_turn) for helped, last in token_split.turns(True)]
+        assert seen == [(0, False, False), (None, False, True), (2, True, False)] and not group.in_turn
         with token_split.alone():
             assert token_split.active() is None
-        assert token_split.active() is split
+        assert token_split.active() is group
     finally:
         token_split.activate(None)
 
 
 def test_columns_of_a_process_and_a_width_that_cannot_be_divided():
-    split = token_split.TokenSplit(None, [0, 1, 2, 3], 2, torch.device("cpu"))
-    assert split.columns(8) == slice(4, 6)
-    with raises(token_split.ModelError, "6 columns"):
-        split.columns(6)
+    group = split.TokenSplit(None, [0, 1, 2, 3], 2, torch.device("cpu"))
+    assert group.columns(8) == slice(4, 6)
+    with raises(split.ModelError, "6 columns"):
+        group.columns(6)

@@ -5,12 +5,14 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate import ParallelismConfig
 
 from posttrain import BCOTrainer, PPOTrainer, SFTConfig
 from posttrain.data.forest import Layout
 from posttrain.errors import ConfigError, ModelError
-from posttrain.loop.token_split import begin_split, check_heads, parallel_sizes, refuse_predict, without_accelerate
+from posttrain.extensions.sequence_parallel.split import TokenSplit
+from posttrain.extensions.sequence_parallel.start import begin_split, check_heads, parallel_sizes, without_accelerate
 from posttrain.models import token_split
 from posttrain.pictures.processors import Family
 from tests.conftest import build_model
@@ -54,7 +56,7 @@ def test_the_launcher_asks_by_variables_and_accelerate_hears_of_neither(tmp_path
 
 
 def test_without_a_group_the_layout_stays_and_an_earlier_group_is_left(tmp_path):
-    token_split.activate(token_split.TokenSplit(None, [0, 1], 0, None))
+    token_split.activate(TokenSplit(None, [0, 1], 0, None))
     assert begin(config(tmp_path, parallelism_config=None)) is TREE
     assert token_split.active() is None
 
@@ -83,7 +85,7 @@ def test_padded_rows_other_methods_images_beside_the_text_and_deepspeed_are_refu
     with raises(ConfigError, "was not tested"):
         begin(config(tmp_path), supported=False)
     beside = SimpleNamespace(processor=SimpleNamespace(family=Family((), cross=True)))
-    monkeypatch.setattr("posttrain.loop.token_split.picture_encoder", lambda model: beside)
+    monkeypatch.setattr("posttrain.extensions.sequence_parallel.start.picture_encoder", lambda model: beside)
     with raises(ConfigError, "Mllama"):
         begin(config(tmp_path))
     monkeypatch.undo()
@@ -99,7 +101,7 @@ def test_options_that_read_whole_rows_are_refused(option, tmp_path):
     with raises(ConfigError, next(iter(option))):
         begin(config(tmp_path, **option))
     with raises(ConfigError, "predict"):
-        refuse_predict(2)
+        TokenSplit(None, [0, 1], 0, torch.device("cpu")).refuse_predict()
 
 
 def test_the_command_that_checks_knows_which_sizes_fit(tiny_model_dir, tmp_path, capsys):
@@ -163,7 +165,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(way, of_one, tmp_path
 
 @pytest.mark.distributed
 def test_a_model_whose_layers_do_not_hand_the_forest_on_is_refused(tmp_path):
-    said = run_ranks("tests.loop.test_token_split", tmp_path, processes=2, folder=tmp_path)
+    said = run_ranks("tests.extensions.sequence_parallel.test_start", tmp_path, processes=2, folder=tmp_path)
     assert (
         "StableLmForCausalLM does not run with sequence parallelism" in said["error"]
         and "Fix: set sp_size=1" in said["error"]

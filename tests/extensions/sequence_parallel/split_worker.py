@@ -9,8 +9,9 @@ import torch
 from accelerate import PartialState
 
 from posttrain.data.forest import collate
+from posttrain.extensions.sequence_parallel.split import TokenSplit, layer_bytes, make_group
 from posttrain.models import token_split
-from posttrain.models.forward import forward, help_with
+from posttrain.models.forward import forward
 from posttrain.models.probe import probe_layout
 from posttrain.types import Row
 from tests.conftest import build_model
@@ -92,7 +93,7 @@ def gradient(model: Any) -> torch.Tensor:
     return flat
 
 
-def compared(model: Any, layout: Any, split: token_split.TokenSplit, checkpointing: bool) -> dict[str, float]:
+def compared(model: Any, layout: Any, split: TokenSplit, checkpointing: bool) -> dict[str, float]:
     """Log-probs and gradients of all batches of the group, in turns and alone, and the traffic beside its formula."""
     layout = type(layout)(layout.kind, row_tokens=64, dense_mask=layout.dense_mask, pad_to_multiple_of=split.size)
     if checkpointing:
@@ -106,14 +107,14 @@ def compared(model: Any, layout: Any, split: token_split.TokenSplit, checkpointi
     truth = gradient(model)
     split.traffic.calls = split.traffic.sent = 0
     for helped, _ in token_split.turns(True):
-        loss = loss_of(model, batches[split.rank], needs) if helped is None else help_with(model, helped, "cpu")
+        loss = loss_of(model, batches[split.rank], needs) if helped is None else split.help_with(model, helped)
         loss.backward()
     found = gradient(model)
     torch.distributed.all_reduce(found, group=split.group)
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     said = sum(
-        token_split.layer_bytes(
+        layer_bytes(
             split.size, tokens=batch.input_ids.numel(), heads=config.num_attention_heads, kv=config.num_key_value_heads,
             head_size=size, itemsize=4, recomputed=checkpointing,
         ) * config.num_hidden_layers
@@ -133,9 +134,7 @@ def main() -> None:
     """Every model in one launch."""
     state = PartialState(cpu=True)
     size, found = int(sys.argv[1]), {}
-    split = token_split.make_group(
-        size, world=state.num_processes, rank=state.process_index, device=torch.device("cpu")
-    )
+    split = make_group(size, world=state.num_processes, rank=state.process_index, device=torch.device("cpu"))
     token_split.activate(split)
     for name in sys.argv[2].split(","):
         model = MODELS[name]()

@@ -1,0 +1,1 @@
+"""Sequence parallelism (``parallelism_config`` with ``sp_size``)."""
