@@ -97,7 +97,7 @@ def token_ids(values: Any, where: str, vocabulary: int | None = None) -> list[in
     """
     ids = [given_integer(value, f"{where}, position {t},") for t, value in enumerate(listed(values, where))]
     if not ids:
-        raise BadValue(f"{where}: the list is empty. Fix: give at least one token id.")
+        raise BadValue(f"{where} is an empty list. Fix: give at least one token id.")
     for position, token in enumerate(ids):
         if token < 0 or (vocabulary is not None and token >= vocabulary):
             most = "" if vocabulary is None else f" in [0, {vocabulary})"

@@ -614,7 +614,7 @@ def test_a_pad_token_at_the_end_ends_a_completion_of_a_rollout_function_too(toke
 BAD = {
     "missing": ({"logprobs": "drop", "prompt_ids": "drop"}, r"returned no \['prompt_ids', 'logprobs'\]"),
     "G per prompt": ({"completion_ids": [[3]] * 32}, "32 entries in 'completion_ids' for 8 prompts.*already repeated"),
-    "empty": ({"completion_ids": [[]] * 8}, "'completion_ids', row 0,: no token"),
+    "empty": ({"completion_ids": [[]] * 8}, "'completion_ids', row 0, is an empty list"),
     "log-probs": ({"logprobs": [[-1.0]] * 8}, "1 values in 'logprobs' for row 0, whose completion has 3 tokens"),
     "mask": ({"env_mask": [[1, 1]] * 8}, "2 values in 'env_mask' for row 0"),
     "column": ({"score": [1.0]}, "1 values in 'score' for 8 prompts"),
