@@ -55,10 +55,9 @@ def test_the_launcher_asks_by_variables_and_accelerate_hears_of_neither(tmp_path
         assert args.parallelism_config is given and os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
 
 
-def test_without_a_group_the_layout_stays_and_an_earlier_group_is_left(tmp_path):
-    token_split.activate(TokenSplit(None, [0, 1], 0, None))
-    assert begin(config(tmp_path, parallelism_config=None)) is TREE
-    assert token_split.active() is None
+def test_a_trainer_without_a_group_leaves_the_group_of_an_earlier_one(tmp_path, tiny_tokenizer):
+    token_split.activate(TokenSplit(None, [0, 1], 0, torch.device("cpu")))
+    assert sft(tmp_path, tiny_tokenizer, data=chats(4)).split_size == 1
 
 
 def test_groups_that_are_not_even_are_refused(tmp_path):
@@ -76,7 +75,6 @@ def test_heads_that_processes_cannot_share_are_refused_with_sizes_that_fit(tmp_p
     model.config._attn_implementation = "flash_attention_2"
     with raises(ConfigError, "flash_attention_2"):
         check_heads(model.config, 2)
-    check_heads(model.config, 1)
 
 
 def test_padded_rows_other_methods_images_beside_the_text_and_deepspeed_are_refused(tmp_path, monkeypatch):
