@@ -66,7 +66,7 @@ ASKED = "ACCELERATE_USE_PARALLELISM_CONFIG"  # Set by ``accelerate launch`` for 
 SIZES = ("sp_size", "cp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
 
 
-def parallel_sizes(config: Any) -> dict[str, int]:
+def parallel_sizes(config: transformers.TrainingArguments) -> dict[str, int]:
     """Return the sizes of all parallelism axes, from ``parallelism_config`` or the variables of ``accelerate launch``."""
     parallelism = config.parallelism_config
     if parallelism is None and os.environ.get(ASKED, "").lower() == "true":
@@ -74,7 +74,7 @@ def parallel_sizes(config: Any) -> dict[str, int]:
     return {name: int(getattr(parallelism, name, None) or 1) for name in SIZES}
 
 
-def sequence_parallel(config: Any) -> ModuleType | None:
+def sequence_parallel(config: transformers.TrainingArguments) -> ModuleType | None:
     """Return the extension that runs configs with ``sp_size`` above 1. None for other configs."""
     return plugins.module("extensions.sequence_parallel.start") if parallel_sizes(config)["sp_size"] > 1 else None
 
