@@ -230,8 +230,6 @@ def table(census: Census, inherited: dict[str, set[Release]]) -> list[TRLName]:
             releases = span(found[row.kind, row.plain])
         elif row.kind == "option" and row.plain in inherited:
             releases = f"transformers {span(inherited[row.plain])}"
-        elif row.kind in ("option", "argument"):
-            releases = "-"
         result.append(row._replace(releases=releases))
     for (trainer, method), releases in census.methods.items():
         action = "call" if hasattr(getattr(posttrain, trainer), method) else "refuse"
