@@ -255,6 +255,8 @@ def meaning(row: TRLName) -> str:
         return f"runs as the weight of `{row.replacement!r}` in `loss_type` and `loss_weights`"
     if row.action in ("rename", "convert"):
         return f"runs as `{row.replacement}`"
+    if row.kind == "default":
+        return f"the default was {row.replacement}"
     if row.kind == "import":
         return row.replacement if row.replacement.startswith("nothing") else f"use {row.replacement}"
     return {"ignore": "ignored", "keep": "runs", "refuse": "refused"}[row.action] + f": {row.replacement}"
