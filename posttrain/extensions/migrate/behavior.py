@@ -30,6 +30,7 @@ def changed_defaults(kind: type, given: Collection[str]) -> str:
     for row in rows():
         owner, _, name = row.name.partition(".")
         if row.kind == "default" and owner in owners and name in names:
-            found.append(f"{name}={row.replacement} [TRL {row.releases}]")
+            releases = "-".join(dict.fromkeys(row.releases.split("-")))
+            found.append(f"{name}={row.replacement} [TRL {releases}]")
     text = ", ".join(found)
     return text and f"{kind.__name__}: some defaults changed. To keep the older values, set {text}."

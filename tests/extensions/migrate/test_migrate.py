@@ -374,6 +374,8 @@ def test_commands_of_a_shell_script_are_rewritten_with_their_options(tmp_path):
     ]  # fmt: skip
     path.write_text(SHELL_NOW)
     assert migrate_file(path).text == SHELL_NOW
+    path.write_text("trl sft --packing true --max_seq_length 9\n")
+    assert migrate_file(path).text == "posttrain sft --packing true --packing_strategy wrapped --max_length 9\n"
 
 
 def test_commands_in_a_notebook_are_rewritten(tmp_path):
