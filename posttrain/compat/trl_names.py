@@ -50,10 +50,8 @@ class TRLName(NamedTuple):
     def holds(self, value: object) -> bool:
         """Return whether the row's condition holds for a value of the option."""
         _, _, sign, literal, _ = NAME.split(self.name)
-        if sign is None:
-            return True
-        if value is ANY:
-            return False
+        if sign is None or value is ANY:
+            return sign is None
         limit = ast.literal_eval(literal)
         return value == limit if sign == "=" else isinstance(value, int | float) and value >= limit
 

@@ -15,8 +15,8 @@ PACKING = (
     '"bfd" truncates rows that are longer than max_length. Set packing_strategy.'
 )
 EOS = (
-    "SFTTrainer: TRL 0.7 to 0.15 appended no EOS token to plain text, except between packed rows. posttrain appends one to every "
-    "text and trains it, as TRL has done since 0.16. To train without it, pass tokenized rows (input_ids)."
+    "SFTTrainer: TRL 0.7 to 0.15 appended no EOS token to plain text that is not packed. posttrain appends one and trains it, as "
+    "TRL has done since 0.16. To train without it, pass tokenized rows (input_ids)."
 )
 # Arguments that TRL removed before it had the option packing_strategy.
 REMOVED = {"tokenizer", "max_seq_length", "evaluation_strategy", "num_of_sequences", "chars_per_token"}

@@ -77,7 +77,7 @@ def _row_of(cls: type, name: str, options: dict[str, Any]) -> Any:
     return row._replace(action="ignore") if unused else row
 
 
-def _keep_behavior(config: type, node: Any, options: dict[str, Any], lines: list[str]) -> list[Note]:
+def _keep_behavior(config: type, node: yaml.MappingNode, options: dict[str, Any], lines: list[str]) -> list[Note]:
     """Keep the packing of older releases if the file has old options. Return notes about changed defaults."""
     rows = {name: old_names.row_of(config, name) for name in options.keys() - config.__dataclass_fields__.keys()}
     old = {name: row.replacement.partition("=")[0] for name, row in rows.items() if row}

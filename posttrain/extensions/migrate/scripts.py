@@ -542,7 +542,8 @@ class Rewriter(cst.CSTTransformer):
         if issubclass(kind, posttrain.SFTTrainer):
             made = script.config_call(given_config(kind, node))
             old = (by_name(made) if made else {}) | by_name(node)
-            if script.is_old and any(name in old and value_of(old[name].value) != "" for name in TEXTS):
+            packed = "packing" in old and value_of(old["packing"].value) is True
+            if script.is_old and not packed and any(name in old and value_of(old[name].value) != "" for name in TEXTS):
                 script.note(node, EOS, check=True)
         packs = "packing" in given and value_of(given["packing"].value) not in (False, None)
         if issubclass(kind, posttrain.SFTConfig) and packs and "packing_strategy" not in given:
@@ -745,7 +746,7 @@ def without_vllm(call: cst.Call) -> bool:
     )
 
 
-def options_of(config: Any) -> set[str]:
+def options_of(config: type) -> set[str]:
     """Return the names of a config's options."""
     return {item.name for item in fields(config)}
 

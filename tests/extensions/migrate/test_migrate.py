@@ -177,6 +177,7 @@ def test_what_runs_with_another_result_is_listed():
     old = "from trl import SFTTrainer\nSFTTrainer('m', args, {}tokenizer=t)"
     assert "appended no EOS token" in checks(old.format("formatting_func=f, "))[0] and not checks(old.format(""))
     assert not checks(old.format("formatting_func=f, ").replace("tokenizer", "processing_class"))
+    assert not checks(old.format("formatting_func=f, packing=True, "))
 
 
 def test_a_script_whose_migration_would_not_compile_is_not_changed(monkeypatch):
