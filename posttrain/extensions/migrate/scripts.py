@@ -309,13 +309,18 @@ class Script(cst.CSTVisitor):
                 self.notes = [note for note in self.notes if not note.text.startswith(f"{COLLATOR} does not exist")]
 
     def note_readers(self) -> None:
-        """Add notes about parsers that read ``TrainingArguments``, whose options of older releases they refuse."""
+        """Add notes about parsers that read ``TrainingArguments``, whose options of older releases they refuse, and about
+        changed defaults of other configs.
+        """
         configs = {kind.config_class for kind in self.calls.values() if not is_dataclass(kind)}
         config = configs.pop() if len(configs) == 1 else posttrain.PostTrainingConfig
         new = options_of(config) - options_of(TrainingArguments)
         readers = [(call, name, names) for call, names in self.read for name in names]
         for call, name, names in readers:
-            if self.classes.get(name) is not posttrain.PostTrainingConfig:
+            kind = self.classes.get(name)
+            if kind is not posttrain.PostTrainingConfig:
+                if self.is_of_trl and is_dataclass(kind) and (text := changed_defaults(kind, self.own.get(name, ()))):
+                    self.note(call, text, check=True)
                 continue
             own = [field for field in self.own.get(name, ()) if field in options_of(config) or row_of(config, field)]
             fix = (

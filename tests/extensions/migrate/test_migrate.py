@@ -170,6 +170,10 @@ def test_what_runs_with_another_result_is_listed():
     assert not checks("from trl import GRPOConfig\nGRPOConfig(**k)") and not checks(
         "from posttrain import GRPOConfig\nGRPOConfig()"
     )
+    parsed = checks(
+        "from trl import TrlParser, GRPOConfig\nclass C(GRPOConfig):\n  beta: float = 0.1\nTrlParser((C, D))"
+    )
+    assert len(parsed) == 1 and parsed[0].startswith("4: GRPOConfig: some defaults") and "beta=" not in parsed[0]
     (packing,) = [
         text for text in checks("from trl import SFTConfig\nSFTConfig(packing=True)") if "defaults" not in text
     ]
