@@ -230,8 +230,6 @@ def table(census: Census, inherited: dict[str, set[Release]]) -> list[TRLName]:
             releases = span(found[row.kind, row.plain])
         elif row.kind == "option" and row.plain in inherited:
             releases = f"transformers {span(inherited[row.plain])}"
-        elif row.kind in ("option", "argument"):
-            releases = "-"
         result.append(row._replace(releases=releases))
     for (trainer, method), releases in census.methods.items():
         action = "call" if hasattr(getattr(posttrain, trainer), method) else "refuse"
@@ -257,6 +255,8 @@ def meaning(row: TRLName) -> str:
         return f"runs as the weight of `{row.replacement!r}` in `loss_type` and `loss_weights`"
     if row.action in ("rename", "convert"):
         return f"runs as `{row.replacement}`"
+    if row.kind == "default":
+        return f"the default was {row.replacement}"
     if row.kind == "import":
         return row.replacement if row.replacement.startswith("nothing") else f"use {row.replacement}"
     return {"ignore": "ignored", "keep": "runs", "refuse": "refused"}[row.action] + f": {row.replacement}"

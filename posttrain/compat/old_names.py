@@ -225,7 +225,7 @@ def default_losses(cls: type) -> list[str]:
 def _put(cls: type, name: str, value: object, target: str, kwargs: dict[str, Any]) -> None:
     option, _, key = target.partition(".")
     given = read_mapping(option, kwargs.get(option)) or {} if key else kwargs
-    if (key or option) in given and given[key or option] != value:
+    if given.get(key or option) not in (None, value):
         raise ArgumentTypeError(
             f"{cls.__name__} got {target}={given[key or option]!r:.60} and {name}={value!r:.60}, the older name of {target}. "
             f"Fix: set only {target}."

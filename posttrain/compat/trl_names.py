@@ -25,15 +25,15 @@ class TRLName(NamedTuple):
             on its value, ``Config.warmup_ratio>=1``.
         kind: ``method`` of a trainer (or a property), ``import`` (a class or function of the package), ``option`` of a config,
             ``argument`` of a trainer, or ``value`` of an option that still exists, ``SFTConfig.packing_strategy='ffd'`` or any
-            value of ``CPOConfig.max_completion_length``.
+            value of ``CPOConfig.max_completion_length``. ``default``: an option whose default was another value.
         releases: First and last release with this name, ``0.7-1.16``. Options that TRL's configs inherit from
             transformers have its versions, ``transformers 4``.
         action: ``call``: ours has the same signature. ``refuse``: an error that contains ``replacement``; options that
             are None or False are ignored. ``ignore``: accepted without effect. ``rename``: another name. Options and
             arguments also have ``convert`` (another option with a value), ``keep`` (stays on the config) and ``loss``
-            (the weight of an additional loss in ``loss_type``).
+            (the weight of an additional loss in ``loss_type``). ``set``: the action of every ``default``.
         replacement: What to use instead, or the reason for ignored options. Renamed options may be keys of a mapping,
-            ``model_init_kwargs.dtype``.
+            ``model_init_kwargs.dtype``. For a ``default``: the older value.
     """
 
     name: str
@@ -50,10 +50,8 @@ class TRLName(NamedTuple):
     def holds(self, value: object) -> bool:
         """Return whether the row's condition holds for a value of the option."""
         _, _, sign, literal, _ = NAME.split(self.name)
-        if sign is None:
-            return True
-        if value is ANY:
-            return False
+        if sign is None or value is ANY:
+            return sign is None
         limit = ast.literal_eval(literal)
         return value == limit if sign == "=" else isinstance(value, int | float) and value >= limit
 

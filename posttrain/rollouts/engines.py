@@ -207,7 +207,14 @@ def complete(
 
     Returns:
         ``n`` texts per prompt, in order, without special tokens.
+
+    Raises:
+        ConfigError: ``n`` is above 1 and ``temperature`` is 0, so that all texts of a prompt would be identical.
     """
+    if n > 1 and temperature == 0:
+        raise ConfigError(
+            f"temperature=0 samples n={n} identical texts per prompt. Fix: set temperature above 0, or n=1."
+        )
     ids = tokenize_prompts([{"prompt": prompt} for prompt in prompts], tokenizer)
     sampling = Sampling(
         max_new_tokens=max_new_tokens,

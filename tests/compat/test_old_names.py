@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 import datasets
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from posttrain import (
+    CPOConfig,
     DataCollatorForCompletionOnlyLM,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
     ModelConfig,
+    ORPOConfig,
     PPOConfig,
     RLOOConfig,
     SFTConfig,
@@ -26,6 +29,7 @@ from posttrain import (
     setup_chat_format,
 )
 from posttrain.errors import ArgumentTypeError, ConfigError
+from posttrain.loop.build import as_config
 from tests.conftest import build_model
 from tests.methods.helpers import GROUPS, SHORT, count_a, prompts, scripted
 from tests.methods.test_dpo import dpo, pairs
@@ -164,6 +168,8 @@ def test_options_of_the_first_rloo_are_those_of_the_present_one(tmp_path):
         (GRPOConfig, {"use_liger_loss": True}, {"use_liger_kernel": False}),
         (GRPOConfig, {"vllm_max_model_len": 64}, {"vllm_max_model_length": 64}),
         (GRPOConfig, {"wandb_log_unique_prompts": True}, {"log_unique_prompts": True}),
+        (GRPOConfig, {"vllm_device": "auto"}, {}), (RLOOConfig, {"stop_token": "eos"}, {}), (CPOConfig, {"max_target_length": 9}, {}),
+        (ORPOConfig, {"max_target_length": 9}, {}), (DPOConfig, {"max_target_length": 9}, {}),
         (RLOOConfig, {"num_ppo_epochs": 3}, {"num_iterations": 3}), (RLOOConfig, {"token_level_kl": False}, {}),
         (PPOConfig, {"ppo_epochs": 3, "init_kl_coef": 0.3}, {"num_ppo_epochs": 3, "kl_coef": 0.3}),
     ],
@@ -189,9 +195,11 @@ def test_an_old_option_runs_as_the_present_one_with_one_warning(tmp_path, cls, o
     [
         (SFTConfig, {"max_prompt_length": 5}, "filter the data, or set max_length"),
         (DPOConfig, {"generate_during_eval": True}, "use LogCompletionsCallback"),
-        (GRPOConfig, {"vllm_device": "cuda:1"}, "set vllm_mode='server'"),
+        (GRPOConfig, {"vllm_device": "cuda:1"}, "delete it if use_vllm is False. Otherwise set vllm_mode='server'"),
+        (RLOOConfig, {"stop_token": "x"}, "completions end at EOS without it. For other stops set generation_kwargs"),
+        (PPOConfig, {"non_eos_penalty": True}, "remove it. It replaced the score of a completion without EOS"),
         (RLOOConfig, {"token_level_kl": True}, "leave it out: the KL penalty"),
-        (RLOOConfig, {"total_episodes": 9}, "set max_steps, or num_train_epochs"),
+        (RLOOConfig, {"total_episodes": 9}, "set max_steps=total_episodes * num_iterations / (per_device"),
         (PPOConfig, {"model_name": "gpt2"}, "pass the model to PPOTrainer"),
         (PPOConfig, {"batch_size": 8}, "set per_device_train_batch_size"),
     ],
@@ -261,7 +269,23 @@ def test_a_dataclass_on_top_of_a_config_accepts_old_names_too(tmp_path):
     config = OwnConfig(str(tmp_path), report_to="none", benchmarks=["a"], evaluation_strategy="no", max_prompt_length=9)
     assert config.benchmarks == ["a"] and config.eval_strategy == "no" and vars(config)["max_prompt_length"] == 9
     with pytest.raises(ConfigError, match="no argument 'vllm_device'"):
-        OwnConfig(str(tmp_path), report_to="none", vllm_device="auto")
+        OwnConfig(str(tmp_path), report_to="none", vllm_device="cuda:1")
+
+
+@dataclass
+class OfHandbook(TrainingArguments):
+    """A config as the alignment handbook defines it."""
+
+    hub_model_revision: str | None = field(default="main")
+
+
+@pytest.mark.filterwarnings("ignore:.*older releases")
+def test_an_own_field_with_an_old_name_replaces_an_option_that_is_not_set(tmp_path):
+    args = OfHandbook(str(tmp_path), report_to="none")
+    assert as_config(DPOConfig, args).hub_revision == "main"
+    args.hub_revision = "other"
+    with pytest.raises(ArgumentTypeError, match="hub_revision='other' and hub_model_revision='main'"):
+        as_config(DPOConfig, args)
 
 
 @pytest.mark.filterwarnings("ignore:.*older releases")

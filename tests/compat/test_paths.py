@@ -129,7 +129,9 @@ def test_all_names_of_an_import_statement_that_are_not_here_are_named_at_once(mo
         exec(statement, {})
     lines = str(caught.value).splitlines()
     assert [line.split("'")[1] for line in lines] == ["ConstantLengthDataset", "selective_logsoftmax", "DDPOConfig"]
-    assert "SFTConfig(packing=True)" in lines[0] and "'selective_log_softmax'" in lines[1] and "diffusion" in lines[2]
+    assert (
+        'packing_strategy="wrapped"' in lines[0] and "'selective_log_softmax'" in lines[1] and "diffusion" in lines[2]
+    )
 
 
 def test_submodules_of_the_package_are_still_imported_by_name():

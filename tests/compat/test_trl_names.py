@@ -61,7 +61,7 @@ def test_an_unknown_name_is_an_import_error_with_the_nearest_name():
 
 def test_actions_and_kinds_are_those_of_the_documentation():
     kinds = {"import": {"rename", "refuse"}, "argument": {"rename", "ignore", "refuse"}, "method": {"call", "ignore", "refuse"},
-             "option": {"rename", "convert", "ignore", "keep", "loss", "refuse"}, "value": {"rename", "ignore", "refuse"}}  # fmt: skip
+             "option": {"rename", "convert", "ignore", "keep", "loss", "refuse"}, "value": {"rename", "ignore", "refuse"}, "default": {"set"}}  # fmt: skip
     assert {row.kind: {r.action for r in rows() if r.kind == row.kind} for row in rows()} == kinds
     assert all(row.replacement for row in rows() if row.action != "call")
     assert len({(row.kind, row.name) for row in rows()}) == len(rows())
@@ -104,6 +104,14 @@ def test_an_old_value_is_converted_with_one_warning_or_refused(row, tmp_path):
     assert getattr(parsed, name) == getattr(config, name)
 
 
+@pytest.mark.parametrize("row", [row for row in rows() if row.kind == "default"], ids=lambda row: row.name)
+def test_an_older_default_differs_from_the_present_one(row):
+    owner, _, name = row.name.partition(".")
+    cls = posttrain.SFTConfig if owner == "Config" else getattr(posttrain, owner)
+    (option,) = [item for item in dataclasses.fields(cls) if item.name == name]
+    assert re.split(r"[ ,]", row.replacement)[0] != repr(option.default)
+
+
 def test_the_page_on_migration_is_current():
     spec = importlib.util.spec_from_file_location(
         "trl_names_tool", Path(__file__).parents[2] / "tools" / "trl_names.py"
@@ -112,5 +120,5 @@ def test_the_page_on_migration_is_current():
     spec.loader.exec_module(tool)
     page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
     assert tool.render(page, rows()) == page, "run `python tools/trl_names.py`"
-    names = re.findall(r"^\| `([^`]+)` \| (import|option|argument|value) \|", page, re.M)
+    names = re.findall(r"^\| `([^`]+)` \| (import|option|argument|value|default) \|", page, re.M)
     assert sorted(names) == sorted((row.name, row.kind) for row in rows() if row.kind != "method")

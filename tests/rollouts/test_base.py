@@ -14,7 +14,7 @@ from posttrain.errors import ConfigError, MissingDependencyError
 from posttrain.extensions.vllm import engine as vllm
 from posttrain.methods.online_config import resolve_auto
 from posttrain.rollouts import paged
-from posttrain.rollouts.engines import choose_engine, create_engine
+from posttrain.rollouts.engines import choose_engine, complete, create_engine
 from posttrain.rollouts.native import engine as native
 from posttrain.rollouts.shared_memory import SHARED_FOLDER
 from tests.conftest import build_model
@@ -189,3 +189,8 @@ def test_on_a_cpu_the_config_stays_as_it_was_given(tmp_path):
     args = GRPOConfig(str(tmp_path), bf16=False, report_to="none")
     resolve_auto(args, build_model(50), None)
     assert (args.rollout_engine, args.use_vllm) == ("auto", False)
+
+
+def test_several_greedy_completions_of_a_prompt_are_refused(tiny_tokenizer):
+    with raises(ConfigError, "temperature=0 samples n=2 identical texts per prompt"):
+        complete(build_model(len(tiny_tokenizer)), tiny_tokenizer, ["a"], n=2)

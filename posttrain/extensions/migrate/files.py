@@ -28,7 +28,7 @@ class Rewritten(NamedTuple):
         before: Text of the file. For a notebook, the text of each code cell.
         after: The same parts after the migration.
         text: New content of the file.
-        notes: Places that must be changed manually.
+        notes: Places that must be changed or checked manually.
     """
 
     before: list[str]
@@ -100,7 +100,7 @@ def _notebook(text: str, path: Path) -> Rewritten:
             cell["source"] = new.splitlines(keepends=True) if isinstance(cell["source"], list) else new
     indent = re.match(r"\{\n( *)", text)
     written = json.dumps(content, indent=len(indent[1]) if indent else None, ensure_ascii=False)
-    notes = [*(Note(place(note.line)[0], note.text, place(note.line)[1]) for note in notes), *of_shell]
+    notes = [*(note._replace(line=place(note.line)[0], cell=place(note.line)[1]) for note in notes), *of_shell]
     return Rewritten(before, after, written + "\n" * text.endswith("\n") if before != after else text, notes)
 
 
@@ -165,7 +165,7 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--write", action="store_true", help="change the files")
     arguments = parser.parse_args(argv)
-    failed, changed, notes = 0, 0, []
+    failed, changed, notes, checks = 0, 0, [], []
     for path in found(arguments.paths):
         try:
             result = migrate_file(path)
@@ -173,7 +173,8 @@ def run(argv: list[str]) -> int:
             sys.stderr.write(f"{error}\n")
             failed += 1
             continue
-        notes += [note.at(path) for note in result.notes]
+        notes += [note.at(path) for note in result.notes if not note.check]
+        checks += [note.at(path) for note in result.notes if note.check]
         for number, (before, after) in enumerate(zip(result.before, result.after, strict=True), 1):
             name = f"{path}:cell {number}" if path.suffix == ".ipynb" else str(path)
             lines = (f"{text}\n".splitlines(keepends=True) for text in (before.rstrip("\n"), after.rstrip("\n")))
@@ -182,10 +183,12 @@ def run(argv: list[str]) -> int:
             changed += 1
             if arguments.write:
                 path.write_text(result.text, encoding="utf-8")
-    if notes:
-        sys.stdout.write("\nTo change manually:\n" + "".join(f"  {note}\n" for note in notes))
+    for title, part in (("change manually", notes), ("check: the code runs, but not as in older releases", checks)):
+        if part:
+            sys.stdout.write(f"\nTo {title}:\n" + "".join(f"  {note}\n" for note in part))
     verb = "changed" if arguments.write else "to change (--write)"
     sys.stdout.write(
-        f"\n{changed} file{'s' * (changed != 1)} {verb}, {len(notes)} to do manually, {failed} not read.\n"
+        f"\n{changed} file{'s' * (changed != 1)} {verb}, {len(notes)} to do manually, {len(checks)} to check, "
+        f"{failed} not read.\n"
     )
     return 1 if failed else 0

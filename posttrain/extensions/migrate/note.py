@@ -1,4 +1,4 @@
-"""`Note`: a place in a file that must be changed manually."""
+"""`Note`: a place in a file that must be changed or checked manually."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from typing import NamedTuple
 
 
 class Note(NamedTuple):
-    """Place in a file that must be changed manually.
+    """Place in a file that must be changed or checked manually.
 
     Attributes:
         line: Number of the line in the file, or in the cell of a notebook. The first line is 1.
-        text: What must be changed, and how.
+        text: What must be changed or checked, and how.
         cell: Number of the notebook's cell. The first cell is 1.
+        check: Whether the code runs, but not as in older releases.
     """
 
     line: int
     text: str
     cell: int = 0
+    check: bool = False
 
     def at(self, path: Path) -> str:
         """Format the place and the text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from posttrain.cli.train import GRPOScriptArguments
 from posttrain.compat import old_names
 from posttrain.compat.trl_names import value_row
 from posttrain.errors import DataError
+from posttrain.extensions.migrate.behavior import PACKING, REMOVED, changed_defaults
 from posttrain.extensions.migrate.note import Note
 
 OF_RECIPES = {"output_dir", "model_name_or_path", "learning_rate", "per_device_train_batch_size"}
@@ -43,7 +45,7 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
         cls = old_names.owner(kinds, name)
         if cls is None or any(name in kind.__dataclass_fields__ for kind in kinds):
             continue
-        row: Any = old_names.row_of(cls, name, given)
+        row = _row_of(cls, name, options)
         target, _, literal = row.replacement.partition("=")
         first, last = key.start_mark.line, value.end_mark.line + (value.end_mark.column > 0)
         if row.action == "refuse" or (
@@ -64,7 +66,32 @@ def migrate_recipe(text: str, path: Path) -> tuple[str, list[Note]]:
             lines[first:last] = [f"{target}: {yaml.safe_dump(ast.literal_eval(literal)).splitlines()[0]}\n"]
         elif row.action != "keep":
             del lines[first:last]
-    return "".join(lines), notes[::-1]
+    checks = _keep_behavior(kinds[1], node, options, lines)
+    return "".join(lines), [*notes[::-1], *checks]
+
+
+def _row_of(cls: type, name: str, options: dict[str, Any]) -> Any:
+    """Return the row of an old option. Without ``use_vllm``, options of vLLM had no effect."""
+    row: Any = old_names.row_of(cls, name, options[name])
+    unused = row.action == "refuse" and name.startswith("vllm_") and not options.get("use_vllm")
+    return row._replace(action="ignore") if unused else row
+
+
+def _keep_behavior(config: type, node: yaml.MappingNode, options: dict[str, Any], lines: list[str]) -> list[Note]:
+    """Keep the packing of older releases if the file has old options. Return notes about changed defaults."""
+    rows = {name: old_names.row_of(config, name) for name in options.keys() - config.__dataclass_fields__.keys()}
+    old = {name: row.replacement.partition("=")[0] for name, row in rows.items() if row}
+    notes = []
+    if old and options.get("packing") and "packing_strategy" not in options:
+        place = next((at for at, text in enumerate(lines) if re.match(r"packing\s*:", text)), None)
+        if place is not None and REMOVED & old.keys():
+            lines.insert(place + 1, "packing_strategy: wrapped\n")
+        else:
+            line = next(key.start_mark.line for key, _ in node.value if key.value == "packing")
+            notes.append(Note(line + 1, PACKING, check=True))
+    if old and (text := changed_defaults(config, {*options, *old.values()})):
+        notes.append(Note(1, text, check=True))
+    return notes
 
 
 def _convert_value(kinds: Any, key: Any, value: Any, given: object, lines: list[str], notes: list[Note]) -> None:

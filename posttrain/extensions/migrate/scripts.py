@@ -21,6 +21,7 @@ from posttrain.compat.overrides import hook_for
 from posttrain.compat.paths import BY_MODULE
 from posttrain.compat.trl_names import ANY, TRLName, imports, value_row
 from posttrain.errors import DataError
+from posttrain.extensions.migrate.behavior import EOS, PACKING, REMOVED, WRAPPED, changed_defaults
 from posttrain.extensions.migrate.note import Note
 from posttrain.methods.sft import OLD_DATASET_KWARGS
 
@@ -28,6 +29,8 @@ PACKAGES = ("trl", "posttrain")
 SHARED = "TrainingArguments"  # A class of transformers that trainers of older TRL releases accepted.
 PLAIN_PARSER = "HfArgumentParser"  # A parser of transformers, which does not convert options of older releases.
 PARSERS = {"TrlParser", PLAIN_PARSER}
+COLLATOR = "DPODataCollatorWithPadding"
+TEXTS = ("formatting_func", "dataset_text_field")  # Arguments for rows of text.
 
 ADDED_TOKENS = (
     "add_special_tokens: removed. Rows of messages get the tokens of the chat template alone, as before; for rows of text set "
@@ -57,8 +60,25 @@ def migrate_script(text: str, path: str) -> tuple[str, list[Note]]:
     if not (script.imported or script.modules or script.starred):
         return text, []
     script.collect_moves()
+    script.note_readers()
     changed = wrapper.module.visit(Rewriter(script)).code
+    fault = fault_of(changed)
+    if fault is not None and fault_of(text) is None:
+        place = f"the migrated line {fault.lineno} would be invalid ({fault.msg}): {(fault.text or '').strip()}"
+        return text, [
+            Note(1, f"The file was not changed, because {place}. Migrate it manually."),
+            *sorted(set(script.notes)),
+        ]
     return changed, sorted(set(script.notes))
+
+
+def fault_of(text: str) -> SyntaxError | None:
+    """Return the error of source code that Python cannot compile, or None."""
+    try:
+        compile(text, "script", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        return error
+    return None
 
 
 def parsed(text: str, path: str) -> cst.Module:
@@ -81,6 +101,10 @@ class Script(cst.CSTVisitor):
         imported: TRL's names by their local names.
         modules: Local names of the package `trl`.
         starred: Whether the script imports all names (``import *``).
+        is_of_trl: Whether the script imports from `trl`.
+        is_old: Whether the script has code that TRL no longer accepts since it has ``packing_strategy``.
+        own: Maps classes that the script defines to their annotated fields.
+        dropped: Imported names that are no longer used.
         classes: Classes of this package by local name, including subclasses that the script defines.
         kinds: Maps names of variables to the class of this package whose instance they contain.
         made: Maps names of variables to the call that creates their config.
@@ -101,6 +125,13 @@ class Script(cst.CSTVisitor):
         self.imported: dict[str, str] = {}
         self.modules: set[str] = set()
         self.starred = False
+        self.is_of_trl = False
+        self.is_old = False
+        self.own: dict[str, dict[str, cst.AnnAssign]] = {}
+        self.own_parsers: set[str] = set()
+        self.read: list[tuple[cst.Call, list[str]]] = []
+        self.dropped: set[str] = set()
+        self.deleted: set[cst.Call] = set()
         self.classes: dict[str, Any] = {}
         self.kinds: dict[str, Any] = {}
         self.parsers: dict[str, list[Any]] = {}
@@ -120,21 +151,23 @@ class Script(cst.CSTVisitor):
         """Return the line at which a node begins."""
         return self.positions[node].start.line
 
-    def note(self, node: cst.CSTNode, text: str, argument: str = "") -> None:
+    def note(self, node: cst.CSTNode, text: str, argument: str = "", *, check: bool = False) -> None:
         """Add a note about a node, or about one of its arguments."""
         place = by_name(node).get(argument, node) if isinstance(node, cst.Call) else node
-        self.notes.append(Note(self.line(place), text))
+        self.notes.append(Note(self.line(place), text, check=check))
 
     def visit_Import(self, node: cst.Import) -> None:
         """Record the local name of the package `trl`."""
         for alias in node.names:
             name = get_full_name_for_node(alias.name) or ""
+            self.is_of_trl |= name.partition(".")[0] == "trl"
             if name.partition(".")[0] in PACKAGES:
                 self.modules.add(alias.evaluated_alias or name.partition(".")[0])
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         """Record imported names and classes, and add notes about names that this package does not have."""
         package = get_full_name_for_node(node.module) or "" if node.module else ""
+        self.is_of_trl |= package.partition(".")[0] == "trl"
         if isinstance(node.names, cst.ImportStar) or node.relative:
             self.starred |= package.partition(".")[0] in PACKAGES and not node.relative
             return
@@ -148,7 +181,7 @@ class Script(cst.CSTVisitor):
             self.imported[local] = name
             row = imports().get(name)
             if row is not None and row.action == "refuse":
-                self.note(node, f"{name} does not exist in posttrain. Use {row.replacement}.")
+                self.note(node, missing(name, row))
             elif row is not None and row.replacement.startswith("posttrain.") and row.replacement.count(".") == 1:
                 name = row.replacement.removeprefix("posttrain.")
                 if alias.asname is None:
@@ -158,6 +191,10 @@ class Script(cst.CSTVisitor):
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         """Record a subclass, and add notes about its methods that this package never calls."""
+        parts = [part for item in node.body.body if isinstance(item, cst.SimpleStatementLine) for part in item.body]
+        self.own[node.name.value] = {code(part.target): part for part in parts if isinstance(part, cst.AnnAssign)}
+        if any(code(item.value) in PARSERS for item in node.bases):
+            self.own_parsers.add(node.name.value)
         base = next((kind for item in node.bases if (kind := self.kind_of(item.value))), None)
         if base is None:
             return
@@ -180,9 +217,13 @@ class Script(cst.CSTVisitor):
 
     def visit_Call(self, node: cst.Call) -> None:
         """Record calls of classes of this package, and add notes about calls of methods that do not exist."""
-        kind = self.kind_of(node.func)
+        kind, function = self.kind_of(node.func), code(node.func)
         if kind is not None:
             self.calls[node] = kind
+        elif node.args and function in PARSERS | self.own_parsers:
+            first = node.args[0].value
+            items = [item.value for item in first.elements] if isinstance(first, cst.Tuple | cst.List) else [first]
+            self.read.append((node, [code(item) for item in items]))
         if isinstance(node.func, cst.Attribute) and isinstance(node.func.value, cst.Name):
             trainer = self.kinds.get(node.func.value.value)
             if trainer is not None and not is_dataclass(trainer) and (hook := hook_for(trainer, node.func.attr.value)):
@@ -217,7 +258,11 @@ class Script(cst.CSTVisitor):
 
     def collect_moves(self) -> None:
         """Find arguments of trainers that are now options of configs, and the calls of these configs."""
+        self.is_old = "ConstantLengthDataset" in self.imported.values()
         for call, kind in self.calls.items():
+            self.is_old |= bool(REMOVED & by_name(call).keys()) or (
+                self.is_of_trl and kind is posttrain.PostTrainingConfig
+            )
             if is_dataclass(kind):
                 continue
             moved = [
@@ -225,6 +270,8 @@ class Script(cst.CSTVisitor):
             ]
             given, config = given_config(kind, call), kind.config_class
             target = self.config_call(given)
+            self.is_old |= bool(moved)
+            self.drop_collator(call)
             if target is not None and moved and self.calls[target] is posttrain.PostTrainingConfig:
                 self.replaced[target] = config.__name__
                 self.calls[target] = config
@@ -236,7 +283,9 @@ class Script(cst.CSTVisitor):
             elif target is None:
                 names = ", ".join(arg.keyword.value for arg in moved if arg.keyword)
                 self.note(
-                    call, f"{names}: options of {config.__name__}. Pass them to the config that is passed as args."
+                    call,
+                    f"{names}: options of {config.__name__}. Pass them to the config that is passed as args."
+                    + f" Also pass {WRAPPED}, the packing of TRL up to 0.18." * ("packing" in names),
                 )
                 continue
             elif late := [
@@ -247,6 +296,53 @@ class Script(cst.CSTVisitor):
             else:
                 self.added[target] = [*self.added.get(target, []), *moved]
             self.moved[call] = {arg.keyword.value for arg in moved if arg.keyword}
+
+    def drop_collator(self, call: cst.Call) -> None:
+        """Mark the collator of preference rows of TRL 0.7 to 0.11 for removal, because trainers create their own."""
+        given = by_name(call).get("data_collator")
+        name = code(given.value.func) if given is not None and isinstance(given.value, cst.Call) else ""
+        if self.imported.get(name) == COLLATOR:
+            self.deleted.add(call)
+            self.uses[name] -= 1
+            if self.uses[name] == 1:  # The import.
+                self.dropped.add(name)
+                self.notes = [note for note in self.notes if not note.text.startswith(f"{COLLATOR} does not exist")]
+
+    def note_readers(self) -> None:
+        """Add notes about parsers that read ``TrainingArguments``, whose options of older releases they refuse, and about
+        changed defaults of other configs.
+        """
+        configs = {kind.config_class for kind in self.calls.values() if not is_dataclass(kind)}
+        config = configs.pop() if len(configs) == 1 else posttrain.PostTrainingConfig
+        new = options_of(config) - options_of(TrainingArguments)
+        readers = [(call, name, names) for call, names in self.read for name in names]
+        for call, name, names in readers:
+            kind = self.classes.get(name)
+            if kind is not posttrain.PostTrainingConfig:
+                if self.is_of_trl and is_dataclass(kind) and (text := changed_defaults(kind, self.own.get(name, ()))):
+                    self.note(call, text, check=True)
+                continue
+            own = [field for field in self.own.get(name, ()) if field in options_of(config) or row_of(config, field)]
+            fix = (
+                f"Derive it from posttrain.{config.__name__}"
+                if name in self.own
+                else f"Use posttrain.{config.__name__}"
+            )
+            fields_too = f" Remove fields that it already has: {', '.join(own)}." if own else ""
+            self.note(
+                call,
+                f"{name}: transformers refuses options of older releases on the command line and in files (warmup_ratio, "
+                f"evaluation_strategy). {fix}, and read it with posttrain.TrlParser.{fields_too}",
+            )
+            others = [
+                (other, field) for other in names if other != name for field in self.own.get(other, {}) if field in new
+            ]
+            for other, field in others:
+                self.note(
+                    self.own[other][field],
+                    f"{other}.{field}: remove it when posttrain.{config.__name__} replaces {name}, and read the option of the "
+                    "config. A parser refuses two classes with the same option.",
+                )
 
     def is_free_of_shared(self) -> bool:
         """Return whether every use of ``TrainingArguments`` was replaced."""
@@ -280,26 +376,26 @@ class Rewriter(cst.CSTTransformer):
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel | cst.RemovalSentinel:
         """Rewrite an import from `trl`. Names that are now in other packages get their own import statements."""
         node = updated_node.body[0]
         if not isinstance(node, cst.ImportFrom) or node.module is None or node.relative:
             return updated_node
         package = get_full_name_for_node(node.module) or ""
         if package == "transformers" and not isinstance(node.names, cst.ImportStar):
-            unused = {PLAIN_PARSER} & self.script.renamed.keys()
-            unused |= {SHARED} if self.script.is_free_of_shared() else set()
-            names = [alias for alias in node.names if alias.evaluated_name not in unused]
-            if names and len(names) < len(node.names):
-                names[-1] = names[-1].with_changes(comma=node.names[-1].comma)
-                return updated_node.with_changes(body=[node.with_changes(names=names)])
+            return self.without_unused(updated_node, node)
         if package.partition(".")[0] not in PACKAGES:
             return updated_node
         if isinstance(node.names, cst.ImportStar):
             return updated_node.with_changes(body=[node.with_changes(module=renamed_package(node.module))])
         below = package.partition(".")[2]
+        dropped = self.script.dropped
+        imported = [part for part in node.names if (part.evaluated_alias or part.evaluated_name) not in dropped]
+        if not imported:
+            return cst.RemoveFromParent()
+        imported[-1] = imported[-1].with_changes(comma=node.names[-1].comma)
         groups: dict[str, list[cst.ImportAlias]] = {}
-        for alias in node.names:
+        for alias in imported:
             module, new = place_of(
                 str(alias.evaluated_name),
                 f"posttrain.{below}" if below else "posttrain",
@@ -325,6 +421,17 @@ class Rewriter(cst.CSTTransformer):
             leading = () if lines else updated_node.leading_lines
             lines.append(updated_node.with_changes(body=[new], leading_lines=leading))
         return cst.FlattenSentinel(lines)
+
+    def without_unused(self, line: cst.SimpleStatementLine, node: cst.ImportFrom) -> cst.SimpleStatementLine:
+        """Remove the names of transformers that this package replaces from an import, unless it has no other names."""
+        unused = {PLAIN_PARSER} & self.script.renamed.keys()
+        unused |= {SHARED} if self.script.is_free_of_shared() else set()
+        parts: Any = node.names
+        names = [alias for alias in parts if alias.evaluated_name not in unused]
+        if not names or len(names) == len(parts):
+            return line
+        names[-1] = names[-1].with_changes(comma=parts[-1].comma)
+        return line.with_changes(body=[node.with_changes(names=names)])
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         """Import the names that could not be added to an existing import statement."""
@@ -358,7 +465,7 @@ class Rewriter(cst.CSTTransformer):
         if base.value == "trl" and "trl" in self.script.modules:
             module, new = place_of(name, "posttrain")
             if (row := imports().get(name)) and row.action == "refuse":
-                self.script.note(original_node, f"{name} does not exist in posttrain. Use {row.replacement}.")
+                self.script.note(original_node, missing(name, row))
             return updated_node.with_changes(value=dotted(module), attr=cst.Name(new))
         kind = self.script.kinds.get(base.value)
         row = None if kind is None else old_names.row_of(kind, name)
@@ -375,7 +482,7 @@ class Rewriter(cst.CSTTransformer):
             return self.with_old_flags(with_dtype(updated_node))
         moved = self.script.moved.get(original_node, set())
         call = updated_node
-        for name in moved:
+        for name in [*moved, *(["data_collator"] if original_node in self.script.deleted else [])]:
             call = without(call, name)
         if moved and given_config(kind, call) is None:
             options = [arg for arg in updated_node.args if arg.keyword and arg.keyword.value in moved]
@@ -385,7 +492,12 @@ class Rewriter(cst.CSTTransformer):
             config = self.converted(original_node, kind.config_class, config)
             call = with_argument(call, cst.Arg(config, cst.Name("args"), equal=equal_sign(call)))
         for arg in self.script.added.get(original_node, ()):
-            call = with_argument(call, arg)
+            # In TRL, the argument of the trainer replaced the option.
+            keyword = arg.keyword
+            is_given = keyword is not None and keyword.value in by_name(call)
+            call = (
+                exchanged(call, keyword.value, keyword, arg.value) if keyword and is_given else with_argument(call, arg)
+            )
         if original_node in self.script.replaced:
             call = with_defaults(call, kind).with_changes(func=cst.Name(self.script.replaced[original_node]))
         for arg in original_node.args:
@@ -417,7 +529,9 @@ class Rewriter(cst.CSTTransformer):
         for name, arg in by_name(call).items():
             value = value_of(arg.value)
             row = row_of(kind, name, value)
-            if name == "dataset_kwargs" and isinstance(value, dict) and issubclass(kind, posttrain.SFTConfig):
+            if name.startswith("vllm_") and row is not None and row.action == "refuse" and without_vllm(call):
+                call = without(call, name)
+            elif name == "dataset_kwargs" and isinstance(value, dict) and issubclass(kind, posttrain.SFTConfig):
                 call = self.without_old_keys(node, call, value)
             elif old := value_row(kind, name, value):
                 call = self.value(node, call, name, old)
@@ -425,6 +539,34 @@ class Rewriter(cst.CSTTransformer):
                 call = self.argument(node, kind, call, name, row)
             elif row is None and old_names.is_unknown(kind, name) and kind is not posttrain.PostTrainingConfig:
                 self.script.note(node, f"{kind.__name__} has no argument {name}.", name)
+        return self.checked(node, kind, call)
+
+    def checked(self, node: cst.Call, kind: type, call: cst.Call) -> cst.Call:
+        """Keep the packing of older releases, and add notes about changed defaults and the EOS token."""
+        script, given = self.script, by_name(call)
+        if issubclass(kind, posttrain.SFTTrainer):
+            made = script.config_call(given_config(kind, node))
+            old = (by_name(made) if made else {}) | by_name(node)
+            packed = "packing" in old and value_of(old["packing"].value) is True
+            if script.is_old and not packed and any(name in old and value_of(old[name].value) != "" for name in TEXTS):
+                script.note(node, EOS, check=True)
+        packs = "packing" in given and value_of(given["packing"].value) not in (False, None)
+        if issubclass(kind, posttrain.SFTConfig) and packs and "packing_strategy" not in given:
+            if script.is_old:
+                value = cst.SimpleString('"wrapped"')
+                call = with_argument(call, cst.Arg(value, cst.Name("packing_strategy")))
+            elif script.is_of_trl:
+                script.note(node, PACKING, "packing", check=True)
+        mappings = [keys_of(arg.value) or script.mappings.get(code(arg.value)) for arg in call.args if arg.star == "**"]
+        if (
+            is_dataclass(kind)
+            and script.is_of_trl
+            and kind is not posttrain.PostTrainingConfig
+            and None not in mappings
+        ):
+            names = {*given, *(key for keys in mappings for key in keys or ()), *script.own.get(code(node.func), ())}
+            if text := changed_defaults(kind, names):
+                script.note(node, text, check=True)
         return call
 
     def value(self, node: cst.Call, call: cst.Call, name: str, row: TRLName) -> cst.Call:
@@ -525,6 +667,13 @@ def with_dtype(call: cst.Call) -> cst.Call:
     return exchanged(call, "torch_dtype", cst.Name("dtype"), by_name(call)["torch_dtype"].value)
 
 
+def missing(name: str, row: TRLName) -> str:
+    """Return the text about a name without an equivalent."""
+    needless = row.replacement.startswith("nothing: ")
+    fix = row.replacement.replace("nothing", "Leave it out", 1) if needless else f"Use {row.replacement}"
+    return f"{name} does not exist in posttrain. {fix}."
+
+
 def code(node: cst.CSTNode) -> str:
     """Return the source code of a node."""
     return cst.Module([]).code_for_node(node)
@@ -594,12 +743,25 @@ def keys_of(node: cst.BaseExpression) -> list[str] | None:
     return None
 
 
+def without_vllm(call: cst.Call) -> bool:
+    """Return whether a config does not use vLLM, so that its options of vLLM have no effect."""
+    given = by_name(call)
+    return not any(arg.star for arg in call.args) and (
+        "use_vllm" not in given or value_of(given["use_vllm"].value) is False
+    )
+
+
+def options_of(config: type) -> set[str]:
+    """Return the names of a config's options."""
+    return {item.name for item in fields(config)}
+
+
 def is_option(kind: type, name: str, value: object) -> bool:
     """Return whether an argument of a trainer is an option of its config."""
     if not old_names.unknown_arguments(kind, [name]) or old_names.row_of(kind, name):
         return False
     config = kind.config_class
-    return name in {item.name for item in fields(config)} or old_names.is_accepted(config, name, value)
+    return name in options_of(config) or old_names.is_accepted(config, name, value)
 
 
 def value_of(node: cst.BaseExpression) -> Any:

@@ -11,6 +11,7 @@ from posttrain.cli.commands import TRAINING
 from posttrain.cli.train import GRPOScriptArguments
 from posttrain.compat import old_names
 from posttrain.compat.trl_names import value_row
+from posttrain.extensions.migrate.behavior import REMOVED
 from posttrain.extensions.migrate.note import Note
 
 # A command is at the start of a line, or follows another command or variable assignments.
@@ -58,11 +59,15 @@ def migrate_shell(text: str, *, notebook: bool = False) -> tuple[str, list[Note]
 
 def _options(text: str, command: str, line: int, notes: list[Note]) -> str:
     kinds = (GRPOScriptArguments, TRAINING[command].config, posttrain.ModelConfig)
+    flags = {found["name"].replace("-", "_") for found in FLAG.finditer(text)}
+    wrapped = "packing_strategy" not in flags and bool(REMOVED & flags)
     known = {"config", *(name for kind in kinds for name in kind.__dataclass_fields__)}
 
     def replace(found: re.Match[str]) -> str:
         name, values = found["name"].replace("-", "_"), found["values"]
         given = _value(values)
+        if name == "packing" and given and wrapped:
+            return f"{found[0]}{found['space']}--packing_strategy wrapped"
         where = line + text.count("\n", 0, found.start("name"))
         if name in known:
             old = next((row for kind in kinds if (row := value_row(kind, name, given))), None)

@@ -19,7 +19,11 @@ ROOT = Path(__file__).parents[3]
 def rewritten(text):
     after, notes = migrate_script(text, "script.py")
     assert migrate_script(after, "script.py")[0] == after  # A second time changes nothing.
-    return after, [f"{note.line}: {note.text}" for note in notes]
+    return after, [f"{note.line}: {note.text}" for note in notes if not note.check]
+
+
+def checks(text):
+    return [f"{note.line}: {note.text}" for note in migrate_script(text, "script.py")[1] if note.check]
 
 
 SFT = """\
@@ -93,7 +97,14 @@ def test_keywords_of_a_trainer_move_into_its_config_and_comments_stay():
         ("from trl import DPOConfig\nDPOConfig(rpo_alpha=a)", 'from posttrain import DPOConfig\nDPOConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, a])'),
         ("from trl import DPOConfig\nDPOConfig(loss_type='ipo', rpo_alpha=2)", 'from posttrain import DPOConfig\nDPOConfig(loss_type=["ipo", "sft"], loss_weights=[1.0, 2])'),
         ("from trl import DPOConfig\nDPOConfig(generate_during_eval=False, beta=.1)", "from posttrain import DPOConfig\nDPOConfig(beta=.1)"),
-        ("from trl import SFTTrainer\nSFTTrainer('m', packing=True, max_seq_length=9)", "from posttrain import SFTTrainer, SFTConfig\nSFTTrainer('m', args=SFTConfig(packing=True, max_length=9))"),
+        ("from trl import SFTTrainer\nSFTTrainer('m', packing=True, max_seq_length=9)", "from posttrain import SFTTrainer, SFTConfig\nSFTTrainer('m', args=SFTConfig(packing=True, max_length=9, packing_strategy=\"wrapped\"))"),
+        ("from trl import SFTTrainer, SFTConfig\na = SFTConfig('o', dataset_text_field='a')\nSFTTrainer('m', a, dataset_text_field='b')", "from posttrain import SFTTrainer, SFTConfig\na = SFTConfig('o', dataset_text_field='b')\nSFTTrainer('m', a)"),
+        ("from trl import SFTConfig\nSFTConfig('o', packing=p, max_seq_length=9)", "from posttrain import SFTConfig\nSFTConfig('o', packing=p, max_length=9, packing_strategy=\"wrapped\")"),
+        ("from trl import SFTConfig\nSFTConfig('o', packing=True, packing_strategy='bfd', max_seq_length=9)", "from posttrain import SFTConfig\nSFTConfig('o', packing=True, packing_strategy='bfd', max_length=9)"),
+        ("from trl import GRPOConfig\nGRPOConfig('o', vllm_device='cuda:1')", "from posttrain import GRPOConfig\nGRPOConfig('o')"),
+        ("from trl import DPOTrainer\nfrom trl.trainer.utils import (\n  pad,\n  DPODataCollatorWithPadding,\n)\nDPOTrainer('m', data_collator=DPODataCollatorWithPadding())",
+         "from posttrain import DPOTrainer\nfrom posttrain import (\n  pad,\n)\nDPOTrainer('m')"),
+        ("from trl import DPOTrainer\nfrom trl.trainer.utils import DPODataCollatorWithPadding\nDPOTrainer('m', data_collator=DPODataCollatorWithPadding())", "from posttrain import DPOTrainer\nDPOTrainer('m')"),
         ("from trl import DPOTrainer, DPOConfig\nDPOTrainer('m', None, DPOConfig('o'), beta=.1)", "from posttrain import DPOTrainer, DPOConfig\nDPOTrainer('m', None, DPOConfig('o', beta=.1))"),
         ("from trl import SFTTrainer\nclass Mine(SFTTrainer): pass\nMine('m', tokenizer=t)", "from posttrain import SFTTrainer\nclass Mine(SFTTrainer): pass\nMine('m', processing_class=t)"),
         ("from trl import SFTTrainer\nt = SFTTrainer('m')\nt.tokenizer.save()", "from posttrain import SFTTrainer\nt = SFTTrainer('m')\nt.processing_class.save()"),
@@ -130,12 +141,56 @@ def test_one_spelling_becomes_the_present_one(old, now):
         ("from trl import SFTTrainer, SFTConfig\na = SFTConfig('o')\nn = 9\nSFTTrainer('m', a, max_seq_length=n)", "4: n: assigned after SFTConfig(...)"),
         ("from trl import GRPOTrainer\nclass A(GRPOTrainer):\n  def _generate(self): pass", "3: A overrides _generate, which is never called."),
         ("from trl import DPOConfig\nDPOConfig(loss_type='kto_pair')", "2: loss_type='kto_pair': train with KTOTrainer"),
+        ("from trl import GRPOConfig\nGRPOConfig('o', use_vllm=True, vllm_device='cuda:1')", "2: vllm_device: delete it if use_vllm is False."),
+        ("from trl import DPODataCollatorWithPadding\nc = DPODataCollatorWithPadding()", "1: DPODataCollatorWithPadding does not exist in posttrain. Leave it out: posttrain.DPOTrainer builds"),
+        ("from trl import DPOTrainer\nimport transformers\nclass C(transformers.TrainingArguments):\n  beta: float = 1\nclass P(HfArgumentParser): pass\np = P((A, C))\nDPOTrainer(m)",
+         "6: C: transformers refuses options of older releases on the command line and in files (warmup_ratio, evaluation_strategy). Derive it from posttrain.DPOConfig, and read it with posttrain.TrlParser. Remove fields that it already has: beta."),
         ("from trl import PPOTrainer\nt = PPOTrainer(c)\nt.step(q, r, s)", "3: PPOTrainer.step does not exist in posttrain. Use train()"),
     ],
 )  # fmt: skip
 def test_what_needs_a_person_is_listed_with_its_line_and_reason(code, note):
     _, notes = rewritten(code)
     assert len(notes) == 1 and notes[0].startswith(note)
+
+
+def test_a_field_of_another_dataclass_that_the_config_also_has_is_listed():
+    text = "from transformers import HfArgumentParser, TrainingArguments\nfrom trl import SFTTrainer\nclass A:\n  packing: bool = True\np = HfArgumentParser((A, TrainingArguments))\na, t = p.parse_args_into_dataclasses()\nSFTTrainer('m', args=t, packing=a.packing)"
+    notes = rewritten(text)[1]
+    assert [note.split(":")[0] for note in notes] == ["4", "5", "7"]
+    assert notes[0].startswith("4: A.packing: remove it when posttrain.SFTConfig replaces TrainingArguments")
+    assert 'Also pass packing_strategy="wrapped"' in notes[2]
+
+
+def test_what_runs_with_another_result_is_listed():
+    assert checks("from trl import GRPOConfig\nGRPOConfig('o', bf16=True, gradient_checkpointing=True, temperature=1, beta=b)") == [
+        "2: GRPOConfig: some defaults changed. To keep the older values, set loss_type='bnpo' ('grpo' in 0.14 and 0.15) [TRL 0.14-0.21], "
+        "max_completion_length=256 [TRL 0.14-1.9], use_bias_correction_kl=False [TRL 0.14-1.9]."
+    ]  # fmt: skip
+    assert "temperature" not in checks("from trl import GRPOConfig\nk = {'temperature': 1}\nGRPOConfig(**k)")[0]
+    assert not checks("from trl import GRPOConfig\nGRPOConfig(**k)") and not checks(
+        "from posttrain import GRPOConfig\nGRPOConfig()"
+    )
+    parsed = checks(
+        "from trl import TrlParser, GRPOConfig\nclass C(GRPOConfig):\n  beta: float = 0.1\nTrlParser((C, D))"
+    )
+    assert len(parsed) == 1 and parsed[0].startswith("4: GRPOConfig: some defaults") and "beta=" not in parsed[0]
+    (packing,) = [
+        text for text in checks("from trl import SFTConfig\nSFTConfig(packing=True)") if "defaults" not in text
+    ]
+    assert packing.startswith("2: packing: TRL up to 0.18 joined rows") and "Set packing_strategy." in packing
+    old = "from trl import SFTTrainer\nSFTTrainer('m', args, {}tokenizer=t)"
+    assert "appended no EOS token" in checks(old.format("formatting_func=f, "))[0] and not checks(old.format(""))
+    assert not checks(old.format("formatting_func=f, ").replace("tokenizer", "processing_class"))
+    assert not checks(old.format("formatting_func=f, packing=True, "))
+
+
+def test_a_script_whose_migration_would_not_compile_is_not_changed(monkeypatch):
+    monkeypatch.setattr(
+        "posttrain.extensions.migrate.scripts.exchanged", lambda call, *rest: call.with_changes(args=call.args * 2)
+    )
+    text = "from trl import SFTConfig\nSFTConfig(max_seq_length=1)\n"
+    after, notes = migrate_script(text, "script.py")
+    assert after == text and "The file was not changed, because the migrated line 2 would be invalid" in notes[0].text
 
 
 def test_a_script_without_trl_and_names_of_other_packages_stay():
@@ -170,7 +225,8 @@ def test_without_write_the_differences_are_shown_and_nothing_changes(tmp_path, c
         '\n-    evaluation_strategy="steps",  # often\n' in shown
         and '\n+    eval_strategy="steps",  # often\n' in shown
     )
-    assert "1 file to change (--write), 0 to do manually, 0 not read." in shown
+    assert "1 file to change (--write), 0 to do manually, 1 to check, 0 not read." in shown
+    assert "\nTo check: the code runs, but not as in older releases:\n" in shown
     assert migrate([str(path), "--write"]) == 0 and path.read_text() == SFT_NOW
     assert migrate([str(path)]) == 0 and "0 files to change" in capsys.readouterr().out.splitlines()[-1]
 
@@ -199,9 +255,10 @@ def test_cells_of_a_notebook_are_rewritten_and_the_rest_of_the_file_stays(tmp_pa
     now[2] = now[2].replace('torch_dtype="auto", max_prompt_length=3', 'model_init_kwargs={"dtype": "auto"}, max_prompt_length=3, max_length=8')  # fmt: skip
     now[3] = "from posttrain import SFTTrainer\ntrainer = SFTTrainer('m', args=args)"
     assert result.after == now and result.text == notebook(now)
-    assert [note.at(path) for note in result.notes] == [
+    assert [note.at(path) for note in result.notes if not note.check] == [
         f"{path}:cell 3:3: max_prompt_length: filter the data, or set max_length"
     ]
+    assert [(note.line, note.cell) for note in result.notes if note.check] == [(3, 3)]
     path.write_text(notebook(["x = 1", "def broken(:", "import trl"]), encoding="utf-8")
     with pytest.raises(DataError, match=r"a.ipynb:cell 2:\d: the file is not valid Python"):
         migrate_file(path)
@@ -254,8 +311,16 @@ def test_a_recipe_is_rewritten_line_by_line(tmp_path):
     result = migrate_file(path)
     assert result.text == RECIPE_NOW
     assert [note.at(path) for note in result.notes] == [
-        f"{path}:15: tpu_num_cores: start processes with accelerate launch --tpu"
+        f"{path}:15: tpu_num_cores: start processes with accelerate launch --tpu",
+        f"{path}:1: SFTConfig: some defaults changed. To keep the older values, set bf16=False [TRL 0.7-0.18], "
+        "gradient_checkpointing=False [TRL 0.7-0.21], learning_rate=5e-05 [TRL 0.9-0.11].",
     ]
+    path.write_text("output_dir: out\npacking: true\nmax_seq_length: 9\n")
+    assert migrate_file(path).text == "output_dir: out\npacking: true\npacking_strategy: wrapped\nmax_length: 9\n"
+    path.write_text("output_dir: out\npacking: true\nuse_liger: true\n")
+    assert "packing: TRL up to 0.18 joined rows" in migrate_file(path).notes[0].text
+    path.write_text("output_dir: out\nuse_vllm: false\nvllm_device: cuda:1\nnum_generations: 4\n")
+    assert migrate_file(path).text == "output_dir: out\nuse_vllm: false\nnum_generations: 4\n"
 
 
 def test_old_values_in_a_recipe_are_replaced_or_noted(tmp_path):
@@ -314,6 +379,8 @@ def test_commands_of_a_shell_script_are_rewritten_with_their_options(tmp_path):
     ]  # fmt: skip
     path.write_text(SHELL_NOW)
     assert migrate_file(path).text == SHELL_NOW
+    path.write_text("trl sft --packing true --max_seq_length 9\n")
+    assert migrate_file(path).text == "posttrain sft --packing true --packing_strategy wrapped --max_length 9\n"
 
 
 def test_commands_in_a_notebook_are_rewritten(tmp_path):
@@ -335,7 +402,7 @@ def test_a_recipe_is_read_as_that_of_the_config_that_knows_its_options(tmp_path)
     )
     result = migrate_file(path)
     assert result.text == path.read_text().replace("torch_dtype: null\n", "")
-    assert [note.line for note in result.notes] == [5] and "add 'sft' to loss_type" in result.notes[0].text
+    assert [note.line for note in result.notes] == [5, 1] and "add 'sft' to loss_type" in result.notes[0].text
     path.write_text("output_dir: o\nmax_length: 9\nmax_seq_length: 8\n")
     assert "max_seq_length=8 and max_length=9 are both set" in migrate_file(path).notes[0].text
     path.write_text("compute_environment: LOCAL\nno_cuda: true\n")  # A file of accelerate.

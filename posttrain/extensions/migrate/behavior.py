@@ -1,0 +1,36 @@
+"""`changed_defaults`: options whose default changed. `PACKING`, `EOS`: other code that runs, but not as in older
+releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields
+
+from posttrain.compat.trl_names import rows
+
+WRAPPED = 'packing_strategy="wrapped"'
+PACKING = (
+    'packing: TRL up to 0.18 joined rows and cut them at max_length, which is now packing_strategy="wrapped". The default '
+    '"bfd" truncates rows that are longer than max_length. Set packing_strategy.'
+)
+EOS = (
+    "SFTTrainer: TRL 0.7 to 0.15 appended no EOS token to plain text that is not packed. posttrain appends one and trains it, as "
+    "TRL has done since 0.16. To train without it, pass tokenized rows (input_ids)."
+)
+# Arguments that TRL removed before it had the option packing_strategy.
+REMOVED = {"tokenizer", "max_seq_length", "evaluation_strategy", "num_of_sequences", "chars_per_token"}
+
+
+def changed_defaults(kind: type, given: Collection[str]) -> str:
+    """Return the older defaults of the options that a config does not set, or "" if there are none."""
+    owners = {base.__name__ for base in kind.__mro__} | {"Config"}
+    names = {item.name for item in fields(kind)} - {*given}
+    found = []
+    for row in rows():
+        owner, _, name = row.name.partition(".")
+        if row.kind == "default" and owner in owners and name in names:
+            releases = "-".join(dict.fromkeys(row.releases.split("-")))
+            found.append(f"{name}={row.replacement} [TRL {releases}]")
+    text = ", ".join(found)
+    return text and f"{kind.__name__}: some defaults changed. To keep the older values, set {text}."
