@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
     Attributes:
         rows: Rows in the order of the examples.
         findings: Findings of the preparation.
-        cut: Number of truncated rows. None: unknown; a row as long as the limit counts as truncated.
+        cut: Number of truncated rows. None if unknown. A row whose length equals the limit counts as truncated.
         numbers: Row numbers in the dataset. None: same as the examples', or unknown.
         reasons: Why rows were dropped.
     """

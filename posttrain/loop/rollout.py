@@ -37,7 +37,8 @@ EVAL_STRIDE = 32_452_843
 
 @dataclass(frozen=True)
 class Online:
-    """Components of a run that samples, in addition to `Run`. They are created when training or an evaluation starts.
+    """Components that a run with sampling has in addition to those of `Run`. They are created when training or
+    an evaluation starts.
 
     Attributes:
         sync: Pushes weights to the engine and requests completions.

@@ -37,8 +37,8 @@ class KTOConfig(PictureConfig, ComparedConfig):
     )
     desirable_weight: NonNegativeFloat = option(
         1.0,
-        "Weight of good answers, at least 0. If the numbers of good and bad answers differ, set the weights so that weight "
-        "times number is 1 to 1.33 times as large for good answers as for bad answers. A warning shows suitable values.",
+        "Weight of good answers, at least 0. If the numbers of good and bad answers differ, set both weights so that "
+        "(desirable_weight x good) / (undesirable_weight x bad) is between 1 and 1.33. A warning shows suitable values.",
     )
     undesirable_weight: NonNegativeFloat = option(1.0, "Weight of bad answers, at least 0. See desirable_weight.")
 

@@ -59,7 +59,7 @@ class RLOOConfig(PictureConfig, OnlineConfig):
     normalize_advantages: bool = option(
         False,
         "Standardize advantages over the whole generation to mean 0 and standard deviation 1, and clip them to the range from "
-        "-10 to 10. False does not scale advantages. Set it if rewards are large.",
+        "-10 to 10. With False, advantages are not scaled. Set it to True if rewards are large.",
     )
 
     def __post_init__(self) -> None:

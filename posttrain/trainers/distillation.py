@@ -483,7 +483,7 @@ class DistillationTrainer(OnlineTrainer):
         return source
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
-        """Prepare the datasets: prompts like other online trainers, and token ids of answers if they are used."""
+        """Prepare prompts as the other online trainers do, and tokenize the answers if the config uses them."""
         train = self.prepare(train, "train_dataset", training=True)
         return super().prepare_datasets(train, None if evaluation is None else self.prepare_evaluation(evaluation))
 

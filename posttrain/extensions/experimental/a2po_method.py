@@ -68,8 +68,8 @@ class A2POConfig(OnlineConfig):
     filter_all_incorrect: bool = option(True, "Exclude training prompts that no sample of the reference model solved.")
     beta2: PositiveFloat = option(
         1e-3,
-        "Strength of the regularization towards the reference model, above 0. The loss fits beta2 times the log-ratio to the "
-        "advantage, so a larger value keeps the policy closer to the reference.",
+        "Strength of the regularization towards the reference model, above 0. The loss is the squared difference of "
+        "beta2 times the log-ratio and the advantage, so a larger value keeps the policy closer to the reference.",
     )
 
     def __post_init__(self) -> None:
