@@ -783,7 +783,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             loader.device = None
             return loader
         place = {"world": self.accelerator.num_processes, "rank": self.accelerator.process_index}
-        shard = EvalShard(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
+        shard = EvalShard(batch_size, **place, group=self.eval_group)
         loader = evaluation_loader(dataset, self.args, shard, partial(self._collated, self.data_collator), sampler_fn)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # The parent class reads this.
             vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader
