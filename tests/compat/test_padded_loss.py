@@ -87,6 +87,33 @@ def test_a_mean_that_ignores_the_count_of_the_step_is_averaged_over_its_micro_ba
     assert curve(own)[0] == pytest.approx(curve(whole)[0], rel=1e-5)
 
 
+def test_overrides_without_the_count_are_called_without_it(tokenizer, tmp_path):
+    """The form of overrides before transformers 4.46."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        return super(type(self).user, self).compute_loss(model, inputs, return_outputs)
+
+    def mean(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+    def training_step(self, model, inputs):
+        return super(type(self).user, self).training_step(model, inputs)
+
+    def old_mean(self, model, inputs, return_outputs=False):
+        return model(**inputs).loss
+
+    def curve_of(name, methods):
+        mine = subclass("sft", **methods)
+        mine.user = mine
+        own = every("sft", tmp_path / name, tokenizer, cls=mine, train=data("sft", 8), **ACCUMULATED)
+        return pytest.approx([*curve(own), own.evaluate(data("sft", 3))["eval_loss"]], rel=1e-5)
+
+    plain = curve_of("plain", {})
+    assert curve_of("chained", {"compute_loss": compute_loss}).expected == plain
+    assert curve_of("step", {"training_step": training_step}).expected == plain
+    assert curve_of("mean", {"compute_loss": old_mean}).expected == curve_of("new", {"compute_loss": mean})
+
+
 def test_a_documented_preference_objective_of_trl_runs(tokenizer, tmp_path):
     def logps(model, inputs):
         logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
