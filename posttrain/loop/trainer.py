@@ -51,7 +51,7 @@ from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.progress import in_notebook, use_rich_progress
 from posttrain.report.record import RunRecordCallback
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
+from posttrain.types import Batch, Batches, LossTerms, ModelOutputs, Row, State
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -258,8 +258,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         micro-batch.
         """
         if self.vision.reader is None:
-            return lambda examples: self.run.collate(self.rows(examples))
-        return lambda examples: self.run.collate(self.vision.placed(self.rows(examples), examples))
+            return lambda examples: Batches(self.run.collate(self.rows(examples)))
+        return lambda examples: Batches(self.run.collate(self.vision.placed(self.rows(examples), examples)))
 
     def _get_train_sampler(self, train_dataset: AnyDataset | None = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset

@@ -465,3 +465,11 @@ def test_a_draw_that_goes_around_ours_is_refused(tokenizer, tmp_path):
 
     with raises(ConfigError, "Mine.get_batch_samples"):
         every("sft", tmp_path, tokenizer, cls=Mine).train()
+
+
+def test_batches_of_a_loader_that_are_read_as_a_dict_are_refused_by_name(tokenizer, tmp_path):
+    batches = next(iter(every("sft", tmp_path, tokenizer).get_train_dataloader()))
+    assert batches[0].input_ids.shape and [*batches] == batches[:]
+    for read in (lambda: batches["labels"], lambda: batches.items(), lambda: dict(**batches)):
+        with raises(ConfigError, "list of Batch", "batches[0].loss_mask"):
+            read()
