@@ -467,6 +467,15 @@ def test_a_draw_that_goes_around_ours_is_refused(tokenizer, tmp_path):
         every("sft", tmp_path, tokenizer, cls=Mine).train()
 
 
+def test_the_method_of_older_trl_with_the_name_of_transformers_is_refused_before_training(tokenizer, tmp_path):
+    class Mine(pt.DPOTrainer):
+        def get_batch_samples(self, model, batch):
+            return ["a"], ["b"]
+
+    with raises(ConfigError, "Mine", "get_batch_samples(model, batch)", "LogCompletionsCallback"):
+        every("dpo", tmp_path, tokenizer, cls=Mine)
+
+
 def test_batches_of_a_loader_that_are_read_as_a_dict_are_refused_by_name(tokenizer, tmp_path):
     batches = next(iter(every("sft", tmp_path, tokenizer).get_train_dataloader()))
     assert batches[0].input_ids.shape and [*batches] == batches[:]
