@@ -104,7 +104,8 @@ class OnlineTrainer(PostTrainer):
         self.environments = None if self.driver is None else self.driver.pool
         if train_dataset is None:
             train_dataset = empty_prompts(self.environments, type(self).__name__, args)
-        options = reward_options(reward_funcs, args or self.config_class, reward_processing_classes)
+        own = kwargs.get("processing_class")
+        options = reward_options(reward_funcs, args or self.config_class, reward_processing_classes, own)
         self.rewards = reward_runner(self.runner_class, options, self.environments)
         if args is not None and type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
             check_stream(args, train_dataset)

@@ -16,7 +16,6 @@ from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.rollout import Online, logps
 from posttrain.methods.online_dpo import TIES_MOST, OnlineDPO, OnlineDPOConfig
 from posttrain.models import parallel
-from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.reference import Reference, check_reference, log_own_checkpoint
 from posttrain.rewards.judges import JudgeReward, PairRewards
 from posttrain.rewards.model import WholeTextReward
@@ -192,11 +191,9 @@ class OnlineDPOTrainer(OnlineTrainer):
                 "functions. Pass one entry per function."
             )
         init = {"trust_remote_code": args.trust_remote_code, "model_init_kwargs": args.model_init_kwargs}
+        init["policy_tokenizer"] = tokenizer
         wrapped = []
         for function, theirs in zip(functions, own, strict=True):
-            nameless = not get_config_model_id(config_of(function))
-            if isinstance(function, nn.Module) and theirs is None and nameless:
-                theirs = tokenizer  # A model that was built in memory has no tokenizer, so it must use the policy's.
             is_model = isinstance(function, str | nn.Module)
             wrapped.append(WholeTextReward(function, theirs, **init) if is_model else function)
         return wrapped
