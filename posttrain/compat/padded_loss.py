@@ -62,7 +62,8 @@ class PaddedInputs(dict):
     def __missing__(self, name: str) -> Any:
         fix = ""
         if "chosen" in name or "rejected" in name:
-            fix = " Fix: split the tensors in two: the first half of the rows is chosen, the second half is rejected."
+            too = "".join(f", {column!r} too" for column in self.batch.columns if column in self)
+            fix = f" Fix: split the tensors in two{too}: the first half of the rows is chosen, the second half is rejected."
         raise KeyError(f"{name!r} is not a key of the inputs; the keys are {sorted(self)}.{fix}")
 
 

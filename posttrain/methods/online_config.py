@@ -718,13 +718,14 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             return
         fits = [g for g in range(2, total + 1) if total % g == 0]
         step = group // math.gcd(group, self.world_size * (self.steps_per_generation or 1))
-        near = sorted(fits, key=lambda g: abs(g - group))[:3]
+        near = sorted(sorted(fits, key=lambda g: abs(g - group))[:3])
+        others = f"num_generations could be {', '.join(map(str, near))}; or " if near else ""
         raise ConfigError(
             f"a generation of {total} completions ({self.per_device_train_batch_size} per device x {self.world_size} "
             f"process{'es' if self.world_size > 1 else ''} x {self.steps_per_generation} steps_per_generation) does not "
             f"divide into groups of num_generations={group}. With {self.world_size} process"
-            f"{'es' if self.world_size > 1 else ''}: num_generations could be {', '.join(map(str, sorted(near))) or 'none'}; "
-            f"or keep {group} and set per_device_train_batch_size to {_near(self.per_device_train_batch_size, step)}, "
+            f"{'es' if self.world_size > 1 else ''}: {others}"
+            f"keep {group} and set per_device_train_batch_size to {_near(self.per_device_train_batch_size, step)}, "
             f"or generation_batch_size to {_near(total, math.lcm(unit, group))}."
         )
 

@@ -133,6 +133,16 @@ def test_a_documented_preference_objective_of_trl_runs(tokenizer, tmp_path):
     assert own.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
 
 
+def test_a_key_of_an_older_layout_names_the_columns_with_the_same_order(tokenizer, tmp_path):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return inputs["input_ids_chosen"]
+
+    rows = data("reward", 8).add_column("margin", [0.5] * 8)
+    own = every("reward", tmp_path, tokenizer, cls=subclass("reward", compute_loss=compute_loss), train=rows)
+    with pytest.raises(KeyError, match="in two, 'margin' too: the first half of the rows is chosen"):
+        own.train()
+
+
 def test_a_key_of_an_older_layout_names_the_present_keys(tokenizer, tmp_path):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return model(inputs["chosen_input_ids"])[0]

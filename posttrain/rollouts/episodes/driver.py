@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -166,7 +167,9 @@ class EpisodeDriver:
         self.runner.background = None if reader is None else reader.background
         schema, template = [getattr(tokenizer, f"response_{x}", None) for x in ("schema", "template")]
         if self.calls_tools and schema is not None and template is None:
-            warnings.warn("response_schema is no longer used: set response_template.", FutureWarning, stacklevel=2)
+            ours = itertools.takewhile(lambda one: "posttrain" in one.frame.f_globals["__name__"], inspect.stack(0))
+            text = "response_schema is no longer used: set response_template."
+            warnings.warn(text, FutureWarning, stacklevel=1 + len([*ours]))
         prepared = tokenizer if reader is None else reader.processor
         self.tokenizer = prepare_tokenizer(prepared) if self.calls_tools else tokenizer
 
