@@ -331,13 +331,11 @@ class Batches(list[Batch]):
             )
         return super().__getitem__(index)
 
-    def keys(self) -> list[str]:
-        """Return a name of a tensor, so that ``model(**batches)`` raises the error."""
-        return ["input_ids"]
-
     def items(self) -> Any:
         """Raise the error."""
         return self["items()"]
+
+    keys = items  # Called by ``model(**batches)``.
 
 
 @dataclass(slots=True)

@@ -135,9 +135,9 @@ def refuse(trainer: Any) -> None:
     given = inspect.getfullargspec(owner.get_batch_samples) if owner else None
     if given and len(given.args) < 4 and given.varargs is None:
         raise ConfigError(
-            f"{owner.__name__} overrides get_batch_samples({', '.join(given.args[1:])}). TRL 0.7 to 0.11 had such a method, "
-            "which sampled completions in evaluations. It is never called here. Fix: use LogCompletionsCallback. To change the "
-            "micro-batches of a step, override get_batch_samples(epoch_iterator, num_batches, device) of transformers."
+            f"{owner.__name__} overrides get_batch_samples({', '.join(given.args[1:])}) of TRL 0.7 to 0.11, which is never "
+            "called here. Fix: use LogCompletionsCallback. The method of transformers with this name has the arguments "
+            "(epoch_iterator, num_batches, device)."
         )
     if any(user_override(kind, name) for name in PADDED_STEPS):
         from posttrain.compat import padded_loss

@@ -175,7 +175,7 @@ def _cut(rows: Tensor, kept: Tensor, *, left: bool = False) -> Tensor:
     return rows.new_zeros(len(rows), width).masked_scatter(inside, rows[kept])
 
 
-def to_batch(inputs: Any) -> Batch:
+def to_batch(inputs: object) -> Batch:
     """Return the batch of TRL's dict, with the labels, masks and columns that a subclass changed.
 
     Raises:
@@ -260,12 +260,12 @@ def _shared(whole: Denominators, parts: float) -> Denominators:
     return Denominators(whole.tokens / parts, whole.sequences / parts, whole.passes / parts, whole.world_size, named)
 
 
-def _call(method: Callable[..., Any], model: nn.Module, inputs: Any, **options: Any) -> Any:
+def _call(method: Callable[..., Any], model: nn.Module, inputs: object, items: object, **options: bool) -> Any:
     """Call a subclass's method with the options that it accepts. ``num_items_in_batch`` is new in transformers 4.46."""
-    parameters = inspect.signature(method).parameters
+    given, parameters = options | {ITEMS: items}, inspect.signature(method).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        options = {name: value for name, value in options.items() if name in parameters}
-    return method(model, inputs, **options)
+        given = {name: value for name, value in given.items() if name in parameters}
+    return method(model, inputs, **given)
 
 
 class BeforeUser(Trainer):
@@ -317,9 +317,7 @@ class BeforeUser(Trainer):
         unscaled.
         """
         if not isinstance(inputs, Batch):
-            return _call(
-                super().compute_loss, model, inputs, return_outputs=return_outputs, **{ITEMS: num_items_in_batch}
-            )
+            return _call(super().compute_loss, model, inputs, num_items_in_batch, return_outputs=return_outputs)
         shown = self._given if self._given is not None else self._dict(inputs)
         if user_override(type(self), "_prepare_inputs"):
             shown = self._prepare_inputs(shown)
@@ -331,7 +329,7 @@ class BeforeUser(Trainer):
         items = label_tokens(self.denominators, self.method.traits.takes_loss_func)
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
             # Without a count, `super()` then returns the mean of a micro-batch.
-            result = _call(super().compute_loss, model, shown, return_outputs=return_outputs, **{ITEMS: items})
+            result = _call(super().compute_loss, model, shown, items, return_outputs=return_outputs)
         loss = (result[0] if isinstance(result, tuple) else result) / passes
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
@@ -364,7 +362,7 @@ class BeforeUser(Trainer):
         self._whole = self.denominators
         shared = _shared(self._whole, self._passes_of_mean) if own else self._whole
         with with_attributes(self, {"denominators": shared}):
-            return _call(super().training_step, model, inputs, **{ITEMS: num_items_in_batch})
+            return _call(super().training_step, model, inputs, num_items_in_batch)
 
 
 class BehindUser(Trainer):

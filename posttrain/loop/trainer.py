@@ -142,10 +142,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             raise ArgumentTypeError("train_dataset is a list. Fix: pass datasets.Dataset.from_list(rows).")
         args = build.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._name}")
         self.args, self.method, self.progress = args, self.METHOD(args), Progress()
-        self.user_collator, loss_function = (
-            trainer_kwargs.pop("data_collator", None),
-            trainer_kwargs.get("compute_loss_func"),
-        )
+        self.user_collator = trainer_kwargs.pop("data_collator", None)
+        loss_function = trainer_kwargs.get("compute_loss_func")
         build.check_hooks(self, loss_function)
         self.plan = build.plan(
             build.Spec(
@@ -785,8 +783,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
             loader.device = None
             return loader
-        place = {"world": self.accelerator.num_processes, "rank": self.accelerator.process_index}
-        shard = EvalShard(batch_size, **place, group=self.eval_group)
+        shard = EvalShard(batch_size, self.accelerator.num_processes, self.accelerator.process_index, self.eval_group)
         loader = evaluation_loader(dataset, self.args, shard, partial(self._collated, self.data_collator), sampler_fn)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # The parent class reads this.
             vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader

@@ -699,10 +699,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     def _check_evaluation_groups(self) -> None:
         if self.do_eval and str(self.eval_strategy) not in ("no", "IntervalStrategy.NO"):
-            rows, group = (
-                self.per_device_eval_batch_size * self.world_size,
-                self.num_generations_eval or self.num_generations,
-            )
+            rows = self.per_device_eval_batch_size * self.world_size
+            group = self.num_generations_eval or self.num_generations
             if rows % group:
                 whole = group // math.gcd(group, self.world_size)
                 raise ConfigError(

@@ -396,7 +396,6 @@ NO_CONFIG: dict[str, str] = {
     "trainers/online_dpo.py OnlineDPOTrainer.__init__": PYTHON,
     "trainers/online_dpo.py OnlineDPOTrainer._check_given 2": PYTHON,
     "trainers/online_dpo.py OnlineDPOTrainer._check_given 3": PYTHON,
-    "trainers/online_dpo.py OnlineDPOTrainer._reward_functions": PYTHON,
     "trainers/preference.py check_given": PYTHON,
     "trainers/reward.py RewardTrainer.__init__": PYTHON,
     "trainers/sft.py SFTTrainer.__init__ 1": PYTHON,
