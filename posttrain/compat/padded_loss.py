@@ -330,8 +330,7 @@ class BeforeUser(Trainer):
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
             # Without a count, `super()` then returns the mean of a micro-batch.
             result = _call(super().compute_loss, model, shown, items, return_outputs=return_outputs)
-        loss = (result[0] if isinstance(result, tuple) else result) / passes
-        return (loss, *result[1:]) if isinstance(result, tuple) else loss
+        return (result[0] / passes, *result[1:]) if isinstance(result, tuple) else result / passes
 
     def as_batch(self, inputs: Any) -> Batch:
         """Return the same as the parent's method. TRL's dict is accepted too.
@@ -387,12 +386,8 @@ class BehindUser(Trainer):
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute TRL's ``compute_loss``: the loss of a micro-batch, or its sum divided by the subclass's count."""
-        batch, counts = to_batch(inputs), _as_said(inputs, self.denominators)
-        if (
-            not self.model.training
-            and isinstance(inputs, PaddedInputs)
-            and batch.loss_mask is not inputs.batch.loss_mask
-        ):
+        batch, counts, padded = to_batch(inputs), _as_said(inputs, self.denominators), isinstance(inputs, PaddedInputs)
+        if not self.model.training and padded and batch.loss_mask is not inputs.batch.loss_mask:
             # An evaluation batch is treated as one step, with the remaining labels.
             if num_items_in_batch is not None and float(num_items_in_batch) == counts.tokens:
                 num_items_in_batch = None
@@ -401,7 +396,7 @@ class BehindUser(Trainer):
             loss, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
         if not return_outputs:
             return loss
-        order = inputs.order if isinstance(inputs, PaddedInputs) else slice(None)
+        order = inputs.order if padded else slice(None)
 
         def full() -> Tensor:
             mask = batch.real[order].long()

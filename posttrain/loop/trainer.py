@@ -476,9 +476,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         run = self.run
         allowed = run.loss_function is not None or run.method.traits.takes_loss_func
         counts = run.progress.denominators.over(num_items_in_batch, allowed=allowed)
-        found = (step.loss_of if run.loss_function is None else step.function_loss)(
-            run, model, self.as_batch(inputs), counts, run.now()
-        )
+        loss_of = step.loss_of if run.loss_function is None else step.function_loss
+        found = loss_of(run, model, self.as_batch(inputs), counts, run.now())
         run.progress.reduced_by = "token" if found.terms is None else found.terms.count or found.terms.reduction
         if self._losses is None:
             step.commit(run, found, "train" if model.training else "eval")
@@ -764,11 +763,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         full logits need one sequence per row.
         """
         refuse_predict(self.split_size)
-        layout, self.layout = self.layout, Layout("padded", row_tokens=self.layout.row_tokens)
-        try:
+        with with_attributes(self, {"layout": Layout("padded", row_tokens=self.layout.row_tokens)}):
             output = super().predict(self.prepare_evaluation(plain_rows(test_dataset)), *args, **kwargs)
-        finally:
-            self.layout = layout
         count_rounds(output.metrics, self.run.progress.eval_rounds)
         return output
 

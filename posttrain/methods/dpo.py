@@ -16,13 +16,7 @@ from posttrain.losses.likelihood import nll
 from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_lengths, sequence_sum
 from posttrain.methods.config import PictureConfig, warn_keep_end
-from posttrain.methods.preference import (
-    PAIRS,
-    AnswerMethod,
-    ComparedConfig,
-    answer_mask,
-    pair_metrics,
-)
+from posttrain.methods.preference import PAIRS, AnswerMethod, ComparedConfig, answer_mask, pair_metrics
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
@@ -213,10 +207,7 @@ class DPO(AnswerMethod[DPOConfig]):
 
     config_class = DPOConfig
     traits = replace(
-        PAIRS,
-        needs=frozenset({"logp", "entropy", "correct", "mean_logit"}),
-        compares_reference=True,
-        reads_images=True,
+        PAIRS, needs=frozenset({"logp", "entropy", "correct", "mean_logit"}), compares_reference=True, reads_images=True
     )
     reference_columns = ("ref_chosen_logps", "ref_rejected_logps")
 

@@ -9,10 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from posttrain.data.sft import (
-    SupervisedOptions,
-    document_rows,
-)
+from posttrain.data.sft import SupervisedOptions, document_rows
 from posttrain.errors import ConfigError
 from posttrain.fields import PositiveInt, config, option
 from posttrain.losses.likelihood import dft, nll, uniform_nll
