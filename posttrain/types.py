@@ -51,6 +51,7 @@ __all__ = [
     "ALONE",
     "Advantages",
     "Batch",
+    "Batches",
     "Finding",
     "FinishReason",
     "Leaf",
@@ -316,6 +317,25 @@ class Batch:
             runs.append(range(one.start, min(one.stop, one.start + left - one.position)))
             segment = one.parent
         return runs[::-1]
+
+
+class Batches(list[Batch]):
+    """The batches of one micro-batch, as a data loader yields them. TRL's loaders yield one dict of padded tensors."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a batch. For the name of a tensor, raise an error."""
+        if isinstance(index, str):
+            raise ConfigError(
+                f"{index!r}: the loader yields a list of Batch objects, not a dict of padded tensors. Fix: read attributes "
+                "(batches[0].input_ids, batches[0].loss_mask). print(trainer.data_report()) shows which tokens are trained."
+            )
+        return super().__getitem__(index)
+
+    def items(self) -> Any:
+        """Raise the error."""
+        return self["items()"]
+
+    keys = items  # Called by ``model(**batches)``.
 
 
 @dataclass(slots=True)

@@ -388,7 +388,7 @@ RULES: tuple[RowRule, ...] = (
         "reach the limit of {limit} tokens.",
         "longer text was truncated (a row of exactly this length may be complete). The end of the answer is missing, including "
         "the end token. With truncation_mode='keep_end', the beginning of the prompt is missing.",
-        "increase max_length, split long rows, or remove them.",
+        "increase max_length, split long rows (SFT with packing: packing_strategy='bfd_split' or 'wrapped'), or remove them.",
     ),
     RowRule(
         "PT-D007", _duplicate, "repeat an earlier row exactly.",

@@ -10,6 +10,7 @@ calls all other overrides directly.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -112,8 +113,8 @@ def refuse(trainer: Any) -> None:
 
     Raises:
         ConfigError: A TRL method that is never called here, or one of `UNCALLED`, is overridden; or
-            `_get_num_items_in_batch` is overridden although the loss is not divided by it. The message contains the
-            method, its class and the hook to use.
+            `_get_num_items_in_batch` is overridden although the loss is not divided by it; or `get_batch_samples` has the
+            arguments of TRL's. The message contains the method, its class and the hook to use.
     """
     kind = type(trainer)
     rows = {name: hook for name in _defined(kind) if (hook := hook_for(kind, name))}
@@ -129,6 +130,14 @@ def refuse(trainer: Any) -> None:
         raise ConfigError(
             f"{owner.__name__} overrides _get_num_items_in_batch, but this loss is not a sum over label tokens divided by that "
             "number. Fix: scale the result of super().compute_loss(...), or override counts(batches) of a Method."
+        )
+    owner = user_override(kind, "get_batch_samples")
+    given = inspect.getfullargspec(owner.get_batch_samples) if owner else None
+    if given and len(given.args) < 4 and given.varargs is None:
+        raise ConfigError(
+            f"{owner.__name__} overrides get_batch_samples({', '.join(given.args[1:])}) of TRL 0.7 to 0.11, which is never "
+            "called here. Fix: use LogCompletionsCallback. The method of transformers with this name has the arguments "
+            "(epoch_iterator, num_batches, device)."
         )
     if any(user_override(kind, name) for name in PADDED_STEPS):
         from posttrain.compat import padded_loss

@@ -62,7 +62,8 @@ class PaddedInputs(dict):
     def __missing__(self, name: str) -> Any:
         fix = ""
         if "chosen" in name or "rejected" in name:
-            fix = " Fix: split the tensors in two: the first half of the rows is chosen, the second half is rejected."
+            too = "".join(f", {column!r} too" for column in self.batch.columns if column in self)
+            fix = f" Fix: split the tensors in two{too}: the first half of the rows is chosen, the second half is rejected."
         raise KeyError(f"{name!r} is not a key of the inputs; the keys are {sorted(self)}.{fix}")
 
 
@@ -174,7 +175,7 @@ def _cut(rows: Tensor, kept: Tensor, *, left: bool = False) -> Tensor:
     return rows.new_zeros(len(rows), width).masked_scatter(inside, rows[kept])
 
 
-def to_batch(inputs: Any) -> Batch:
+def to_batch(inputs: object) -> Batch:
     """Return the batch of TRL's dict, with the labels, masks and columns that a subclass changed.
 
     Raises:
@@ -259,6 +260,14 @@ def _shared(whole: Denominators, parts: float) -> Denominators:
     return Denominators(whole.tokens / parts, whole.sequences / parts, whole.passes / parts, whole.world_size, named)
 
 
+def _call(method: Callable[..., Any], model: nn.Module, inputs: object, items: object, **options: bool) -> Any:
+    """Call a subclass's method with the options that it accepts. ``num_items_in_batch`` is new in transformers 4.46."""
+    given, parameters = options | {ITEMS: items}, inspect.signature(method).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        given = {name: value for name, value in given.items() if name in parameters}
+    return method(model, inputs, **given)
+
+
 class BeforeUser(Trainer):
     """Base class before the user's class in the MRO. Converts batches to `PaddedInputs`."""
 
@@ -308,7 +317,7 @@ class BeforeUser(Trainer):
         unscaled.
         """
         if not isinstance(inputs, Batch):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return _call(super().compute_loss, model, inputs, num_items_in_batch, return_outputs=return_outputs)
         shown = self._given if self._given is not None else self._dict(inputs)
         if user_override(type(self), "_prepare_inputs"):
             shown = self._prepare_inputs(shown)
@@ -320,9 +329,8 @@ class BeforeUser(Trainer):
         items = label_tokens(self.denominators, self.method.traits.takes_loss_func)
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
             # Without a count, `super()` then returns the mean of a micro-batch.
-            result = super().compute_loss(model, shown, return_outputs, num_items_in_batch=items)
-        loss = (result[0] if isinstance(result, tuple) else result) / passes
-        return (loss, *result[1:]) if isinstance(result, tuple) else loss
+            result = _call(super().compute_loss, model, shown, items, return_outputs=return_outputs)
+        return (result[0] / passes, *result[1:]) if isinstance(result, tuple) else result / passes
 
     def as_batch(self, inputs: Any) -> Batch:
         """Return the same as the parent's method. TRL's dict is accepted too.
@@ -353,7 +361,7 @@ class BeforeUser(Trainer):
         self._whole = self.denominators
         shared = _shared(self._whole, self._passes_of_mean) if own else self._whole
         with with_attributes(self, {"denominators": shared}):
-            return super().training_step(model, inputs, num_items_in_batch)
+            return _call(super().training_step, model, inputs, num_items_in_batch)
 
 
 class BehindUser(Trainer):
@@ -378,12 +386,8 @@ class BehindUser(Trainer):
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute TRL's ``compute_loss``: the loss of a micro-batch, or its sum divided by the subclass's count."""
-        batch, counts = to_batch(inputs), _as_said(inputs, self.denominators)
-        if (
-            not self.model.training
-            and isinstance(inputs, PaddedInputs)
-            and batch.loss_mask is not inputs.batch.loss_mask
-        ):
+        batch, counts, padded = to_batch(inputs), _as_said(inputs, self.denominators), isinstance(inputs, PaddedInputs)
+        if not self.model.training and padded and batch.loss_mask is not inputs.batch.loss_mask:
             # An evaluation batch is treated as one step, with the remaining labels.
             if num_items_in_batch is not None and float(num_items_in_batch) == counts.tokens:
                 num_items_in_batch = None
@@ -392,7 +396,7 @@ class BehindUser(Trainer):
             loss, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
         if not return_outputs:
             return loss
-        order = inputs.order if isinstance(inputs, PaddedInputs) else slice(None)
+        order = inputs.order if padded else slice(None)
 
         def full() -> Tensor:
             mask = batch.real[order].long()

@@ -175,7 +175,6 @@ class EvalShard:
         world: Number of ranks.
         rank: Index of this rank.
         group: Number of consecutive rows that are compared with each other and must be on the same rank.
-        drop_last: Whether to drop an incomplete last round.
 
     >>> [list(EvalShard(2, 2, rank).parts("abcde")) for rank in (0, 1)]
     [[['a', 'b'], ['e']], [['c', 'd'], []]]
@@ -185,14 +184,13 @@ class EvalShard:
     world: int = 1
     rank: int = 0
     group: int = 1
-    drop_last: bool = False
 
     def parts(self, items: Iterable[Any]) -> Iterator[list[Any]]:
         """Yield the batches of this rank."""
         iterator, whole = iter(items), self.size * self.world
         while len(rows := list(itertools.islice(iterator, whole))) == whole:
             yield rows[self.rank * self.size : (self.rank + 1) * self.size]
-        if rows and not self.drop_last:
+        if rows:  # Kept with ``dataloader_drop_last`` too, which is about training steps.
             groups = -(-len(rows) // self.group)
             start, end = (-(-groups * rank // self.world) * self.group for rank in (self.rank, self.rank + 1))
             yield rows[start:end]

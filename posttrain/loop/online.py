@@ -19,13 +19,7 @@ from posttrain.errors import RolloutServerError
 from posttrain.loop import rollout, samplers, scoring
 from posttrain.loop.build import as_config
 from posttrain.loop.dynamic_sampling import DynamicSampler
-from posttrain.loop.prompts import (
-    PromptSource,
-    check_stream,
-    describe_schedule,
-    empty_prompts,
-    without_workers,
-)
+from posttrain.loop.prompts import PromptSource, check_stream, describe_schedule, empty_prompts, without_workers
 from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.rollout import Online
 from posttrain.loop.samplers import Sampler, SingleTurn, make_driver
@@ -38,16 +32,10 @@ from posttrain.models.reference import Reference
 from posttrain.report.completions import rollout_table
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.batch import (
-    RolloutBatch,
-    RolloutWindow,
-)
+from posttrain.rollouts.batch import RolloutBatch, RolloutWindow
 from posttrain.rollouts.episodes.driver import for_trainer, take_harness
 from posttrain.rollouts.native.requests import check_top_k
-from posttrain.types import (
-    Advantages,
-    SampleSettings,
-)
+from posttrain.types import Advantages, SampleSettings
 
 if TYPE_CHECKING:
     from posttrain.rollouts.episodes.driver import EpisodeDriver
@@ -104,7 +92,8 @@ class OnlineTrainer(PostTrainer):
         self.environments = None if self.driver is None else self.driver.pool
         if train_dataset is None:
             train_dataset = empty_prompts(self.environments, type(self).__name__, args)
-        options = reward_options(reward_funcs, args or self.config_class, reward_processing_classes)
+        own = kwargs.get("processing_class")
+        options = reward_options(reward_funcs, args or self.config_class, reward_processing_classes, own)
         self.rewards = reward_runner(self.runner_class, options, self.environments)
         if args is not None and type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
             check_stream(args, train_dataset)

@@ -182,7 +182,7 @@ def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
 
 
 def reward_options(
-    functions: Any, args: PostTrainingConfig | type[PostTrainingConfig], processing_classes: Any
+    functions: Any, args: PostTrainingConfig | type[PostTrainingConfig], processing_classes: Any, tokenizer: object
 ) -> dict[str, Any]:
     """Return the arguments of `RewardRunner` for a config. They can be pickled if the functions can.
 
@@ -190,6 +190,7 @@ def reward_options(
         functions: Reward functions that were passed to the trainer.
         args: The trainer's config, or its class for the defaults.
         processing_classes: Tokenizers of reward models.
+        tokenizer: Tokenizer of the policy, or None if it is loaded later.
     """
     return {
         "reward_funcs": functions,
@@ -197,7 +198,7 @@ def reward_options(
         "processing_classes": processing_classes,
         "transforms": args.reward_transform,
         "timeout": args.reward_timeout,
-        "model_options": reward_model_options(args),
+        "model_options": reward_model_options(args) | {"policy_tokenizer": tokenizer},
         "score_twice": args.check_reward_determinism,
     }
 

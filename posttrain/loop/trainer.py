@@ -29,6 +29,7 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import EvalShard
+from posttrain.errors import ArgumentTypeError
 from posttrain.fields import accepting, check_arguments
 from posttrain.integrations.hub import MODEL_FILES, upload
 from posttrain.loop import attributes, build, checkpoint, step
@@ -50,7 +51,7 @@ from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.progress import in_notebook, use_rich_progress
 from posttrain.report.record import RunRecordCallback
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
+from posttrain.types import Batch, Batches, LossTerms, ModelOutputs, Row, State
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -136,12 +137,12 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         **trainer_kwargs: Any,
     ) -> None:
         model_id = load.model_id_of(model, type(self).__name__)
+        if isinstance(train_dataset, list):
+            raise ArgumentTypeError("train_dataset is a list. Fix: pass datasets.Dataset.from_list(rows).")
         args = build.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._name}")
         self.args, self.method, self.progress = args, self.METHOD(args), Progress()
-        self.user_collator, loss_function = (
-            trainer_kwargs.pop("data_collator", None),
-            trainer_kwargs.get("compute_loss_func"),
-        )
+        self.user_collator = trainer_kwargs.pop("data_collator", None)
+        loss_function = trainer_kwargs.get("compute_loss_func")
         build.check_hooks(self, loss_function)
         self.plan = build.plan(
             build.Spec(
@@ -258,8 +259,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         micro-batch.
         """
         if self.vision.reader is None:
-            return lambda examples: self.run.collate(self.rows(examples))
-        return lambda examples: self.run.collate(self.vision.placed(self.rows(examples), examples))
+            return lambda examples: Batches(self.run.collate(self.rows(examples)))
+        return lambda examples: Batches(self.run.collate(self.vision.placed(self.rows(examples), examples)))
 
     def _get_train_sampler(self, train_dataset: AnyDataset | None = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -475,9 +476,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         run = self.run
         allowed = run.loss_function is not None or run.method.traits.takes_loss_func
         counts = run.progress.denominators.over(num_items_in_batch, allowed=allowed)
-        found = (step.loss_of if run.loss_function is None else step.function_loss)(
-            run, model, self.as_batch(inputs), counts, run.now()
-        )
+        loss_of = step.loss_of if run.loss_function is None else step.function_loss
+        found = loss_of(run, model, self.as_batch(inputs), counts, run.now())
         run.progress.reduced_by = "token" if found.terms is None else found.terms.count or found.terms.reduction
         if self._losses is None:
             step.commit(run, found, "train" if model.training else "eval")
@@ -764,11 +764,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """
         if (split := token_split.active()) is not None:
             split.refuse_predict()
-        layout, self.layout = self.layout, Layout("padded", row_tokens=self.layout.row_tokens)
-        try:
+        with with_attributes(self, {"layout": Layout("padded", row_tokens=self.layout.row_tokens)}):
             output = super().predict(self.prepare_evaluation(plain_rows(test_dataset)), *args, **kwargs)
-        finally:
-            self.layout = layout
         count_rounds(output.metrics, self.run.progress.eval_rounds)
         return output
 
@@ -783,8 +780,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
             loader.device = None
             return loader
-        place = {"world": self.accelerator.num_processes, "rank": self.accelerator.process_index}
-        shard = EvalShard(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
+        shard = EvalShard(batch_size, self.accelerator.num_processes, self.accelerator.process_index, self.eval_group)
         loader = evaluation_loader(dataset, self.args, shard, partial(self._collated, self.data_collator), sampler_fn)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # The parent class reads this.
             vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader

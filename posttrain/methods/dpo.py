@@ -16,13 +16,7 @@ from posttrain.losses.likelihood import nll
 from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_lengths, sequence_sum
 from posttrain.methods.config import PictureConfig, warn_keep_end
-from posttrain.methods.preference import (
-    PAIRS,
-    AnswerMethod,
-    ComparedConfig,
-    answer_mask,
-    pair_metrics,
-)
+from posttrain.methods.preference import PAIRS, AnswerMethod, ComparedConfig, answer_mask, pair_metrics
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
@@ -109,7 +103,10 @@ class DPOConfig(PictureConfig, ComparedConfig):
         if self.label_smoothing and not smoothed:
             raise ConfigError(
                 f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type}. Remove it, or "
-                "use 'robust', which is designed for noisy labels."
+                "use 'robust', which is designed for noisy labels. In TRL 0.7 to 0.28, 'sigmoid' with label_smoothing e was "
+                "conservative DPO: (1 - e) * loss + e * loss of the flipped pair. 'robust' subtracts the second term and divides "
+                "by 1 - 2 e. For conservative DPO, use posttrain.losses.preference.smoothed_sigmoid in objective(outputs, batch) "
+                "of a subclass (docs/hooks.md)."
             )
         if "robust" in smoothed and not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"label_smoothing={self.label_smoothing} with 'robust' must be in [0, 0.5).")
@@ -210,10 +207,7 @@ class DPO(AnswerMethod[DPOConfig]):
 
     config_class = DPOConfig
     traits = replace(
-        PAIRS,
-        needs=frozenset({"logp", "entropy", "correct", "mean_logit"}),
-        compares_reference=True,
-        reads_images=True,
+        PAIRS, needs=frozenset({"logp", "entropy", "correct", "mean_logit"}), compares_reference=True, reads_images=True
     )
     reference_columns = ("ref_chosen_logps", "ref_rejected_logps")
 

@@ -699,10 +699,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     def _check_evaluation_groups(self) -> None:
         if self.do_eval and str(self.eval_strategy) not in ("no", "IntervalStrategy.NO"):
-            rows, group = (
-                self.per_device_eval_batch_size * self.world_size,
-                self.num_generations_eval or self.num_generations,
-            )
+            rows = self.per_device_eval_batch_size * self.world_size
+            group = self.num_generations_eval or self.num_generations
             if rows % group:
                 whole = group // math.gcd(group, self.world_size)
                 raise ConfigError(
@@ -718,13 +716,14 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             return
         fits = [g for g in range(2, total + 1) if total % g == 0]
         step = group // math.gcd(group, self.world_size * (self.steps_per_generation or 1))
-        near = sorted(fits, key=lambda g: abs(g - group))[:3]
+        near = sorted(sorted(fits, key=lambda g: abs(g - group))[:3])
+        others = f"num_generations could be {', '.join(map(str, near))}; or " if near else ""
         raise ConfigError(
             f"a generation of {total} completions ({self.per_device_train_batch_size} per device x {self.world_size} "
             f"process{'es' if self.world_size > 1 else ''} x {self.steps_per_generation} steps_per_generation) does not "
             f"divide into groups of num_generations={group}. With {self.world_size} process"
-            f"{'es' if self.world_size > 1 else ''}: num_generations could be {', '.join(map(str, sorted(near))) or 'none'}; "
-            f"or keep {group} and set per_device_train_batch_size to {_near(self.per_device_train_batch_size, step)}, "
+            f"{'es' if self.world_size > 1 else ''}: {others}"
+            f"keep {group} and set per_device_train_batch_size to {_near(self.per_device_train_batch_size, step)}, "
             f"or generation_batch_size to {_near(total, math.lcm(unit, group))}."
         )
 

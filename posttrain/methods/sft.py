@@ -9,10 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from posttrain.data.sft import (
-    SupervisedOptions,
-    document_rows,
-)
+from posttrain.data.sft import SupervisedOptions, document_rows
 from posttrain.errors import ConfigError
 from posttrain.fields import PositiveInt, config, option
 from posttrain.losses.likelihood import dft, nll, uniform_nll
@@ -178,6 +175,8 @@ class SFT(Method[SFTConfig]):
         super().__init__(cfg)
         if cfg.label_smoothing_factor:
             self.traits = replace(self.traits, needs=self.traits.needs | {"logits"})
+        if cfg.packing and cfg.packing_strategy != "bfd":  # Rows are pieces of documents, and none is truncated.
+            self.traits = replace(self.traits, ignored_codes=frozenset({"PT-D004", "PT-D006", "PT-D011"}))
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Convert tokenized examples to rows without a shared prompt. Packed examples are split into documents."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.data.chat import one_bos
+from posttrain.data.chat import inner_tokenizer, one_bos
 from posttrain.data.templates import supports_tool_calling
-from posttrain.errors import ModelError, RewardError
-from posttrain.models.architecture import context_length, label_count
+from posttrain.errors import ConfigError, ModelError, RewardError
+from posttrain.models.architecture import context_length, get_config_model_id, label_count
 from posttrain.models.load import check_model_source
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class ModelReward(_RewardModel):
     Args:
         model: Folder, hub id, or loaded model with ``num_labels=1``.
         tokenizer: The reward model's tokenizer. None loads it from the model's folder.
+        policy_tokenizer: The policy's tokenizer, for a model that was built in memory and has no folder.
         batch_size: Number of rows per forward pass.
         trust_remote_code: Whether to run code that comes with the model or its tokenizer. Used only if ``model`` is a string.
         model_init_kwargs: Keyword arguments of ``from_pretrained``. Used only if ``model`` is a string.
@@ -103,6 +104,7 @@ class ModelReward(_RewardModel):
 
     Raises:
         ModelError: The folder cannot be loaded, or the model does not have exactly one label.
+        ConfigError: The model was built in memory, and the policy's tokenizer is not known or has more tokens.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class ModelReward(_RewardModel):
         model: nn.Module,
         tokenizer: Tokenizer | None = None,
         *,
+        policy_tokenizer: Tokenizer | None = None,
         batch_size: int = 8,
         trust_remote_code: bool = False,
         model_init_kwargs: Mapping[str, Any] | None = None,
@@ -127,6 +130,13 @@ class ModelReward(_RewardModel):
                 f"a reward model needs num_labels=1, but {type(model).__name__} has num_labels={labels}. Fix: pass a model with "
                 "one label, or a function f(prompts, completions, **columns) that calls this model."
             )
+        if tokenizer is None and not get_config_model_id(model.config):
+            tokenizer = None if policy_tokenizer is None else inner_tokenizer(policy_tokenizer)
+            if tokenizer is None or len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+                raise ConfigError(
+                    f"reward_funcs contains a {type(model).__name__} that was built in memory, so its tokenizer is not known. "
+                    "Fix: pass reward_processing_classes=tokenizer, with the tokenizer of the reward model."
+                )
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(
             model.config._name_or_path,
             trust_remote_code=init["trust_remote_code"],

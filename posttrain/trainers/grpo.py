@@ -153,9 +153,10 @@ class GRPOTrainer(OnlineTrainer):
         if args.log_completions_hub_repo:
             self.add_callback(CompletionsHubCallback(args.log_completions_hub_repo))
         if dropout := _active_dropout(self.model):
+            fix = "Train a different adapter than PVeRA" if "PVeRA" in dropout else "Set disable_dropout=True"
             logger.warning(
                 "%s is active, so the policy's log-probs are noisy, but the log-probs with which they are compared "
-                "are not. Set disable_dropout=True, or train a different adapter than PVeRA.", dropout,
+                "are not. %s.", dropout, fix,
             )  # fmt: skip
 
     # The entropy bonus -------------------------------------------------------------------------------------------

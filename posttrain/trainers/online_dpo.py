@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +17,8 @@ from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.rollout import Online, logps
 from posttrain.methods.online_dpo import TIES_MOST, OnlineDPO, OnlineDPOConfig
 from posttrain.models import parallel
-from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.reference import Reference, check_reference, log_own_checkpoint
+from posttrain.rewards.call import one_each
 from posttrain.rewards.judges import JudgeReward, PairRewards
 from posttrain.rewards.model import WholeTextReward
 from posttrain.rewards.runner import RewardTable
@@ -185,21 +186,12 @@ class OnlineDPOTrainer(OnlineTrainer):
     ) -> list[Any]:
         """Wrap reward models as functions of text. Other reward functions are returned unchanged."""
         functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        own = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
-        if len(own) != len(functions):
-            raise ConfigError(
-                f"reward_processing_classes has {len(own)} entries, but there are {len(functions)} reward "
-                "functions. Pass one entry per function."
-            )
+        own = tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
+        own = one_each("reward_processing_classes", own, len(functions))
         init = {"trust_remote_code": args.trust_remote_code, "model_init_kwargs": args.model_init_kwargs}
-        wrapped = []
-        for function, theirs in zip(functions, own, strict=True):
-            nameless = not get_config_model_id(config_of(function))
-            if isinstance(function, nn.Module) and theirs is None and nameless:
-                theirs = tokenizer  # A model that was built in memory has no tokenizer, so it must use the policy's.
-            is_model = isinstance(function, str | nn.Module)
-            wrapped.append(WholeTextReward(function, theirs, **init) if is_model else function)
-        return wrapped
+        wrap = functools.partial(WholeTextReward, policy_tokenizer=tokenizer, **init)
+        pairs = zip(functions, own, strict=True)
+        return [wrap(one, theirs) if isinstance(one, str | nn.Module) else one for one, theirs in pairs]
 
     def make_reference(self) -> Reference:
         """Create the reference, which the loss always needs."""

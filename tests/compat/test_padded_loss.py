@@ -87,6 +87,33 @@ def test_a_mean_that_ignores_the_count_of_the_step_is_averaged_over_its_micro_ba
     assert curve(own)[0] == pytest.approx(curve(whole)[0], rel=1e-5)
 
 
+def test_overrides_without_the_count_are_called_without_it(tokenizer, tmp_path):
+    """The form of overrides before transformers 4.46."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        return super(type(self).user, self).compute_loss(model, inputs, return_outputs)
+
+    def mean(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+    def training_step(self, model, inputs):
+        return super(type(self).user, self).training_step(model, inputs)
+
+    def old_mean(self, model, inputs, return_outputs=False):
+        return model(**inputs).loss
+
+    def curve_of(name, methods):
+        mine = subclass("sft", **methods)
+        mine.user = mine
+        own = every("sft", tmp_path / name, tokenizer, cls=mine, train=data("sft", 8), **ACCUMULATED)
+        return pytest.approx([*curve(own), own.evaluate(data("sft", 3))["eval_loss"]], rel=1e-5)
+
+    plain = curve_of("plain", {})
+    assert curve_of("chained", {"compute_loss": compute_loss}).expected == plain
+    assert curve_of("step", {"training_step": training_step}).expected == plain
+    assert curve_of("mean", {"compute_loss": old_mean}).expected == curve_of("new", {"compute_loss": mean})
+
+
 def test_a_documented_preference_objective_of_trl_runs(tokenizer, tmp_path):
     def logps(model, inputs):
         logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
@@ -104,6 +131,16 @@ def test_a_documented_preference_objective_of_trl_runs(tokenizer, tmp_path):
     plain = every("dpo", tmp_path / "plain", tokenizer, **settings)
     assert curve(own) == pytest.approx(curve(plain), rel=1e-5)
     assert own.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+
+
+def test_a_key_of_an_older_layout_names_the_columns_with_the_same_order(tokenizer, tmp_path):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return inputs["input_ids_chosen"]
+
+    rows = data("reward", 8).add_column("margin", [0.5] * 8)
+    own = every("reward", tmp_path, tokenizer, cls=subclass("reward", compute_loss=compute_loss), train=rows)
+    with pytest.raises(KeyError, match="in two, 'margin' too: the first half of the rows is chosen"):
+        own.train()
 
 
 def test_a_key_of_an_older_layout_names_the_present_keys(tokenizer, tmp_path):
@@ -438,3 +475,20 @@ def test_a_draw_that_goes_around_ours_is_refused(tokenizer, tmp_path):
 
     with raises(ConfigError, "Mine.get_batch_samples"):
         every("sft", tmp_path, tokenizer, cls=Mine).train()
+
+
+def test_the_method_of_older_trl_with_the_name_of_transformers_is_refused_before_training(tokenizer, tmp_path):
+    class Mine(pt.DPOTrainer):
+        def get_batch_samples(self, model, batch):
+            return ["a"], ["b"]
+
+    with raises(ConfigError, "Mine", "get_batch_samples(model, batch)", "LogCompletionsCallback"):
+        every("dpo", tmp_path, tokenizer, cls=Mine)
+
+
+def test_batches_of_a_loader_that_are_read_as_a_dict_are_refused_by_name(tokenizer, tmp_path):
+    batches = next(iter(every("sft", tmp_path, tokenizer).get_train_dataloader()))
+    assert batches[0].input_ids.shape and [*batches] == batches[:]
+    for read in (lambda: batches["labels"], lambda: batches.items(), lambda: dict(**batches)):
+        with raises(ConfigError, "list of Batch", "batches[0].loss_mask"):
+            read()

@@ -101,6 +101,21 @@ def test_strict_data_makes_findings_about_rows_errors_and_lets_clean_rows_train(
     trainer_of(tiny_model, tiny_tokenizer, tmp_path, chat(8), strict_data=True, assistant_only_loss=True).train()
 
 
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_only_packing_that_truncates_documents_reports_it_with_the_strategies_that_split(
+    strategy, tiny_model, tiny_tokenizer, tmp_path
+):
+    rows = datasets.Dataset.from_list([{"text": f"{i} apples and " * 30} for i in range(6)])
+    options = {"packing": True, "packing_strategy": strategy, "max_length": 16}
+    trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, rows, **options)
+    found = {finding.code: finding.fix for finding in trainer.data_report().findings}
+    if strategy == "bfd":
+        assert "bfd_split" in found["PT-D011"] and "wrapped" in found["PT-D011"]
+    else:  # Pieces without an end are no rows without one.
+        warned = {code for code, result in trainer.preflight.results.items() if result.findings}
+        assert not {"PT-D004", "PT-D006", "PT-D011"} & (warned | set(found))
+
+
 def test_keep_end_is_deprecated_where_it_is_and_no_finding_recommends_it(tiny_tokenizer, tmp_path):
     for config in (SFTConfig, DPOConfig):
         with pytest.warns(FutureWarning, match="keep_end.*deprecated"):

@@ -28,6 +28,14 @@ def test_every_row_goes_to_one_process_and_all_have_equally_many_batches(count, 
     assert rounds == rows
 
 
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_evaluation_keeps_its_last_batch_when_training_drops_it(kind, tokenizer, tmp_path):
+    """An evaluation without a batch would report the loss 0, and `load_best_model_at_end` would choose by it."""
+    settings = {"dataloader_drop_last": True, "per_device_eval_batch_size": 8}
+    trainer = every(kind, tmp_path, tokenizer, eval_dataset=data(kind, 3), **settings)
+    assert trainer.evaluate()["eval_loss" if kind == "sft" else "eval_completions/mean_length"] > 0
+
+
 def test_inference_restores_the_mode_of_each_module(tokenizer, tmp_path):
     run = every("sft", tmp_path, tokenizer).run
     frozen = run.model.train().model.norm.eval()

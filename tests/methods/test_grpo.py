@@ -452,7 +452,11 @@ def test_an_unwritable_output_dir_is_refused(unloadable, tmp_path):
     ("settings", "match"),
     [
         ({"loss_type": "gpro"}, r"loss_type='gpro' is not known \(did you mean 'grpo'\?\)"),
-        ({"num_generations": 3}, r"8 completions .*1 process .*num_generations=3.*num_generations could be 2, 4, 8"),
+        (
+            {"num_generations": 3},
+            r"8 completions .*1 process .*num_generations=3.*num_generations could be 2, 4, 8; or keep 3 ",
+        ),
+        ({"per_device_train_batch_size": 1, "num_generations": 8}, "With 1 process: keep 8 and set"),
         ({"num_generations": 1}, "num_generations=1 must be at least 2"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"top_p": 1.5}, "top_p=1.5"),

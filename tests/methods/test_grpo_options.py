@@ -166,7 +166,7 @@ def test_r38_active_dropout_is_warned_of(tiny_tokenizer, tmp_path, caplog):
     model.config.attention_dropout = 0.1
     with caplog.at_level(logging.WARNING):
         grpo(tmp_path, tiny_tokenizer, model=model)
-    assert "attention_dropout=0.1 is active" in caplog.text
+    assert "attention_dropout=0.1 is active" in caplog.text and "PVeRA" not in caplog.text
     caplog.clear()
     model = build_model(len(tiny_tokenizer))
     model.config.attention_dropout = 0.1

@@ -208,6 +208,8 @@ def test_bad_arguments_are_refused(tiny_tokenizer, tmp_path):
             train_dataset=datasets.DatasetDict({"train": chats()}),
             processing_class=tiny_tokenizer,
         )
+    with raises(ArgumentTypeError, "Dataset.from_list(rows)"):
+        SFTTrainer(build_model(10), args, train_dataset=[*chats()], processing_class=tiny_tokenizer)
     with pytest.raises(DataError, match="train_dataset"):
         SFTTrainer(build_model(10), args, processing_class=tiny_tokenizer)
     with raises(ConfigError, "max_steps"):

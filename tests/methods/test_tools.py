@@ -513,8 +513,11 @@ def test_trainers_of_single_turns_refuse_tools_environments_and_rollout_function
 
 def test_an_old_response_schema_is_told(tokenizer, tmp_path):
     tokenizer.response_schema = {"type": "object"}
-    with pytest.warns(FutureWarning, match="set response_template"):
-        trainer_of(tmp_path, tokenizer, speaker(tokenizer, "x"), keys={"tools": [double]})
+    with pytest.warns(FutureWarning, match="set response_template") as told:
+        trainer = trainer_of(tmp_path, tokenizer, with_answer(tokenizer), keys={"tools": [double]}, max_steps=1)
+    assert {one.filename for one in told if "response_schema" in str(one.message)} == {__file__}
+    trainer.train()
+    assert trainer.state.log_history[0]["tools/call_frequency"] == 1  # The format is that of the template.
 
 
 def test_evaluation_uses_tools_too_and_another_group_size(tokenizer, tmp_path):

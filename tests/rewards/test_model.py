@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 
-from posttrain.errors import ModelError, RewardError
+from posttrain import GRPOConfig, GRPOTrainer
+from posttrain.errors import ConfigError, ModelError, RewardError
 from posttrain.rewards.model import ModelReward
 from posttrain.rewards.runner import RewardRunner
 from tests.wordings import raises
@@ -108,6 +109,18 @@ def test_a_classifier_of_several_labels_and_a_missing_folder_are_refused(tiny_to
         RewardRunner(torch.nn.Linear(2, 1))
     with raises(ModelError):
         ModelReward(str(tmp_path / "none"))
+
+
+def test_a_model_built_in_memory_reads_the_tokenizer_of_the_policy(tiny_tokenizer, tmp_path):
+    from tests.methods.helpers import prompts
+
+    args, small = GRPOConfig(str(tmp_path), use_cpu=True, report_to="none"), build(len(tiny_tokenizer) - 1)
+    given = {"reward_funcs": small, "train_dataset": prompts(), "args": args}
+    for tokenizer in (None, tiny_tokenizer):
+        with raises(ConfigError, "reward_processing_classes=tokenizer"):
+            GRPOTrainer("a folder that is not there", **given, processing_class=tokenizer)
+    reward = RewardRunner(build(len(tiny_tokenizer)), model_options={"policy_tokenizer": tiny_tokenizer}).functions[0]
+    assert reward.tokenizer is tiny_tokenizer
 
 
 def test_tool_calls_that_the_template_cannot_show_are_refused(judge):

@@ -347,7 +347,7 @@ class RolloutService:
             episodes=EpisodeSetup.of(args, **episodes),
             rewards=None
             if given.get("unscored")
-            else reward_options(given["reward_funcs"], args, given["reward_processing_classes"])
+            else reward_options(given["reward_funcs"], args, given["reward_processing_classes"], self.tokenizer)
             | {"score_twice": False},
             method=type(self.sync.run.method)(args),
             mask_truncated=args.mask_truncated_completions,

@@ -121,6 +121,8 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
     dropped = dropped_rows(len(drawn), len(rows), reasons=prepared.reasons, missing=missing)
     telling: dict[str, int] = {}
     checked = check_rows(rows, tokenizer, limit=None if cut == 0 else limit, numbers=numbers, examples=telling)
+    checked = [finding for finding in checked if finding.code not in subject.method.traits.ignored_codes]
+    telling = {finding.code: telling[finding.code] for finding in checked}
     findings = [*([dropped] if dropped else []), *prepared.findings, *checked]
     seen = f"{len(drawn):,}"
     part = f"the first {seen}" if total is None else f"all {seen}" if total == len(drawn) else f"{seen} of {total:,}"

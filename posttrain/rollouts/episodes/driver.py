@@ -166,7 +166,9 @@ class EpisodeDriver:
         self.runner.background = None if reader is None else reader.background
         schema, template = [getattr(tokenizer, f"response_{x}", None) for x in ("schema", "template")]
         if self.calls_tools and schema is not None and template is None:
-            warnings.warn("response_schema is no longer used: set response_template.", FutureWarning, stacklevel=2)
+            names = [one.frame.f_globals["__name__"] for one in inspect.stack(0)]
+            level = 1 + next(depth for depth, name in enumerate(names) if not name.startswith("posttrain."))
+            warnings.warn("response_schema is no longer used: set response_template.", FutureWarning, stacklevel=level)
         prepared = tokenizer if reader is None else reader.processor
         self.tokenizer = prepare_tokenizer(prepared) if self.calls_tools else tokenizer
 

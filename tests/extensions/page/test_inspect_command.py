@@ -65,6 +65,9 @@ def test_flags_win_over_the_file_as_in_training(folder, capsys):
     out = capsys.readouterr().out
     assert "PT-D011 12 of 12 rows" in out
     assert "limit of 18 tokens" in out
+    packed = ["--packing", "True", "--packing_strategy", "wrapped"]
+    assert command.run(["sft", "--config=sft.yaml", "--max_length", "18", *packed]) == 0
+    assert "PT-D011" not in capsys.readouterr().out
 
 
 def test_nothing_is_written_and_no_training_directory_is_made(folder):
