@@ -112,18 +112,19 @@ class RolloutServerError(RolloutError):
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may restart the run.
-    timed_out = held = False  # See `ServerUnreachable` and `ServerBusy`.
+    timed_out = held = False  # See `ServerUnreachable` and `ServerBusy` for the meaning of these attributes.
 
     def __init__(self, message: str, *, url: str = "", log_tail: str = "") -> None:
         super().__init__(f"{message}\nThe end of the server's log:\n{log_tail}" if log_tail else message)
         self.url, self.log_tail = url, log_tail
 
-    def __reduce__(self) -> Any:  # Ranks pickle their errors, and keyword arguments would be lost.
+    # Ranks exchange pickled errors. Without this method, keyword arguments would be lost.
+    def __reduce__(self) -> Any:
         return _restored, (type(self), self.args, self.__dict__)
 
 
 def _restored(kind: type[RolloutServerError], args: tuple, state: dict[str, Any]) -> RolloutServerError:
-    # `ServerUnreachable` has the memory layout of `OSError`, and `__new__` of another base is refused.
+    # `ServerUnreachable` has the memory layout of `OSError`, so `__new__` must be called on its base class.
     base: Any = kind.__base__
     error = base.__new__(kind)
     error.args = args
@@ -213,7 +214,6 @@ def raised_at(error: BaseException, besides: str = "") -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
-# Names from older versions of transformers and TRL.
 def unknown_arguments(cls: type, given: Iterable[str]) -> list[str]:
     """Return the keywords that a class's constructor does not accept."""
     known = _parameters(cls)

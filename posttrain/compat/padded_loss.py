@@ -55,7 +55,8 @@ class PaddedInputs(dict):
         self.made = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "batch" not in vars(self):  # This happens while an object is copied.
+        # The attributes are not set yet while the object is being copied.
+        if name.startswith("__") or "batch" not in vars(self):
             raise AttributeError(name)
         return getattr(self.batch, name)
 
@@ -193,7 +194,8 @@ def to_batch(inputs: Any) -> Batch:
     for name, before in inputs.made.items():
         value = inputs.get(name)
         if name == ITEMS or (value is None and name in batch.columns):
-            continue  # The subclass removed it, so that model(**inputs) does not receive it.
+            # The subclass removed this entry, so that model(**inputs) does not receive it.
+            continue
         changed = f"inputs[{name!r}] was changed from shape {tuple(before.shape)}"
         if not isinstance(value, Tensor) or value.shape != before.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else value
@@ -270,7 +272,7 @@ class BeforeUser(Trainer):
     def _choose_layout(self, model: nn.Module) -> Any:
         return replace(super()._choose_layout(model), kind="padded")
 
-    # Inputs that a subclass's `training_step` passed on.
+    # Inputs that the `training_step` of a subclass passed on.
     _given: PaddedInputs | None = None
 
     def _dict(self, batch: Batch) -> PaddedInputs:
@@ -316,10 +318,10 @@ class BeforeUser(Trainer):
             loss = self.prediction_step(model, shown, prediction_loss_only=True, ignore_keys=None)[0]
             return (loss, None) if return_outputs else loss
         whole, passes = self.denominators, self._passes_of_mean
-        # In training the subclass was called at the beginning of the step. In evaluation it is not called, as in TRL.
+        # In training, the subclass was called at the beginning of the step. In evaluation it is not called, as in TRL.
         items = label_tokens(self.denominators, self.method.traits.takes_loss_func)
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
-            # Without a count, `super()` then returns the mean of a micro-batch.
+            # If no count is passed, `super()` returns the mean over a micro-batch.
             result = super().compute_loss(model, shown, return_outputs, num_items_in_batch=items)
         loss = (result[0] if isinstance(result, tuple) else result) / passes
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
@@ -335,7 +337,8 @@ class BeforeUser(Trainer):
     def _passes_of_mean(self) -> float:
         """Divisor of the loss: 1 if it is already scaled for the whole step, otherwise the number of micro-batches."""
         passes = max(self.denominators.passes / self.denominators.world_size, 1.0)
-        if user_override(type(self), "loss_is_scaled_for_ga"):  # A flag of transformers.
+        # transformers reads this attribute, too.
+        if user_override(type(self), "loss_is_scaled_for_ga"):
             return 1.0 if self.loss_is_scaled_for_ga else passes
         owner = user_override(type(self), "compute_loss")
         if owner is None or not (self.method.traits.takes_loss_func or isinstance(self, OnlineTrainer)):
@@ -384,7 +387,7 @@ class BehindUser(Trainer):
             and isinstance(inputs, PaddedInputs)
             and batch.loss_mask is not inputs.batch.loss_mask
         ):
-            # An evaluation batch is treated as one step, with the remaining labels.
+            # Treat an evaluation batch as one step, and count only the remaining labels.
             if num_items_in_batch is not None and float(num_items_in_batch) == counts.tokens:
                 num_items_in_batch = None
             counts = replace(counts, tokens=float(batch.num_loss_tokens))
@@ -422,7 +425,8 @@ class BehindUser(Trainer):
         return loss.detach(), outputs.logits, inputs.get("labels", inputs.get("completion_mask"))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # A Batch is already on the device.
+        # A Batch needs no conversion and is already on the device.
+        return inputs
 
 
 @functools.cache
