@@ -196,7 +196,8 @@ class OnlineDPOTrainer(OnlineTrainer):
         for function, theirs in zip(functions, own, strict=True):
             nameless = not get_config_model_id(config_of(function))
             if isinstance(function, nn.Module) and theirs is None and nameless:
-                theirs = tokenizer  # A model that was built in memory has no tokenizer, so it must use the policy's.
+                # A model that was created in memory has no tokenizer of its own, so the policy's tokenizer is used.
+                theirs = tokenizer
             is_model = isinstance(function, str | nn.Module)
             wrapped.append(WholeTextReward(function, theirs, **init) if is_model else function)
         return wrapped
@@ -257,8 +258,8 @@ class OnlineDPOTrainer(OnlineTrainer):
             columns = {"ref_logp": logps(self.run, reference, every)}
         if not self.engine.capabilities.has_logprobs:
             return columns
-        # The loss uses temperature 1 and not the sampling temperature, so one completion of the batch is computed in an
-        # extra pass.
+        # Compute one completion again at the sampling temperature, to compare it with the engine's log-probs. The loss uses
+        # temperature 1.
         with self.run.inference() as policy:
             own = logps(self.run, policy, rollouts.rows(range(1), skip_truncated=False), self.args.temperature)
         self.run.log(sampler_gap(rollouts.rollouts[:1], own), rollouts.mode)
