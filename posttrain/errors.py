@@ -67,7 +67,7 @@ class PreflightError(ConfigError):
         findings: Findings of the checks.
     """
 
-    exit_code = 78  # EX_CONFIG of sysexits.h.
+    exit_code = 78  # Exit code EX_CONFIG of sysexits.h.
     findings: Sequence[Finding] = ()
 
 
@@ -111,7 +111,8 @@ class RolloutServerError(RolloutError):
         log_tail: End of the server's log, if the server sent it.
     """
 
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may restart the run.
+    # Exit code EX_TEMPFAIL of sysexits.h, with which a scheduler may restart the run.
+    exit_code = 75
     timed_out = held = False  # See `ServerUnreachable` and `ServerBusy` for the meaning of these attributes.
 
     def __init__(self, message: str, *, url: str = "", log_tail: str = "") -> None:
@@ -124,7 +125,8 @@ class RolloutServerError(RolloutError):
 
 
 def _restored(kind: type[RolloutServerError], args: tuple, state: dict[str, Any]) -> RolloutServerError:
-    # `ServerUnreachable` has the memory layout of `OSError`, so `__new__` must be called on its base class.
+    # Call `__new__` on the base class. It is refused on other classes, because `ServerUnreachable` has the memory layout of
+    # `OSError`.
     base: Any = kind.__base__
     error = base.__new__(kind)
     error.args = args
@@ -287,4 +289,4 @@ def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
         raise ConfigError(f"{field}={value!r} is not known{did_you_mean(value, options)}. Choose one of: {listed}.")
 
 
-ROUNDING = 1e-6  # Tolerance in nats: a log-softmax in float32 can be slightly above 0.
+ROUNDING = 1e-6  # Tolerance in nats, because a log-softmax in float32 can be slightly above 0.

@@ -210,8 +210,8 @@ class Batch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     pictures: list[tuple[int, int, Any]] = field(default_factory=list)
-    # Number of trained tokens, and version of ``loss_mask`` for which it was counted. It is stored, because counting on a
-    # device requires a synchronization.
+    # Number of trained tokens, and the version of ``loss_mask`` for which it was counted. The number is cached, because
+    # counting on a device requires a synchronization.
     _counted: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def to(self, device: torch.device | str) -> Batch:

@@ -26,8 +26,8 @@ IMAGES_READ = 200  # Number of these rows whose images are opened and read.
 SHARE_UNFIT = 0.005  # If more than this share of the rows does not fit, the finding is an error.
 ROWS_NAMED = 5
 SMALLEST_SIDE = 32  # Minimum number of pixels per side. The content of a smaller image is not recognizable.
-# SHARE_ALIKE: share of rows with the same image above which there is a finding. ROWS_COMPARED: minimum number of rows to
-# compare.
+# SHARE_ALIKE: a finding is reported if at least this share of the rows has the same image. ROWS_COMPARED: minimum number of
+# rows for this comparison.
 SHARE_ALIKE, ROWS_COMPARED = 0.9, 10
 # If log-probs change less than this on average when images are exchanged, the model ignores images. Half precision uses 1e-2.
 LEAST_MOVE = {torch.float32: 1e-4}

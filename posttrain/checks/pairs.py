@@ -362,7 +362,7 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
 
 
 # Two careful annotators prefer the same answer in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs (arXiv:2203.02155,
-# section 3.4). A judge that agrees with the labels in less than AGREES of the pairs uses other criteria than annotators.
+# section 3.4). A judge whose agreement with the labels is below AGREES uses other criteria than annotators.
 AGREES, INVERTED = 0.55, 0.45
 
 

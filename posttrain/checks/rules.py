@@ -17,14 +17,16 @@ from posttrain.checks.registry import REGISTRY, Severity
 from posttrain.types import Finding
 
 FLAT_SHARE = 0.8  # Maximum share of groups whose rewards are all equal.
-# KL_LARGE: KL divergence in nats per token. KL_GROWTH: factor by which the KL divergence has grown since the start.
+# A finding is reported if the KL divergence exceeds KL_LARGE nats per token and has grown by the factor KL_GROWTH since the
+# start.
 KL_LARGE, KL_GROWTH = 0.5, 5.0
 ENTROPY_LEFT = 0.1  # Minimum entropy, as a fraction of the initial entropy.
 CUT_SHARE = 0.5  # Maximum share of completions that reach the length limit.
 CUT_AT_FIRST = 0.9  # Maximum share of completions that reach the length limit in the first generation.
 # Maximum growth factor of the mean length while the reward changes by less than a tenth of its standard deviation.
 LENGTH_GROWTH = 1.5
-# Share of tokens with weight 0 above which there is a warning, and above which stopping the run is advised.
+# MASKED_SHARE: share of tokens with weight 0 above which a warning is logged. MASKED_MOST: share above which stopping the run
+# is advised.
 MASKED_SHARE, MASKED_MOST = 0.2, 0.9
 REWARD_SHARE = 0.3  # Maximum share of the step time that reward functions may take.
 DRIFT_STEPS = 50  # Length of the window in which growth of the mismatch is measured, in optimizer steps.

@@ -70,9 +70,8 @@ def launch() -> None:
         sys.exit(128 + int(told.sigval))
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            if (
-                failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-            ):  # The launcher sends SIGTERM to the remaining processes.
+            # Ignore SIGTERM, because the launcher sends it to the remaining processes.
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                 Path(os.environ[EXIT_CODES], f"{rank}.signal").write_text(str(-failure.exitcode), encoding="utf-8")
         raise
 

@@ -158,7 +158,7 @@ def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows
         units = _units(trees) if whole_rows else [[tree] for tree in trees]
         bins = _by_length(units, layout.row_tokens)
         return [_lay_out([[tree] for unit in group for tree in unit], pad_token_id, layout) for group in bins]
-    # Each of these units is a row that is too long for one tree.
+    # Units of several trees. Each of them is a row that is too long for a single tree.
     split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []
     apart = {id(tree) for unit in split for tree in unit}
     whole = [tree for tree in trees if id(tree) not in apart]
@@ -393,8 +393,8 @@ class _Canvas:
         row = member.row
         leaf = Leaf(segment, len(row.prompt_ids), _length(member), member.number)
         if start:
-            # This completion was split into two consecutive nodes, because the prompt of another row ends inside it. Keep one
-            # leaf.
+            # Keep only one leaf. This completion was split into two consecutive nodes, because the prompt of another row ends
+            # inside it.
             self.leaves[-1] = leaf
             return len(self.leaves) - 1
         self.leaves.append(leaf)

@@ -70,7 +70,7 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: the line is not valid JSON ({error}): {shown!r}") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, not {type(row).__name__}: {shown!r}")
-    # An escape sequence may encode a lone surrogate.
+    # Check rows with escape sequences, because an escape sequence may encode a lone surrogate.
     if b"\\u" in line:
         check_unicode(json.dumps(row, ensure_ascii=False), where)
     return row

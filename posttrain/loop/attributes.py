@@ -39,8 +39,8 @@ FIXED = frozenset({
     "vllm_gpu_memory_utilization", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_mode",
     "vllm_tensor_parallel_size",
 })  # fmt: skip
-# Attributes that are stored elsewhere, each with attribute paths that start at the trainer. The first path whose value is not
-# None is read. Only the first path is written.
+# Attributes that are stored elsewhere, each with attribute paths that start at the trainer. Reading uses the first path whose
+# value is not None. Writing uses only the first path.
 PATHS: dict[str, tuple[str, ...]] = {
     "chat_template": ("processing_class.chat_template",),
     "completion_only_loss": ("args.completion_only_loss", "prompts_are_given"),

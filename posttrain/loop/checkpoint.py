@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 MARKER = "COMPLETE"
-# File that marks an unfinished checkpoint. It contains the id of the run, so that it can be removed if the run was killed.
+# File that marks an unfinished checkpoint. It contains the id of the run, so that leftovers of killed runs can be recognized.
 BEGUN = f"{MARKER}.part"
 MISSING = "is missing"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")

@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 # TEMPLATE_ROWS: number of rows with which the chat template is checked. SEQUENCES_DESCRIBED: number of sequences that are
 # shown.
 TEMPLATE_ROWS, SEQUENCES_DESCRIBED = 32, 3
-# Number of examples that are tokenized, for a dataset and for a stream. Of a stream, the first examples are used.
+# Number of examples that are tokenized: EXAMPLES_TOKENISED for a dataset, and EXAMPLES_OF_STREAM (the first ones) for a stream.
 EXAMPLES_TOKENISED, EXAMPLES_OF_STREAM = 64, 32
 CHAT = ("messages", "prompt", "chosen", "conversations")
 
@@ -389,8 +389,8 @@ def _shown(sequence: TokenSequence, row: Row, tokenizer: Tokenizer) -> dict[str,
 # Rows that cannot be used for training ------------------------------------------------------------------------------
 
 ROWS_NAMED = 5  # Maximum number of row numbers that a message lists.
-# Maximum number of rows that are read completely, of a dataset and of a stream. Beyond it, Arrow counts missing and empty
-# values.
+# Maximum number of rows that are read completely, for a dataset and for a stream. In further rows of a dataset, Arrow only
+# counts missing and empty values.
 ROWS_READ_WHOLE, READ_OF_STREAM = (
     1000,
     256,

@@ -186,7 +186,7 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
             batch, weight = batches[min(index, len(batches) - 1)], 1.0 if index < len(batches) else 0.0
             for helped, last in token_split.turns(index == passes - 1):
                 with offloading, parallel.no_sync(model, last=last):
-                    # This process computes its columns of another process's pass.
+                    # In sequence parallelism, this process computes its columns of a pass that belongs to another process.
                     if split is not None and helped is not None:
                         parallel.backward(accelerator, split.help_with(model, helped))
                         continue

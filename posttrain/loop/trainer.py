@@ -71,7 +71,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     # True, because denominators are counted over all micro-batches and ranks of an optimizer step.
     loss_is_scaled_for_ga = True
     METHOD: ClassVar[type[Method[Any]]]
-    # Every class with METHOD sets this attribute from METHOD.
+    # Subclasses with METHOD set this attribute automatically, to the config class of METHOD.
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
     # Names for the model card, as in TRL's trainers. A class that sets METHOD but not these names gets them from its class
     # name.
@@ -556,7 +556,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
                 raise
             # With `eval_on_start`, the run ends after its first step.
             return {}
-        # A learning-rate schedule read the metric before the check below.
+        # The metric for the best model is missing, and a learning-rate schedule has read it before the check below.
         except KeyError as error:
             if "metric_for_best_model" in str(error):
                 check_best_metric(self.args, self.state.log_history[-1])

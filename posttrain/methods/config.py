@@ -149,7 +149,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "selects the largest size that needs at most 90 % of the free memory. It then sets gradient_accumulation_steps so "
         "that the effective batch size is the same as with a micro-batch of 8 rows.",
     )
-    # The default is None, because older versions of transformers have False, which could not be told from a False set by the
+    # The default is None. In older versions of transformers it is False, which cannot be distinguished from a False set by the
     # user.
     gradient_checkpointing: bool | None = option(
         None,

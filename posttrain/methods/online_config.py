@@ -675,8 +675,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         for name, check in {"vllm": self.check_vllm_settings, "paged": self._check_paged_settings}.items():
             try:
                 check()
-                # In half precision, log-probs of continuous batching differ from the policy's, so check whether the loss allows
-                # this.
+                # Check whether the loss allows log-probs that differ from the policy's, like those of continuous batching in
+                # half precision.
                 self.check_foreign_logprobs()
             except (ConfigError, MissingDependencyError) as error:
                 reasons[name] = str(error)

@@ -33,7 +33,7 @@ PASS_WORK, MOST_GPU_TOKENS = 15 * 10**12, 32768
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Attention backends that accept an arbitrary mask.
 
 
-# Config fields that models read in every pass, so a probe can set smaller values. Llama 4's ``floor_scale`` is a number of
+# Config fields that models read in every pass, so a probe can set smaller values. Llama 4's ``floor_scale`` is measured in
 # columns.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")

@@ -439,7 +439,7 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
             )
         fields = {name: getattr(out, name) for name in ("logp", "log_mass", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
-    # The slow path is for output layers that are not a plain matrix (because of an adapter or a hook), and for losses that need
+    # Slow path for output layers that are not a plain matrix (because of an adapter or a hook), and for losses that need all
     # logits.
     if type(layer) in (nn.Linear, Float32Linear) and not is_one_matrix(layer):
         warn_once(

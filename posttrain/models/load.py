@@ -51,7 +51,7 @@ TOKENIZER_FILES = {
     "vocab.txt",
     "spiece.model",
 }
-# Words in the names of unused special tokens. The first word that occurs in a name is preferred for the pad token.
+# Words in the names of unused special tokens. For the pad token, names with an earlier word in this list are preferred.
 UNUSED = ("pad", "reserved", "unused")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -540,7 +540,7 @@ NEEDS_MORE = ADDS_LAYERS | {
     "LILY": "routing weights averaged over all tokens of a row, but rows here contain several sequences",
     "MULTITASK_PROMPT_TUNING": "task_ids in every forward pass",
 }
-# Options of supported peft methods that are not supported, each with the part that this library does not implement.
+# Options that supported peft methods must not use here, each with the part that this library does not implement.
 NEEDS_MORE_WITH = {
     "alora_invocation_tokens": "the position of the invocation tokens in each row, but rows here contain several sequences",
     "use_asa": "a mask update after each optimizer step",

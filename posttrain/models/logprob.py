@@ -219,8 +219,8 @@ class _TokenLogprobs(torch.autograd.Function):
             x, bent = rule.logits(hidden[part], weight, bias)
             chosen = x.gather(1, targets[part, None]).squeeze(1)
             if "correct" in wants and weight.element_size() < 4:
-                # In half precision, several logits are often equal. Only the first one counts as the most likely. Finding it
-                # takes as long as an exponential.
+                # In half precision, several logits are often equal. Only the first of them counts as the most likely token.
+                # Finding it takes as long as computing an exponential.
                 top, first = x.max(1)
                 correct[part] = first == targets[part]
             else:

@@ -497,7 +497,7 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the local shard of each frozen parameter, or the whole parameter if it is not sharded."""
     for module in model.modules():
-        # FSDP2 leaves some parameters gathered after a pass without backward pass.
+        # After a forward pass without backward pass, FSDP2 leaves some parameters gathered.
         if isinstance(module, FSDPModule):
             module.reshard()
     for name, parameter in model.named_parameters():

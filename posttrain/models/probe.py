@@ -446,8 +446,8 @@ def _gradient_fault(model: Module, values: Tensor, truth: Tensor, share: float) 
     )
     most = float(torch.stack([gradient.abs().max() for gradient in exact]).max())
     gap = float(torch.stack([(a - b).abs().max() for a, b in zip(mine, exact, strict=True)]).max())
-    # The tolerance is three times as large, because both passes have rounding errors. In bf16 models with random weights, they
-    # were up to 0.04.
+    # Allow three times the usual tolerance, because rounding errors of the forward and the backward pass add up. In bf16 models
+    # with random weights, they were up to 0.04.
     allowed = 3 * share * most
     return "" if gap <= allowed else f"gradients differ by {gap:.2g}, allowed {allowed:.2g}"
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVED = ("prompt", "completion", "completion_ids")
-# Arguments that have one value per row. A reward function receives those that it names, or all of them if it has ``**kwargs``.
+# Arguments with one value per row. A reward function receives the arguments that it names. With ``**kwargs``, it receives all.
 ROWS = ("prompts", "completions", "completion_ids")
 # Arguments that the trainer passes in addition to prompts, completions and dataset columns.
 TRAINERS_ARGUMENTS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
@@ -293,7 +293,8 @@ def _results(
         except (MissingDependencyError, KeyboardInterrupt):
             # Do not add anything, because the message about a missing dependency already says what to install.
             raise
-        # Catch BaseException, because CancelledError, GeneratorExit and SystemExit are not subclasses of Exception.
+        # Catch BaseException, because a function may raise CancelledError, GeneratorExit or SystemExit, which are not
+        # subclasses of Exception.
         except BaseException as error:
             raise failure(function, error, rows["prompts"]) from error
         seconds[name] = time.perf_counter() - began

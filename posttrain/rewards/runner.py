@@ -389,7 +389,7 @@ class RewardRunner:
             )
             return
         for name, before, after in zip(self.names, table.values[again].T.tolist(), second.T.tolist(), strict=True):
-            # Compare as text, because NaN (which means not scored) does not equal itself.
+            # Compare the values as text, because NaN (which means not scored) does not equal itself.
             pairs = [(a, b) for a, b in zip(before, after, strict=True) if str(a) != str(b)]
             if pairs:
                 logger.warning(

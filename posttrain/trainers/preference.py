@@ -51,7 +51,7 @@ SUMS = {"sums", "reference_logp"}
 def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_config: Any = None) -> None:
     """Validate constructor arguments before anything is loaded."""
     if quantization_config and not isinstance(model, str):
-        # With a quantization config, the reference would be loaded by name and quantized, but the loaded policy would not be.
+        # The reference would be loaded by name with this quantization, but the loaded policy is not quantized.
         raise ConfigError(
             f"quantization_config cannot be applied to a {type(model).__name__} that is already loaded. Quantize it "
             "when you load it, or pass the model as a string."

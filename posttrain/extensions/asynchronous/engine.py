@@ -222,8 +222,8 @@ class ResumableGenerator:
             chosen = list(members)
             if fresh:
                 own = chosen[0].sampling
-                # If the settings equal those of the call, leave them to the call: the engine then draws different random
-                # numbers for each request. With settings per request, all requests would use the same seed.
+                # Pass no settings if they equal those of the call, so that the engine samples with different random numbers for
+                # each request. With settings per request, all requests would use the same seed.
                 sampling = None if own is common else own
                 requests.append(Request(chosen[0].prompt_ids, len(chosen), sampling, chosen[0].pictures))
             else:

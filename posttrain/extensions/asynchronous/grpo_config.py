@@ -196,7 +196,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             )  # fmt: skip
         check_truncation(self)
         if self._corrects_sampler and (self.truncation or self.resolved_engine == "server"):
-            # Log-probs from servers, and log-probs after truncation, include the effect of penalties and structured outputs.
+            # Reject penalties and structured outputs, because log-probs from servers and log-probs after truncation include
+            # their effect.
             reject_reshaped_sampling(self)
         if self.max_staleness_hard is None:
             self.max_staleness_hard = self.max_staleness

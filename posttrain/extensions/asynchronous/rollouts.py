@@ -551,7 +551,7 @@ class AsyncRollouts:
             with self.service.pool.lock:
                 self.tasks.done(group_id)
 
-    # The ledger
+    # Methods that update the ledger.
 
     def book(self, *, skipped: bool) -> None:
         """Record the step's rollouts as used for training. If the update was skipped, record them and the whole queue

@@ -155,7 +155,7 @@ class ServedEngine:
             job.version = version
             job.rollouts.set_result(rollouts)
 
-    # Weights
+    # Methods that update the weights.
 
     def begin_update(self) -> None:
         """Begin a weight update. Nothing is sampled until the update is complete."""
@@ -246,7 +246,7 @@ class ServedEngine:
         self.engine.load_weights((), self.engine.version + 1)
         self.thread.submit(self.write_waiting)
 
-    # Other
+    # Scoring of given sequences, and properties of the engine.
 
     def score(
         self, prompts: Sequence[Sequence[int]], top: int, left: threading.Event | None = None

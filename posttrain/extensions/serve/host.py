@@ -275,7 +275,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# The endpoints
+# Endpoints of the server.
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +311,7 @@ class Host:
         """Run a function in the engine's thread, after the current call."""
         return await asyncio.wrap_future(self.served.thread.submit(function, *args))
 
-    # State
+    # Endpoints that report the server's state.
 
     async def health(self) -> Response:
         """Return status 200."""
@@ -335,7 +335,7 @@ class Host:
         known = {"model": self.config.model, "revision": self.config.revision, "max_model_len": self.context}
         return {"results": [self.facts | known | {"logprobs_mode": "processed_logprobs"}]}
 
-    # Generation
+    # Endpoints that generate completions.
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts, or only score them with ``prompt_logprobs``. If the client disconnects, its jobs are canceled.
@@ -395,7 +395,7 @@ class Host:
         self.served.submit([])
         return {"status": "resumed"}
 
-    # Weights
+    # Endpoints that update the weights.
 
     async def reset_prefix_cache(self) -> dict[str, Any]:
         """Do nothing and return success, because nothing is cached between calls."""

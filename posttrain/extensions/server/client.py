@@ -168,7 +168,7 @@ class VLLMClient:
         """Whether the server runs on this machine, so that weights can be sent through shared memory."""
         return self.host in LOOPBACK
 
-    # HTTP
+    # HTTP requests.
 
     def call(
         self,
@@ -270,7 +270,7 @@ class VLLMClient:
         # Retry once, because vLLM may have closed the connection after an earlier error.
         self.call("GET", "/health", timeout=QUICK_SECONDS, retries=1)
 
-    # Properties of the server
+    # Properties of the server.
 
     def info(self) -> dict[str, Any]:
         """Return the server's model, limits and ``weight_version``. If weights cannot be pushed, the value of
@@ -360,7 +360,7 @@ class VLLMClient:
         except RolloutServerError:
             return "", ""
 
-    # Generation
+    # Methods that request completions and scores.
 
     def complete(
         self,
@@ -534,7 +534,7 @@ class VLLMClient:
         with ThreadPoolExecutor(max_workers=16) as pool:
             return list(pool.map(ask, sequences, prompt_lengths))
 
-    # State
+    # Methods that change or read the server's state.
 
     def reset_prefix_cache(self) -> None:
         """Clear the server's prefix cache.
@@ -553,7 +553,7 @@ class VLLMClient:
         """Resume generation after `pause`. It has no effect if generation is not paused."""
         self.call("POST", "/resume", retries=3)
 
-    # Weights
+    # Methods that update the server's weights.
 
     def begin_update(self) -> None:
         """Pause generation and begin a weight update. Until `end_update`, the weights count as incomplete.

@@ -162,7 +162,7 @@ class ServerEngine(RolloutEngine):
         shared = parallel.all_gather_objects([] if engine is None else [engine.capabilities], accelerator)[0]
         return engine or NonMainRankEngine("server", shared)
 
-    # Properties
+    # Properties of the engine.
 
     def findings(self, model: nn.Module, args: PostTrainingConfig) -> list[Finding]:
         """Compare the properties of the servers with the requirements of the run."""
@@ -235,7 +235,7 @@ class ServerEngine(RolloutEngine):
         self.fleet.refresh()
         return not self.pushed or any(s.holds != self.version_name(self.version) for s in self.fleet.live)
 
-    # Generation
+    # Methods that generate and score.
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """Sample completions; see `RolloutEngine.generate`.
@@ -364,7 +364,7 @@ class ServerEngine(RolloutEngine):
             )
         return self.version if self.pushed else 0
 
-    # Weights
+    # Methods that push weights.
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Push a version to every server that does not have it. Servers that fail are excluded if others succeed.

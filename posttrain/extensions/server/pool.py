@@ -98,7 +98,7 @@ class ServerPool:
         if timeout is not None:
             self._wait_until_ready(timeout)
 
-    # Availability
+    # Methods that check which servers are available.
 
     def urls(self) -> list[str]:
         """Return the current addresses."""
@@ -217,7 +217,7 @@ class ServerPool:
         try:
             if server.down is not None:
                 server.client.health()
-                # Request the server's properties again, because it may have been restarted with different options.
+                # Request the server's properties again, because the server may have been restarted with different options.
                 server.client.facts = {}
                 self._acquire_lease(server)
             server.info = server.client.info()
@@ -230,7 +230,7 @@ class ServerPool:
             server.down = None
             logger.warning("rollout server %s is available again.", server.url)
 
-    # Selection
+    # Methods that select servers.
 
     @property
     def all(self) -> list[Server]:

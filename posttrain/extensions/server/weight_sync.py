@@ -107,7 +107,7 @@ class Pusher:
                 for number, bucket in enumerate(buckets(iterator, limit)):
                     if all(results.values()):
                         break
-                    # The file can be overwritten, because the servers have loaded the previous bucket in it.
+                    # The file of this bucket can be overwritten now, because the servers have loaded its previous content.
                     sent = start(self._sender(bucket, number, by_memory))
                     settle(earlier)
                     earlier = sent

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Default of the maximum number of rounds of tool calls.
 MAX_ITERATIONS = 32
-# Offsets that make all seeds of a batch of episodes different. SEED_STRIDE separates later engine calls from the first one.
-# BATCH_STRIDE separates the batches of a call from other ranks, because ranks have consecutive seeds.
+# Offsets between seeds, so that all seeds of a batch of episodes differ. SEED_STRIDE separates later engine calls from the
+# first one. BATCH_STRIDE separates further batches of a call from those of other ranks, whose seeds are consecutive.
 SEED_STRIDE, BATCH_STRIDE = 7_919, 15_485_863
 # Rollouts share an engine call only if the call's token limit is below this multiple of each rollout's remaining budget.
 TURN_WASTE = 2
