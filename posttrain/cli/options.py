@@ -39,7 +39,7 @@ EVALUATION = {
     "load_best_model_at_end": "true  # The checkpoint with the lowest eval_loss, or the best metric_for_best_model.",
 }
 
-# Frequently used options, in the order in which users set up a run. Each command shows those that its config has.
+# Frequently used options, in the order in which users set up a run. Each command shows the options that its config has.
 MOST_USED = (
     "model_name_or_path", "teacher_model_name_or_path", "dataset_name", "reward_funcs", "output_dir",
     "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",

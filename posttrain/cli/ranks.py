@@ -125,7 +125,7 @@ def first_failure(folder: Path, code: int) -> Failure | None:
 
 def _tail(path: Path) -> str:
     text = path.read_bytes().decode("utf-8", "replace") if path.is_file() else ""
-    # Of a progress bar, keep only the last state.
+    # Keep only the last state of a progress bar.
     lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     return "\n".join([line for line in lines if line.strip()][-LINES:])
 

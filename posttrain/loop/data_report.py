@@ -74,7 +74,8 @@ logger = logging.getLogger(__name__)
 # TEMPLATE_ROWS: number of rows with which the chat template is checked. SEQUENCES_DESCRIBED: number of sequences that are
 # shown.
 TEMPLATE_ROWS, SEQUENCES_DESCRIBED = 32, 3
-# Number of examples that are tokenized: EXAMPLES_TOKENISED for a dataset, and EXAMPLES_OF_STREAM (the first ones) for a stream.
+# Number of examples that are tokenized: the first number is for datasets. The second is for streams, of which the first
+# examples are used.
 EXAMPLES_TOKENISED, EXAMPLES_OF_STREAM = 64, 32
 CHAT = ("messages", "prompt", "chosen", "conversations")
 

@@ -244,7 +244,7 @@ def balanced_shares(lengths: Sequence[int], world: int) -> list[list[int]]:
     [[0], [1, 2, 3]]
     """
     shares: list[list[int]] = [[] for _ in range(world)]
-    # This list is a heap whose first item is the least loaded process.
+    # This list is a heap whose first item is the process with the lowest load.
     loads = [(0, target) for target in range(world)]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         load, target = loads[0]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = 78
 # Largest batch size that is tried, as a multiple of the configured batch size.
 MOST_TIMES = 16
-# Number of examples that are tokenized. The examples with the most characters are selected.
+# Number of examples that are tokenized. The longest examples (in characters) are selected.
 EXAMPLES = 48
 
 

@@ -581,7 +581,7 @@ def make_host(config: ServeConfig) -> Host:
         engine.max_slots = config.max_num_seqs
     limits = (config.max_model_len, context_length(model.config.get_text_config()))
     context = min((limit for limit in limits if limit is not None), default=None)
-    # Of the checkpoint's generation config, only the stop tokens are used and not the sampling settings.
+    # Use only the stop tokens of the checkpoint's generation config, not its sampling settings.
     stops = terminal_token_ids(tokenizer, model.generation_config)
     return Host(ServedEngine(engine), config, stops=stops, context=context)
 
