@@ -238,7 +238,7 @@ def _labelled(
             open_end(head, plan.head or "", tokenizer),
         )
     mask = [1] * len(ids) if plan.mask is None else plan.mask
-    # The rendered prompt may end differently with a completion, because tokens can merge or the template can change it.
+    # The end of the prompt may differ if a completion follows, because tokens can merge or the template can change the text.
     boundary = common_prefix(head, ids)
     if options.completion_only_loss is not False:
         mask = [0] * boundary + mask[boundary:]

@@ -357,7 +357,7 @@ MINUTES = 2  # Interval between two pushes to the Hub, in minutes.
 PER_TOKEN = ("tokens", "logps")  # Columns that are used only by the report page.
 # Column of `completion_rows` that holds images for trackers.
 THUMBNAILS = "thumbnails"
-WIDE = 400  # Maximum number of characters of a text in the table of a tracker.
+WIDE = 400  # Maximum number of characters of a text in the printed table.
 
 
 def print_prompt_completions_sample(

@@ -27,7 +27,7 @@ from posttrain.types import Request, Rollout, Sampling
 
 # Parameters of OpenAI's API that are accepted but have no effect.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Sampling settings that only the run may set. The keys are the names that requests use.
+# Sampling settings that a request must not change. Maps names in requests to fields of `Sampling`.
 OF_THE_RUN: dict[str, str] = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 OFF = {"presence_penalty": 0, "frequency_penalty": 0}
 MOST_CHOICES = 128

@@ -298,8 +298,8 @@ class HarnessRunner:
             shared = list(rows) if everyone is None else everyone(list(rows))
             return [self.harness.next(row) for row in shared][place : place + len(rows)]
         proxy, number = self._listening(policy), 0
-        # Seed for engines that accept only one seed per call. It differs between processes, because a group's rows can be on
-        # several.
+        # Seed for engines that accept only one seed per call. It differs between processes, because the rows of a group can be
+        # on several processes.
         call_seed = ((seeds[0] if seeds else 0) * 1_000_003 + place * 100_003) % 2**31
         begun: list[HarnessEpisode] = []
         futures: list[Future[HarnessEpisode]] = []
