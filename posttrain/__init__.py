@@ -14,18 +14,18 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-# Must be set before torch is loaded. By default its threads spin while they wait for each other, which slows down other
-# processes on a busy machine (350 s instead of 75 s per step). Passive waiting costs a tenth of a step for a model with
-# 135M parameters on an idle machine, and two fifths for a tiny model. GNU's OpenMP, which pip's torch contains, spins
-# for some ten microseconds.
+# These variables must be set before torch is loaded. By default, torch's threads spin while they wait for each other, which
+# slows down other processes on a busy machine (350 s instead of 75 s per step). Passive waiting makes a step 10 % slower for a
+# model with 135M parameters on an idle machine, and 40 % slower for a tiny model. GNU's OpenMP, which torch from PyPI contains,
+# spins for about ten microseconds.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-# Must be set before torch allocates memory: use pages of 2 MB for large tensors. Each tensor is newly allocated from
-# the system, and with pages of 4 kB this took up to a fifth of a step on a virtual machine.
+# This variable must be set before torch allocates memory. It makes torch use 2 MB pages for large tensors. The operating system
+# provides new memory for each tensor, and with 4 kB pages this took up to 20 % of a step on a virtual machine.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-# Public names by module. Type checkers also read this file.
+# Public names, grouped by module. Type checkers read the same file.
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _PUBLIC = {
     alias.name: str(node.module) for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names
@@ -60,5 +60,5 @@ class _TRLPaths(importlib.abc.MetaPathFinder):
         return importlib.import_module("posttrain.compat.paths").spec_of(fullname)
 
 
-# Added last, so that Python only uses it for modules without a file.
+# The finder is added last, so that Python uses it only for modules that have no file.
 sys.meta_path.append(_TRLPaths())

@@ -67,7 +67,7 @@ class PreflightError(ConfigError):
         findings: Findings of the checks.
     """
 
-    exit_code = 78  # EX_CONFIG of sysexits.h.
+    exit_code = 78  # Exit code EX_CONFIG of sysexits.h.
     findings: Sequence[Finding] = ()
 
 
@@ -111,19 +111,22 @@ class RolloutServerError(RolloutError):
         log_tail: End of the server's log, if the server sent it.
     """
 
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may restart the run.
-    timed_out = held = False  # See `ServerUnreachable` and `ServerBusy`.
+    # Exit code EX_TEMPFAIL of sysexits.h, with which a scheduler may restart the run.
+    exit_code = 75
+    timed_out = held = False  # See `ServerUnreachable` and `ServerBusy` for the meaning of these attributes.
 
     def __init__(self, message: str, *, url: str = "", log_tail: str = "") -> None:
         super().__init__(f"{message}\nThe end of the server's log:\n{log_tail}" if log_tail else message)
         self.url, self.log_tail = url, log_tail
 
-    def __reduce__(self) -> Any:  # Ranks pickle their errors, and keyword arguments would be lost.
+    # Ranks exchange pickled errors. Without this method, keyword arguments would be lost.
+    def __reduce__(self) -> Any:
         return _restored, (type(self), self.args, self.__dict__)
 
 
 def _restored(kind: type[RolloutServerError], args: tuple, state: dict[str, Any]) -> RolloutServerError:
-    # `ServerUnreachable` has the memory layout of `OSError`, and `__new__` of another base is refused.
+    # Call `__new__` on the base class. It is refused on other classes, because `ServerUnreachable` has the memory layout of
+    # `OSError`.
     base: Any = kind.__base__
     error = base.__new__(kind)
     error.args = args
@@ -213,7 +216,6 @@ def raised_at(error: BaseException, besides: str = "") -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
-# Names from older versions of transformers and TRL.
 def unknown_arguments(cls: type, given: Iterable[str]) -> list[str]:
     """Return the keywords that a class's constructor does not accept."""
     known = _parameters(cls)
@@ -287,4 +289,4 @@ def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
         raise ConfigError(f"{field}={value!r} is not known{did_you_mean(value, options)}. Choose one of: {listed}.")
 
 
-ROUNDING = 1e-6  # Tolerance in nats: a log-softmax in float32 can be slightly above 0.
+ROUNDING = 1e-6  # Tolerance in nats, because a log-softmax in float32 can be slightly above 0.

@@ -42,7 +42,7 @@ class OneOf(tuple):
     """
 
 
-# Field types with the names that pydantic uses. `check_fields` validates them.
+# Field types that have the same names as pydantic's types. `check_fields` validates them.
 PositiveInt = Annotated[int, Range(least=1)]
 NonNegativeInt = Annotated[int, Range(least=0)]
 Port = Annotated[int, Range(least=0, most=65535)]
@@ -76,7 +76,7 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
         try:
             init(self, *args, **kwargs)
         except ValueError:
-            # The cause may be a value from an older release.
+            # Check for values from an older release, which may be the cause.
             given = dict(zip(known, args, strict=False)) | kwargs
             present = importlib.import_module("posttrain.compat.old_values").converted(type(self), given)
             if present is None:
@@ -116,7 +116,8 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
     if unknown := unknown_arguments(cls, given):
         old_names = importlib.import_module("posttrain.compat.old_names")
         old_names.check_arguments(cls, {name: given[name] for name in unknown})
-        if "__wrapped__" not in vars(cls.__init__):  # A user's subclass may be a plain dataclass.
+        # Wrap the constructor, because a user's subclass may be a plain dataclass.
+        if "__wrapped__" not in vars(cls.__init__):
             cls.__init__ = accepting(cls.__init__)
 
 
@@ -161,7 +162,7 @@ def check_fields(config: Any, *, beside: type) -> None:
             check_choice(name, value, choices)
         raise ConfigError(f"{name}={value!r} must be {_words(kind, value)}. Meaning: {text}")
     for name in vars(beside).get("_VALID_DICT_FIELDS", ()):
-        # transformers opens such values as files, and an integer is a file descriptor.
+        # transformers would open such a value as a file, and an integer would be used as a file descriptor.
         if isinstance(value := vars(config)[name], int | float | list | tuple | set):
             raise ConfigError(
                 f"{name}={value!r} must be a mapping. Fix: pass a dict, a JSON object, or the path of a JSON file."
@@ -185,7 +186,7 @@ def _is_a(value: object, kind: Any) -> bool:
     if get_origin(kind) in (Union, UnionType):
         return any(_is_a(value, part) for part in parts)
     if get_origin(kind) in (list, tuple, set):
-        return not isinstance(value, int | float)  # A string is accepted as a list with one item.
+        return not isinstance(value, int | float)  # A single string is accepted as a list with one item.
     if kind is bool:
         return isinstance(value, int) and value in (0, 1)
     if isinstance(value, bool) or (kind is float and isinstance(value, float) and not math.isfinite(value)):

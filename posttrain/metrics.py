@@ -84,7 +84,7 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 
     def __init__(self) -> None:
         self._items: dict[str, Metric] = {}
-        # Values that were appended to names without other metrics. They are stored so that they can be read.
+        # Values that were appended to names without other metrics. They are stored individually, so that they can be read.
         self._appended: dict[str, list[float]] = {}
 
     def __getitem__(self, name: str) -> Series:
@@ -93,7 +93,8 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 
     def __setitem__(self, name: str, values: Iterable[Any]) -> None:
         if isinstance(values, Series) and values.buffer is self and values.name == name:
-            return  # ``buffer[name] += [value]`` has already extended the series.
+            # The series was already extended by ``buffer[name] += [value]``.
+            return
         kept = [float(value) for value in values]
         self.pop(name, None)
         self[name].extend(kept)
@@ -215,9 +216,8 @@ class Series(Sequence[float]):
 def _merge(a: Metric, b: Metric) -> Metric:
     if a.reduction in ("mean", "sum"):
         return Metric(a.reduction, a.value + b.value, a.weight + b.weight)
-    first, second = sorted(
-        (a.value, b.value), key=lambda value: isinstance(value, int | float)
-    )  # A tensor comes before a number.
+    # Sort tensors before numbers.
+    first, second = sorted((a.value, b.value), key=lambda value: isinstance(value, int | float))
     if isinstance(first, int | float):
         return Metric(a.reduction, min(first, second) if a.reduction == "min" else max(first, second))
     return Metric(a.reduction, first.clamp_max(second) if a.reduction == "min" else first.clamp_min(second))

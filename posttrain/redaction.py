@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "<hidden>"
-# Words in names of secrets. The second group only matches at the end of a name, but not in names of special tokens.
+# Matches words in names of secrets. `_TOKEN` matches only at the end of a name, and `_OF_TOKENIZERS` excludes names of special
+# tokens.
 _NAMED = re.compile(
     r"(api|access|account|private|signing|encryption|ssh)_?key|passw(or)?d|_pwd$|passphrase|secret|credential|authorization|cookie"
     r"|signature"
 )
-_QUERY = ("key", "sig")  # Names of secrets that are only recognized in the query of a URL.
+_QUERY = ("key", "sig")  # Names that count as secrets only in the query of a URL.
 _TOKEN = re.compile(r"(^|_)(token|auth)$")
 _OF_TOKENIZERS = re.compile(
     r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|video|audio|vision|stop|start|end|special|placeholder|per|of|next|first|last)_token$"
@@ -27,8 +28,8 @@ _VALUES = re.compile(
     r"|(?<=PRIVATE KEY-----)[^-]+"
 )
 _USER = re.compile(r"(?<=://)[^/\s?#@\"']+@")
-# `?name=value`, `--name value`, `name=value`, `"name": "value"` and the header `Name: value`, in this order. A name is tried
-# from its first character only, so the time is linear in the length of the text.
+# Patterns for pairs of name and value, in this order: `?name=value`, `--name value`, `name=value`, `"name": "value"`, and the
+# header `Name: value`. A name is matched only from its first character, so the time is linear in the length of the text.
 _PAIRS = (
     re.compile(r"(?P<before>[?&;](?P<name>[\w.%-]+)=)(?P<value>[^&#\s\"'<>]+)"),
     re.compile(r"(?P<before>(?<![\w.-])--?(?P<name>[A-Za-z][\w.-]*)(?:=|\s+))(?P<value>\"[^\"]*\"|'[^']*'|(?!--)\S+)"),
@@ -107,7 +108,8 @@ def _hidden_pair(found: re.Match[str]) -> str:
     return f"{found['before']}{quote}{HIDDEN}{quote}"
 
 
-JOINER = "\u200d"  # Joins the parts of an emoji; replacing it by its code would split the emoji.
+# Character that joins the parts of an emoji. Replacing it with its code would split the emoji.
+JOINER = "\u200d"
 
 
 def visible(text: str) -> str:

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
     from posttrain.metrics import Metric
 
-    # Aliases for types of other libraries. They are only imported for type checkers.
+    # Aliases for types of other libraries. These libraries are imported only for type checkers.
     Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
     AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
     EvalSets: TypeAlias = AnyDataset | Mapping[str, AnyDataset]
-    # Log-probs of sampled tokens by name, one list per sequence.
+    # Log-probs of sampled tokens. Maps a name to one list per sequence.
     LogProbs: TypeAlias = Mapping[str, list[list[float]]]
 
 __all__ = [
@@ -211,8 +211,8 @@ class Batch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     pictures: list[tuple[int, int, Any]] = field(default_factory=list)
-    # Number of trained tokens, and the version of ``loss_mask`` it was counted for. Counting on a device requires a
-    # synchronization.
+    # Number of trained tokens, and the version of ``loss_mask`` for which it was counted. The number is cached, because
+    # counting on a device requires a synchronization.
     _counted: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def to(self, device: torch.device | str) -> Batch:
@@ -226,7 +226,7 @@ class Batch:
                 moved[item.name] = value.to(device)
         copy = replace(self, **moved)
         if self._counted is not None or not (self.loss_mask.is_cuda or self.loss_mask.is_meta):
-            # The copy is new, so no other code refers to it.
+            # The dataclass is frozen, but the copy is new and has no other references.
             object.__setattr__(copy, "_counted", (self.num_loss_tokens, copy.loss_mask._version))
         return copy
 
@@ -454,8 +454,8 @@ class Truncation:
         return bool(self.top_k or self.top_p < 1.0 or self.min_p or self.never)
 
 
-WHOLE = Truncation()  # No truncation.
-# Bias at which a token has probability 0, as a number that JSON can represent.
+WHOLE = Truncation()  # Value for no truncation.
+# Logit bias that gives a token probability 0. Unlike minus infinity, JSON can represent it.
 NEVER = -1e9
 
 
@@ -635,7 +635,7 @@ class Ranks:
     join: Callable[[Tensor], Tensor] = _unchanged
 
 
-ALONE = Ranks()  # A single process. Also used in rollout workers.
+ALONE = Ranks()  # Value for a single process. Rollout workers use it too.
 
 
 @dataclass(slots=True, frozen=True)

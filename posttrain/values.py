@@ -13,7 +13,7 @@ from typing import Any, SupportsFloat
 from posttrain.errors import ROUNDING, RolloutError
 from posttrain.redaction import visible as visible
 
-# Columns with lists and dicts (messages, tools, template arguments), whose missing keys Arrow fills with None.
+# Columns of lists and dicts (messages, tools, template arguments), in which Arrow fills missing keys with None.
 NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
 
 
@@ -131,7 +131,8 @@ def is_messages(value: object) -> bool:
 
 def without_none(value: object) -> Any:
     """Remove mapping entries that are None, at any depth. None items of lists are kept."""
-    kind = type(value)  # Most values are text, and isinstance with Mapping is slower than all other checks.
+    # Compare types first, because most values are text, and isinstance with Mapping is slower than all other checks.
+    kind = type(value)
     if kind is str:
         return value
     if kind is list or isinstance(value, list):

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from torch import nn
 
 ROWS_LOOKED_AT = 2000  # Number of rows from which images are sampled.
-IMAGES_READ = 200  # Number of these rows whose images are read.
+IMAGES_READ = 200  # Number of these rows whose images are opened and read.
 SHARE_UNFIT = 0.005  # If more than this share of the rows does not fit, the finding is an error.
 ROWS_NAMED = 5
-SMALLEST_SIDE = 32  # Pixels per side. Below this, the content of an image is not recognizable.
-SHARE_ALIKE, ROWS_COMPARED = 0.9, 10  # Share of rows with the same image, and minimum number of rows to compare.
-LEAST_MOVE = {torch.float32: 1e-4}  # Minimum mean change of log-probs with other images. 1e-2 in half precision.
-SHARE_GUESSED = 0.9  # If exchanged images get at least this share of the reward, the images are not needed.
+SMALLEST_SIDE = 32  # Minimum number of pixels per side. The content of a smaller image is not recognizable.
+# SHARE_ALIKE: a finding is reported if at least this share of the rows has the same image. ROWS_COMPARED: minimum number of
+# rows for this comparison.
+SHARE_ALIKE, ROWS_COMPARED = 0.9, 10
+# If log-probs change less than this on average when images are exchanged, the model ignores images. Half precision uses 1e-2.
+LEAST_MOVE = {torch.float32: 1e-4}
+# If the model gets at least this share of its reward with exchanged images, the task does not need the images.
+SHARE_GUESSED = 0.9
 PNG = b"\x89PNG"
 
 
@@ -123,7 +127,7 @@ def _kinds(value: object, digests: dict[str, int]) -> set[str]:
         picture = read_picture(value)
         signs = _signs(picture, value)
     except (DataError, OSError, SyntaxError, ValueError):
-        # PIL raises these for truncated or corrupt files.
+        # PIL raises these errors for truncated or corrupt files.
         return {"PT-G003"}
     digests[picture.digest] = digests.get(picture.digest, 0) + 1
     return {code for code, holds in signs.items() if holds}
@@ -152,7 +156,8 @@ def _named(numbers: Sequence[int]) -> str:
 def pictures(context: Context) -> list[Finding]:
     """Check the images of about 200 of the first 2,000 rows, in columns and messages. The image files are read completely."""
     dataset = context.train_dataset
-    if dataset is None:  # The environment creates the prompts, and images come from its tools.
+    # Without a dataset, the environment creates the prompts, and images come from its tools.
+    if dataset is None:
         return []
     step = (
         max(1, min(len(dataset), ROWS_LOOKED_AT) // IMAGES_READ)
@@ -196,7 +201,8 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
         own = forward(model, batch).logp
         counts = encoder.encoded, encoder.reused
         exchanged = forward(model, other).logp
-        encoder.encoded, encoder.reused = counts  # Metrics must count only the images of the run itself.
+        # Restore the counters, because metrics must count only the images of the run itself.
+        encoder.encoded, encoder.reused = counts
     moved = float((own - exchanged)[batch.loss_mask].abs().mean()) if own is not None and exchanged is not None else 1.0
     limit = LEAST_MOVE.get(parameter.dtype, 1e-2)
     if not moved < limit:

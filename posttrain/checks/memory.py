@@ -33,17 +33,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Share of the memory that a run may use. Estimates are accurate within 20 %, and allocators waste some memory.
+# Share of the memory that a run may use. The rest is for errors of the estimate (up to 20 %) and for memory that the allocator
+# wastes.
 PLANNED_SHARE = 0.9
-# Shares of the total memory. A peak above FULL_SHARE leaves too little for longer rows. Below IDLE_SHARE, half is unused.
+# Limits for the peak memory, as shares of the total memory. A peak above FULL_SHARE leaves too little memory for longer rows. A
+# peak below IDLE_SHARE leaves at least half of the memory unused.
 FULL_SHARE, IDLE_SHARE = 0.94, 0.5
-# If more than this share of the device's memory is reserved but contains no tensor, memory is fragmented.
+# Memory counts as fragmented if more than this share of the device's memory is reserved but contains no tensor.
 FRAGMENTED = 0.15
-# If the busiest rank has more than this multiple of the mean number of tokens, ranks are uneven.
+# Ranks count as unbalanced if the busiest rank has more than this multiple of the mean number of tokens.
 IMBALANCE = 1.25
-# If generation takes more than this share of the step time, it dominates.
+# Generation dominates a step if it takes more than this share of the step time.
 GENERATION_SHARE = 0.75
-# Default maximum lengths of a row and of a prompt in tokens, if neither the data nor the config gives one.
+# Default maximum lengths in tokens, of a row and of a prompt. They apply if neither the data nor the config gives a length.
 ASSUMED_ROW, ASSUMED_PROMPT = 1024, 256
 
 
@@ -169,7 +171,7 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
             f"set max_row_tokens={max(seen.pass_tokens // 2, 1)}, kept_layers=0 or a smaller max_length. `posttrain estimate` "
             "shows how much memory each setting saves.",
         )  # fmt: skip
-    # The allocator of a CPU reserves no memory, and larger micro-batches are not faster there.
+    # This finding does not apply to CPUs: their allocator reserves no memory, and larger micro-batches are not faster there.
     elif share < IDLE_SHARE and seen.reserved and (advice := _larger_passes(seen)):
         why = "each micro-batch has a fixed cost, so larger micro-batches take less time per token."
         yield finding("PT-M005", "info", f"{peak}.", here, why, advice)
@@ -201,7 +203,7 @@ def _larger_passes(seen: Profile) -> str:
     larger fits.
     """
     factor = min(max((PLANNED_SHARE * seen.total - seen.standing) / max(seen.peak - seen.standing, 1), 1.0), 64.0)
-    # Leave memory for rows that are longer than any row so far.
+    # Reduce the factor, to leave memory for rows that are longer than any row so far.
     factor /= max(seen.longest / max(seen.longest_seen, 1), 1.0)
     advice = (
         ["gradient_checkpointing=False (or a larger kept_layers) avoids recomputation"] if seen.checkpointing else []
@@ -412,7 +414,7 @@ def _dtype(args: PostTrainingConfig, config: Any, model: nn.Module | None = None
 
     counts: Counter[torch.dtype] = Counter()
     for parameter in () if model is None else model.parameters():
-        # Dtypes of one byte are packed weights. They are not the dtype of the computation.
+        # One-byte dtypes are packed weights, whose dtype is not the dtype of the computation.
         counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() and parameter.itemsize > 1 else 0
     if counts.total():
         return counts.most_common(1)[0][0]
@@ -459,7 +461,8 @@ def _shards(args: PostTrainingConfig, processes: int, stage: int = 0) -> Shards:
 
     stage = stage if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)
     fsdp = " ".join(args.fsdp) if isinstance(args.fsdp, list) else ""
-    if args.fsdp and not fsdp:  # transformers has replaced it with True, and stores the strategy in fsdp_config.
+    # transformers replaces args.fsdp with True, and stores the strategy in fsdp_config.
+    if args.fsdp and not fsdp:
         fsdp = "full_shard" if args.fsdp_config.get("reshard_after_forward", True) else "shard_grad_op"
     if not fsdp and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         fsdp = os.environ.get("FSDP_SHARDING_STRATEGY", "full_shard").lower()
@@ -503,9 +506,9 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
     loaded = [] if model is None else list(model.parameters())
     weights = sum(parameter.nbytes for parameter in loaded)
     if args.device.type == "cpu" and loaded:
-        # The estimate includes the weights, which are already in memory.
+        # Subtract the weights from the memory in use, because the estimate includes them.
         process = max(in_use("cpu") - weights, 0)
-    # The model may have been passed with its adapter.
+    # The model may have been passed with its adapter already added.
     adapter = context.peft_config or next(iter(adapters_of(model).values()), None)
     work = plan(
         method, context.model_config, lengths=longest_of(context.rows, method.traits, args), peft_config=adapter,
@@ -518,7 +521,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
         logger.warning("%s", error)
         return None
     if loaded and work.shards.weights == 1:
-        # Use the actual sizes, which include any quantization or freezing.
+        # Use the actual sizes of the loaded parameters, which account for quantization and frozen weights.
         trained = [(p.numel(), p.nbytes) for p in loaded if p.requires_grad]
         states = optimizer_bytes(args.optim, trained) // work.shards.optimizer
         estimate = replace(estimate, standing={**estimate.standing, "weights": weights, "optimizer states": states})

@@ -33,8 +33,9 @@ AGREEMENT_CODES = ("PT-D036",)
 
 # Minimum number of pairs for which a percentage is reported.
 PAIRS_NEEDED = 20
-# Shares of pairs above which there is a finding: one side is longer, one side has no end token, one side is truncated, and the
-# reference prefers the rejected answer.
+# There is a finding if more than this share of the pairs has the property: one side is longer (SHARE_LONGER), only one side has
+# an end token (SHARE_ENDING), only one side is truncated (CUT_ONE_SIDE), or the reference prefers the rejected answer
+# (SHARE_FLIPPED).
 SHARE_LONGER, SHARE_ENDING, CUT_ONE_SIDE, SHARE_FLIPPED = 0.85, 0.8, 0.05, 0.9
 
 
@@ -72,10 +73,10 @@ def _length_bias(rows: Sequence[Row]) -> Iterator[Finding]:
 def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Iterator[Finding]:
     if not stops:
         return
-    # Some templates add one or two line breaks after the end-of-turn token.
+    # Some templates add one or two line breaks after the end-of-turn token, so search the last three tokens.
     ended = [[not stops.isdisjoint(answer[-3:]) for answer in row.completions] for row in rows]
     odd = [index for index, (a, b) in enumerate(ended) if a != b]
-    # An answer that reaches the limit and has no end token was truncated.
+    # An answer was truncated if it reaches the limit and has no end token.
     cut = [
         i for i in odd if limit and len(rows[i].prompt_ids) + len(rows[i].completions[ended[i].index(False)]) >= limit
     ]
@@ -124,7 +125,7 @@ def check_judged(rows: Sequence[Row]) -> Finding | None:
     )
 
 
-# Names that public datasets use for the column with the prompts.
+# Names under which public datasets store their prompts.
 PROMPT_NAMES = ("question", "query", "instruction", "input", "problem", "user", "prompts", "prompt_text")
 
 
@@ -150,9 +151,10 @@ def prompt_left_over(context: Context) -> Iterator[Finding]:
 
 # Pairs as text -------------------------------------------------------------------------------------------------------
 
-# chosen_score, score_chosen, ...
+# Names of score columns, with the side as a prefix or suffix: chosen_score, score_chosen, ...
 SCORES = ("score", "rating", "reward", "score_overall")
-# Maximum difference of nearly equal texts, as a share of the longer text; share of such pairs that is normal in real datasets.
+# NEAR_DIFFERENCE: maximum difference of nearly equal texts, as a share of the longer text. NEAR_SHARE: share of nearly equal
+# pairs that is normal in real datasets.
 NEAR_DIFFERENCE, NEAR_SHARE = 0.02, 0.001
 
 
@@ -257,7 +259,7 @@ def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None
             _compare_scores(scan, index, row.get(scores[0]), row.get(scores[1]))
         if chosen == rejected:
             continue
-        # The same question with another image counts as another prompt.
+        # The same question with a different image counts as a different prompt.
         asked = (
             str([row.get(name) for name in PROMPT_COLUMNS]) if has_pictures([row]) else answers_of(row.get("prompt"))
         )
@@ -306,12 +308,13 @@ def nearly_equal(first: str, second: str, share: float = NEAR_DIFFERENCE) -> boo
 
 # Policy, reference and judge, before and during training ---------------------------------------------------------------
 
-# Precomputed log-probs come from batches of another shape, so they differ from the policy's by rounding. On a 135M model in
-# bfloat16, the maximum difference was 0.063 nats per token (for short answers), and 0.0085 in the first loss. The tolerances are
-# two and four times these values. A reference with other weights differs more per token. A reference with another precision
-# differs in the loss (by 0.055 in a test).
-TOLERANCE = {"float32": 1e-3, "half": 0.15}  # Nats per token between policy and reference.
-LOSS_OFF = {"float32": 0.02, "half": 0.04}  # Difference of the first sigmoid loss from ln 2.
+# TOLERANCE: maximum difference between policy and reference at the start, in nats per token.
+# Precomputed log-probs come from batches of a different shape, so they differ from the policy's log-probs by rounding errors.
+# On a 135M model in bfloat16, the maximum difference was 0.063 nats per token (for short answers), and 0.0085 in the first
+# loss. The tolerances below are about two and four times these values. A reference with different weights exceeds the tolerance
+# per token. A reference in a different precision exceeds the tolerance of the loss (by 0.055 in a test).
+TOLERANCE = {"float32": 1e-3, "half": 0.15}
+LOSS_OFF = {"float32": 0.02, "half": 0.04}  # Maximum difference of the first sigmoid loss from ln 2.
 
 
 def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, given: bool = False) -> Finding | None:
@@ -358,8 +361,8 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
     )
 
 
-# Two careful annotators select the same answer as better in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs
-# (arXiv:2203.02155, section 3.4). A judge that agrees less often with the labels uses other criteria than annotators.
+# Two careful annotators prefer the same answer in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs (arXiv:2203.02155,
+# section 3.4). A judge whose agreement with the labels is below AGREES uses other criteria than annotators.
 AGREES, INVERTED = 0.55, 0.45
 
 
@@ -378,7 +381,7 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
         return None
     agree = sum((good > bad) + (good == bad) / 2 for good, bad in scores.values())
     share = agree / len(scores)
-    # Two standard errors of the agreement of a random judge.
+    # Two standard errors of the agreement rate that a random judge would have.
     noise = 2 * math.sqrt(0.25 / len(scores))
     why = "it agrees with the labels."
     if share < min(INVERTED, 0.5 - noise):
@@ -397,9 +400,10 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
 
 # Checks of a run's pairs ----------------------------------------------------------------------------------------
 
-# Maximum number of pairs that the reward model scores, and maximum length of a text in suspect_pairs.jsonl, in characters.
+# PAIRS_JUDGED: maximum number of pairs that the reward model scores. EXCERPT: maximum length of a text in suspect_pairs.jsonl,
+# in characters.
 PAIRS_JUDGED, EXCERPT = 512, 200
-# Row number, prompt, chosen, rejected.
+# A pair consists of row number, prompt, chosen answer and rejected answer.
 Pair = tuple[int, Any, Any, Any]
 
 

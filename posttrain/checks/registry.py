@@ -35,7 +35,7 @@ Severity = Literal["info", "warning", "error"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 CODE = re.compile(r"PT-([A-Z])\d{3}")
 
-# Areas of checks by the letter in the code.
+# Areas of checks. The key is the letter in a finding's code.
 AREAS = {
     "C": "configuration",
     "D": "data: rows and pairs",
@@ -160,7 +160,8 @@ def finding(code: str, severity: Severity, what: str, where: str, why: str, fix:
     """
     if code not in REGISTRY:
         raise ConfigError(f"code={code!r} is not registered{did_you_mean(code, REGISTRY)}. Fix: call register() first.")
-    return Finding(code, severity, *map(visible, (what, where, why, fix)))  # The texts may contain text of rows.
+    # Make control characters visible, because these texts may contain text from rows.
+    return Finding(code, severity, *map(visible, (what, where, why, fix)))
 
 
 def probe(moment: Moment, *codes: str, part: str | None = None) -> Callable[[Callable], Callable]:
@@ -226,7 +227,7 @@ def lookup(key: str) -> Check:
     )
 
 
-# Code, name, moment, title, page.
+# Each entry has the code, name, moment, title and documentation page of a check.
 CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-C001", "train-half-precision", "config", "16-bit weights that the learning rate is too small to change", ""),
     ("PT-C004", "train-data-parallel", "config", "several GPUs or processes requested, but only one process runs", ""),
@@ -365,7 +366,7 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-T005", "train-gradient-spikes", "log_step", "steps with a much larger gradient than usual", ""),
 )
 
-# Codes that are raised where the problem occurs, because such rows or models cannot be trained at all.
+# Codes that are raised as errors where the problem occurs, because such rows or models cannot be trained at all.
 FATAL = ("PT-G002", "PT-G004", "PT-G008", "PT-G011", "PT-G013", "PT-G015", "PT-G016")
 
 for code, name, moment, title, page in CODES:
@@ -373,7 +374,7 @@ for code, name, moment, title, page in CODES:
 
 
 MODES = ("error", "warn", "off")
-REPEATED = 100  # A repeated finding is logged the first time, and then every 100th time.
+REPEATED = 100  # A repeated finding is logged at its first occurrence, and then at every 100th occurrence.
 KEPT = 20  # Maximum number of recorded findings per code. Further findings are only counted.
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.WARNING}
 
@@ -463,8 +464,9 @@ class Preflight:
         self.results: dict[str, Result] = {}
         self.seconds: dict[str, float] = {}
         self.told: list[Finding] = []
-        self.notes: dict[str, Any] = {}  # Additional entries of preflight.json.
-        self.changed = True  # Whether there are changes since the file was last written.
+        self.notes: dict[str, Any] = {}  # Additional entries that are written to preflight.json.
+        # Whether the report has changed since the file was last written.
+        self.changed = True
 
     @property
     def active(self) -> bool:
@@ -574,7 +576,7 @@ class Preflight:
         checks = load()
         rows = []
         for code in sorted({*self.results, *self.silenced}):
-            check, result = checks.get(code), self.results.get(code, Result())  # User-defined codes have no entry.
+            check, result = checks.get(code), self.results.get(code, Result())  # Codes that users define have no entry.
             row: dict[str, Any] = {
                 "code": code,
                 "name": check and check.name,

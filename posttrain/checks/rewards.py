@@ -20,7 +20,9 @@ from posttrain.rewards.call import ROWS, TRAINERS_ARGUMENTS, RewardTable, head, 
 from posttrain.types import Advantages, Finding
 
 FLAT_GENERATIONS = 20
-OUTLIER_RATIO, LARGE_REWARD = 50.0, 100.0  # Multiple of the median, and maximum reward if advantages are not scaled.
+# OUTLIER_RATIO: a reward above this multiple of the median is an outlier. LARGE_REWARD: maximum reward if advantages are not
+# scaled.
+OUTLIER_RATIO, LARGE_REWARD = 50.0, 100.0
 HISTOGRAM_BINS = 8
 
 
@@ -137,8 +139,9 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
     )
 
 
-SPREAD_RATIO = 20.0  # Ratio of two standard deviations.
-# Arguments that every reward function may have, in addition to the dataset's columns.
+# There is a finding if the largest standard deviation of a reward function exceeds this multiple of the second largest.
+SPREAD_RATIO = 20.0
+# Arguments that every reward function can request, in addition to the dataset's columns.
 SUPPLIED = frozenset([*ROWS, "prompt_ids", *TRAINERS_ARGUMENTS])
 
 
@@ -220,14 +223,15 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
 
 # Findings about one generation, compared with earlier generations ---------------------------------------------------------
 
-# If more than this share of rows is unscored in this number of consecutive batches, the run has no usable reward.
+# A run has no usable reward if more than this share of the rows is unscored in this number of consecutive batches.
 UNSCORED_SHARE, UNSCORED_BATCHES = 0.5, 5
-# Numbers of generations after which the variance share of each function is logged.
+# The variance share of each reward function is logged after these numbers of generations.
 GENERATIONS_REPORTED = (1, 10, 100)
-# A group whose standard deviation is below NARROW_SPREAD times that of all rewards is narrow. A message is logged
-# if more than NARROW_SHARE of the groups are narrow.
+# A group is narrow if the standard deviation of its rewards is below NARROW_SPREAD times that of all rewards. A message is
+# logged if more than NARROW_SHARE of the groups are narrow.
 NARROW_SPREAD, NARROW_SHARE = 1e-3, 0.2
-# Minimum number of groups for this message, and number of latest groups over which the share is computed.
+# GROUPS_NEEDED: minimum number of groups for the message about narrow groups. GROUPS_REMEMBERED: number of latest groups over
+# which the share of narrow groups is computed.
 GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
 
 
@@ -350,7 +354,7 @@ def unscored_rows(
         text = f"All reward functions returned None for row {rows[0]} (and {len(rows) - 1} more). Prompt: {prompt}."
         yield Notice("none", f"{text} Its columns: {head(row, 300)}")
     for name, lacks in zip(table.names, missing.unbind(1), strict=True):
-        # Total rewards within a group are not comparable if a function scored only some of its rows.
+        # If a function scored only some rows of a group, the total rewards within this group are not comparable.
         if partly := len(set(groups[~lacks].tolist()) & set(groups[lacks & ~unscored].tolist())):
             yield Notice(
                 f"partial {name}",
@@ -428,7 +432,7 @@ def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[st
                 )
 
 
-# Maximum share of references that cannot be parsed, and maximum number of rows that are read.
+# UNREADABLE_SHARE: maximum share of references that cannot be parsed. ROWS_READ: maximum number of rows that are read.
 UNREADABLE_SHARE, ROWS_READ = 0.05, 100_000
 
 
@@ -477,7 +481,7 @@ def references_of_rewards(context: Context) -> Iterable[Finding | None]:
     """Check the references of each reward function for which the column with the references is known."""
     rewards: Any = context.parts.get("rewards")
     dataset: Any = context.train_dataset
-    if rewards is None or not hasattr(dataset, "select"):  # A stream has no rows to select.
+    if rewards is None or not hasattr(dataset, "select"):  # Rows of a stream cannot be selected by index.
         return
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         column = reference_column(function)

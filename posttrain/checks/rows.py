@@ -77,7 +77,8 @@ class RowSample:
         """Token ids that end a turn or a text."""
         try:
             return frozenset(terminal_token_ids(self.tokenizer))
-        except PosttrainError:  # The template rejects the conversation with which the end of a turn is detected.
+        # The template rejects the conversation that is rendered to find the end-of-turn token.
+        except PosttrainError:
             eos = self.tokenizer.eos_token_id
             return frozenset() if eos is None else frozenset({int(eos)})
 
@@ -182,13 +183,14 @@ def where(rows: Sequence[int]) -> str:
     return f"row{'s' if len(rows) > 1 else ''} {named}{more}"
 
 
-# Duplicates and identical pairs are only a warning up to this share of the rows, because they are common in real datasets.
+# Duplicates and identical pairs cause only a warning up to this share of the rows, because they are common in real datasets.
 SHARE_OF_NOISE = 0.01
-# Number of tokens on each side of the prompt's end that are tokenized again. Tokenizers merge characters only within a word.
+# Number of tokens on each side of the end of the prompt that are tokenized again. This is enough, because tokenizers merge
+# characters only within a word.
 BOUNDARY_TOKENS = 8
 DAMAGED = re.compile("[\ufffd\ud800-\udfff]")
 
-# Affected rows, and the severity.
+# Indices of the affected rows, and the severity of the finding.
 Seen = tuple[Iterable[int], Severity]
 
 
@@ -511,9 +513,10 @@ def _beyond_model(context: Context) -> bool:
 
 ROW_CODES = ("PT-D030", "PT-D031", "PT-D032")
 CONVERSATIONS = ("messages", "conversations")
-WHOLE = (*CONVERSATIONS, "text")  # Columns that contain a whole row.
+WHOLE = (*CONVERSATIONS, "text")  # Names of columns that each contain a whole row.
 ANSWERS = ("completion", "chosen", "rejected", "reference")
-SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")  # Keys of a turn that can contain content.
+# Keys of a message that can hold its content.
+SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")
 SPEAKERS = frozenset({"system", "user", "assistant", "tool", "developer", *ROLES})
 
 
@@ -549,7 +552,9 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
         if value is None and (
             (name == "prompt" and pair) or whole or (name in WHOLE and row.get("prompt") is not None)
         ):
-            continue  # The common prompt is extracted from both answers. Also, one of several formats is enough.
+            # The prompt may be missing if it can be extracted from both answers. If columns are alternatives, one of them is
+            # enough.
+            continue
         if value is None:
             return f"no `{name}`"
         if isinstance(value, list):
@@ -638,7 +643,7 @@ def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, A
         rows: Row numbers and texts.
     """
     path = Path(folder or ".").expanduser() / SUSPECTS
-    # Do not use splitlines, because a text may contain other line separators.
+    # Do not use splitlines, because a text may contain other line separators than \n.
     there = list(filter(None, path.read_text(encoding="utf-8").split("\n"))) if path.is_file() else []
     kept = [line for line in map(json.loads, there) if line["reason"] != reason]
     if there or rows:

@@ -16,25 +16,32 @@ from dataclasses import dataclass, field
 from posttrain.checks.registry import REGISTRY, Severity
 from posttrain.types import Finding
 
-FLAT_SHARE = 0.8  # Share of groups with equal rewards.
-KL_LARGE, KL_GROWTH = 0.5, 5.0  # KL divergence in nats per token, and its growth since the start.
-ENTROPY_LEFT = 0.1  # Entropy as a fraction of the initial entropy.
-CUT_SHARE = 0.5  # Share of completions that reach the length limit.
-CUT_AT_FIRST = 0.9  # Share of completions that reach the length limit in the first generation.
-LENGTH_GROWTH = 1.5  # Growth of the mean length while the reward changes by less than a tenth of its std.
-MASKED_SHARE, MASKED_MOST = 0.2, 0.9  # Share of tokens with weight 0, for a warning and for the advice to stop the run.
-REWARD_SHARE = 0.3  # Share of the step time that a reward function takes.
-DRIFT_STEPS = 50  # Window in optimizer steps.
-# Policy mismatch in nats per token: minimum for a finding about growth, minimum growth factor, maximum without growth.
+FLAT_SHARE = 0.8  # Maximum share of groups whose rewards are all equal.
+# A finding is reported if the KL divergence exceeds KL_LARGE nats per token and has grown by the factor KL_GROWTH since the
+# start.
+KL_LARGE, KL_GROWTH = 0.5, 5.0
+ENTROPY_LEFT = 0.1  # Minimum entropy, as a fraction of the initial entropy.
+CUT_SHARE = 0.5  # Maximum share of completions that reach the length limit.
+CUT_AT_FIRST = 0.9  # Maximum share of completions that reach the length limit in the first generation.
+# Maximum growth factor of the mean length while the reward changes by less than a tenth of its standard deviation.
+LENGTH_GROWTH = 1.5
+# MASKED_SHARE: share of tokens with weight 0 above which a warning is logged. MASKED_MOST: share above which stopping the run
+# is advised.
+MASKED_SHARE, MASKED_MOST = 0.2, 0.9
+REWARD_SHARE = 0.3  # Maximum share of the step time that reward functions may take.
+DRIFT_STEPS = 50  # Length of the window in which growth of the mismatch is measured, in optimizer steps.
+# Policy mismatch in nats per token. Growth is reported if the mismatch is above DRIFT and has grown by the factor DRIFT_GROWTH.
+# A mismatch above DRIFT_ALONE is reported even without growth.
 DRIFT, DRIFT_GROWTH, DRIFT_ALONE = 0.1, 1.5, 0.5
-UNPAIRED = 0.5  # Share of bytes of the answers that are not aligned.
-DISCARDED = 0.3  # Share of discarded rollouts.
-SINKING = 5  # Number of consecutive log rows in which both rewards decrease.
-SATURATED = 10.0  # Margin of the rewards.
-EVALUATIONS, BACKWARDS = 3, 0.45  # Number of consecutive evaluations, and the maximum accuracy for a finding.
-SPIKE = 10.0  # Gradient norm as a multiple of the median before it.
-ROWS_NEEDED = 6  # Minimum number of rows for a result about a whole log.
-MOST_ROWS = 5000  # Maximum number of rows of a log that are checked.
+UNPAIRED = 0.5  # Maximum share of answer bytes that are not aligned between the two tokenizers.
+DISCARDED = 0.3  # Maximum share of rollouts that are discarded.
+SINKING = 5  # Number of consecutive log rows in which both rewards decrease before a finding is reported.
+SATURATED = 10.0  # Reward margin above which the loss is saturated.
+# EVALUATIONS: number of consecutive evaluations that must have an accuracy below BACKWARDS to cause a finding.
+EVALUATIONS, BACKWARDS = 3, 0.45
+SPIKE = 10.0  # Maximum gradient norm, as a multiple of the median of the norms before it.
+ROWS_NEEDED = 6  # Minimum number of log rows for a finding about a whole log.
+MOST_ROWS = 5000  # Maximum number of log rows that are checked.
 
 
 History = Sequence[Mapping[str, float]]
@@ -166,7 +173,7 @@ class Rule:
     def findings(self, history: History, steps: int, generations_per_step: float = 1.0) -> Iterator[Finding]:
         """Yield the rule's findings at the newest row of a log."""
         newest = next((row for row in reversed(history) if "loss" in row), {})
-        # Evaluation metrics are read only from the row that an evaluation wrote.
+        # Use evaluation metrics only if the last row was written by an evaluation.
         newest = dict(newest) | {
             name: value for name, value in (history[-1] if history else {}).items() if "eval_" in name
         }
@@ -339,7 +346,7 @@ def _spikes(view: View) -> Iterator[Sign]:
 
 def _mismatch(view: View) -> Iterator[Sign]:
     newest = next(rows_backwards(view.history))
-    # Unless there are log-probs of the sampler or a staleness metric, "kl" is the KL divergence from the reference.
+    # Without log-probs of the sampler and without a staleness metric, "kl" is the KL divergence from the reference.
     if view.name == "kl" and ("sampling/kl" in newest or "sample/staleness_mean" not in newest):
         return
     recent, trend = view.values(), window(view.history, view.name, DRIFT_STEPS)
@@ -357,7 +364,7 @@ def _discarded(view: View) -> Iterator[Sign]:
     dropped, produced = view.values(), view.values("async/produced")
     if dropped is None or produced is None or len(dropped) < 2:
         return
-    # Both metrics are totals since the start of the run.
+    # Both metrics are totals since the start of the run, so compute their differences.
     old, new = dropped[-1] - dropped[0], produced[-1] - produced[0]
     if new > 0 and old > DISCARDED * new:
         yield Sign(

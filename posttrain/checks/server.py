@@ -17,30 +17,32 @@ from posttrain.types import Finding
 if TYPE_CHECKING:
     pass
 
-SEQUENCES, LENGTH, LONGEST = 4, 64, 2048  # Number of sequences of the parity probe, and their lengths in tokens.
+# Number of sequences in the parity probe, their length in tokens, and the largest sliding window that the probe covers.
+SEQUENCES, LENGTH, LONGEST = 4, 64, 2048
 
 
-# Maximum difference in nats per token: mean and 99th percentile. Measured on 4 x 63 random tokens with SmolLM2-135M: below 1e-3
-# with float32 on both sides, 0.054 and 0.31 with bfloat16 vs. float32, 0.085 and 0.48 with bfloat16 on both sides. For likely
-# tokens, differences are ten times smaller.
+# Maximum differences of log-probs in nats per token: mean and 99th percentile. The limits are based on measurements with 4 x 63
+# random tokens on SmolLM2-135M. Differences were below 1e-3 with float32 on both sides, 0.054 and 0.31 with bfloat16 vs.
+# float32, and 0.085 and 0.48 with bfloat16 on both sides. For likely tokens, differences are ten times smaller.
 GAPS = {"float32": (0.02, 0.5), "float16": (0.05, 0.5), "bfloat16": (0.15, 1.0)}
 
 
 GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
 
 
-# The same limits as multiples of the measured rounding noise. The larger of the two limits applies. In a mixture of experts,
-# rounding can send a token to another expert. Measured in bfloat16 on tiny models of six families: the noise is 0.03 to 0.16
-# nats, and after complete pushes the difference is up to 1.3 times (mean) and 14 times (99th percentile) the noise.
+# Maximum differences (mean and 99th percentile) as multiples of the measured rounding noise. The larger of the limits in GAPS
+# and NOISY applies. In a mixture of experts, rounding can route a token to a different expert. On tiny models of six families
+# in bfloat16, the noise was 0.03 to 0.16 nats. After complete pushes, the difference was up to 1.3 times (mean) and 14 times
+# (99th percentile) the noise.
 NOISY = (2.0, 20.0)
 
 
-# An update counts as lost if the engine misses more than the fraction MISSED of the change in log-probs, more than CONCLUSIVE
-# times the rounding noise of both sides, and more than MOVED nats.
+# An update counts as lost if the engine's log-probs lack more than the fraction MISSED of the expected change. The missing part
+# must also exceed CONCLUSIVE times the rounding noise of both sides, and MOVED nats.
 CONCLUSIVE, MISSED, MOVED = 3.0, 0.1, 1e-4
 
 
-COST_SHARE = 0.01  # Maximum share of a run's time that comparisons may take.
+COST_SHARE = 0.01  # Maximum share of the run time that comparisons of log-probs may take.
 
 
 def probe_sequences(vocabulary: int, context: int | None, window: int | None = None) -> list[list[int]]:
@@ -92,7 +94,7 @@ def check_parity(
     average = statistics.fmean(gaps)
     far = sorted(gaps)[min(int(FAR_SHARE * len(gaps)), len(gaps) - 1)]
     what = ""
-    if not (average <= limit and far <= far_limit):  # This form is also True for NaN.
+    if not (average <= limit and far <= far_limit):  # The negated comparison is also true if a value is NaN.
         what = f"the mean difference of log-probs over {len(gaps)} tokens is {average:.3g} (limit {limit:.3g}), the "
         what += f"99th percentile is {far:.3g} (limit {far_limit:.3g})"
     elif first is not None:
@@ -140,7 +142,8 @@ class Parity:
 
     def __init__(self, every: int | None) -> None:
         self.every, self.first = every, dict[str, tuple[Logps, Logps]]()
-        self.moved = False  # Whether there was a comparison after training had changed the log-probs.
+        # Whether log-probs were compared after training had changed them.
+        self.moved = False
         self.ended: float | None = None
         self._cost, self._pushes = 0.0, 0
 
@@ -170,7 +173,8 @@ class Parity:
             noise=probe.noise,
         )  # fmt: skip
         if found is None:
-            # An engine with other weights, as before the first push of a resumed run, is not a valid first comparison.
+            # If the engine has other weights (e.g. before the first push of a resumed run), its log-probs are not a valid first
+            # comparison.
             self.first.setdefault(where, (probe.logps, theirs))
         return found
 

@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 Verdict = Literal["identical", "identical-padded", "superset", "cross-tokenizer", "incompatible"]
 IDS_SHOWN = 5
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # Token for a single byte in a SentencePiece vocabulary.
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # Name of a token for a single byte in a SentencePiece vocabulary.
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
-# Texts that tokenizers are known to tokenize differently; version 1.
+# Texts that tokenizers are known to tokenize differently. This is version 1 of the list.
 PROBE_TEXTS = (
     "", "The quick brown fox jumps over the lazy dog.", " leading", "trailing ", "two  spaces", "   ", "a\tb", "line\r\nend",
     "three\n\n\nnewlines", "7", "1234567", "3.14159", "-0.5e-10", "1,000,000", "2/3 = 66.7 %", "$42.00", "2024-02-29T23:59:60Z",
@@ -185,7 +185,8 @@ def _verdict(
 ) -> Verdict:
     small, large = sorted(maps, key=len)
     added = [large[i].decode(errors="replace") for i in large.keys() - small.keys()]
-    # Texts that are tokenized differently only because of an added token of the larger vocabulary are not counted.
+    # A text does not count as a difference if it is tokenized differently only because of a token added to the larger
+    # vocabulary.
     same_texts = all(any(token in text for token in added) for text in written)
     if all(large.get(i) == spelled for i, spelled in small.items()) and same_texts:
         if added:
@@ -208,7 +209,8 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
     prompt = messages[-1]["role"] == "user"
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    except Exception as error:  # A template can reject a role. Both templates should then reject it.
+    # A template can reject a role. In this case, both templates should reject it.
+    except Exception as error:
         return f"refused: {type(error).__name__}"
 
 
@@ -416,7 +418,7 @@ def check_special_tokens(
             "it. Training here is not affected, because masks are positional."
         )
         fix = "set tokenizer.pad_token, or the option pad_token (--pad_token), to a token with no other use."
-        # Many published models have this property, so it is not a problem of this run.
+        # This is only an info, because many published models have this property and training does not depend on it.
         findings.append(Finding("PT-K101", "info", what, "generation_config", why, fix))
     if pad is None:
         why = "programs that load this model cannot batch texts of different lengths."

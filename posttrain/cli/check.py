@@ -29,7 +29,7 @@ from posttrain.values import visible
 
 REFUSED = PreflightError.exit_code
 EXAMPLES = 1000
-FEW_TOKENS = 8  # Length of completions in the trial step.
+FEW_TOKENS = 8  # Maximum number of tokens per completion in the trial step.
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
@@ -326,7 +326,7 @@ class Checkup:
         launch, size = self.subject.launch, parallel_sizes(self.subject.config)["sp_size"]
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if launch:
-            train.with_multi_gpu(launch)  # Raises an error for refused options.
+            train.with_multi_gpu(launch)  # This call raises an error for options that are not supported.
             world, zero_stage = train.launched(launch)
             if zero_stage:
                 refuse_auto_batch_size(self.subject.config)
@@ -410,7 +410,8 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
         for option in ("max_completion_length", "response_length", "max_new_tokens"):
             if vars(args).get(option):
                 vars(args)[option] = min(vars(args)[option], FEW_TOKENS)
-    elif not resume:  # A checkpoint's position in the dataset depends on the number of rows per step.
+    # Keep the number of rows per step when resuming, because the position of a checkpoint in the dataset depends on it.
+    elif not resume:
         args.gradient_accumulation_steps = 1
     trainer.train(resume_from_checkpoint=resume)
     if evaluates:

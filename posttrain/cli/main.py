@@ -93,8 +93,9 @@ def _env(argv: list[str]) -> int:
     return 0
 
 
-ADDRESSES = 2 * 2**30  # With less address space, OpenBLAS retries memory allocation forever without an error.
-# Packages that a bug report lists in addition to those of a run's manifest.
+# Address space in bytes. With less than this, OpenBLAS retries failing allocations forever, without an error.
+ADDRESSES = 2 * 2**30
+# Packages that a bug report lists in addition to the packages in a run's manifest.
 OPTIONAL = (
     "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "flash-attn", "kernels", "math-verify", "fastapi", "uvicorn",
     "tensorboard", "wandb", "trackio",
@@ -194,14 +195,14 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, handlers=[_Stderr()])
     try:
         return command(argv)
-    except SystemExit as stop:  # argparse: 0 for --help, 2 for wrong usage.
+    except SystemExit as stop:  # argparse exits with 0 for --help and with 2 for wrong usage.
         if isinstance(stop.code, str):
             sys.stderr.write(f"{stop.code}\n")
         return 1 if isinstance(stop.code, str) else stop.code or 0
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
-    except BrokenPipeError:  # The reader has closed the pipe, for example `| head`.
+    except BrokenPipeError:  # The program that reads the output has closed the pipe, for example `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (PosttrainError, ValueError, OSError, ImportError) as error:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from posttrain.cli.commands import TRAINING
 from posttrain.errors import ConfigError, check_choice
 
-WRITTEN = {"PLANNED": "8"}  # Values of named constants that are used as defaults.
+WRITTEN = {"PLANNED": "8"}  # Values of the named constants that are used as default values.
 MOST, RUN, TRANSFORMERS = "most used", "every run", "every run, from transformers.TrainingArguments"
-SENTENCE = re.compile(r"(?<!e\.g)(?<!i\.e)\. ")  # End of a sentence.
+SENTENCE = re.compile(r"(?<!e\.g)(?<!i\.e)\. ")  # Matches the end of a sentence.
 ROOT = Path(__file__).parents[1]
 EXTENSIONS = ("extensions/experimental/*.py", "extensions/asynchronous/*.py")
 SOURCES = (
@@ -31,7 +31,7 @@ SOURCES = (
     "models/load.py",
     "rollouts/episodes/options.py",
 )
-# Settings of transformers.TrainingArguments that a new config shows.
+# Evaluation settings of transformers.TrainingArguments that a new config file lists.
 EVALUATION = {
     "eval_strategy": "steps  # The data needs a test split: a folder with train and test files, or test_split_size.",
     "eval_steps": "50",
@@ -39,7 +39,7 @@ EVALUATION = {
     "load_best_model_at_end": "true  # The checkpoint with the lowest eval_loss, or the best metric_for_best_model.",
 }
 
-# Frequently used options, in the order in which a run is set up. Each command shows the options of its config.
+# Frequently used options, in the order in which users set up a run. Each command shows the options that its config has.
 MOST_USED = (
     "model_name_or_path", "teacher_model_name_or_path", "dataset_name", "reward_funcs", "output_dir",
     "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
@@ -49,7 +49,7 @@ MOST_USED = (
     "resume_from_checkpoint", "max_hours", "preflight", "warmup_steps", "lr_scheduler_type", "bf16", "gradient_checkpointing",
     "seed",
 )  # fmt: skip
-# Descriptions of frequently used options of transformers.TrainingArguments, shorter than transformers' own.
+# Descriptions of frequently used options of transformers.TrainingArguments. They are shorter than the originals.
 COMMON = {
     "output_dir": "Folder of the run: checkpoints, metrics, the model.",
     "max_steps": "Number of optimizer steps. Overrides num_train_epochs.",
@@ -93,7 +93,7 @@ class Option(NamedTuple):
 @cache
 def _nodes() -> dict[str, ast.AST]:
     files = [file for pattern in SOURCES for file in sorted(ROOT.glob(pattern))]
-    found = importlib.util.find_spec("transformers")  # Only located, never imported.
+    found = importlib.util.find_spec("transformers")  # The package is only located, never imported.
     files += [Path(folder) / "training_args.py" for folder in found.submodule_search_locations or ()] if found else []
     nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)} | {
@@ -116,7 +116,7 @@ def _unread(node: ast.ClassDef) -> set[str]:
 def _declared(node: ast.ClassDef) -> dict[str, Option]:
     """Return the fields that a class itself declares."""
     options = {}
-    # Distillation presets set defaults in a decorator, some of them with descriptions.
+    # Distillation presets set their defaults in a decorator. Some of these defaults have descriptions.
     keywords = [
         k
         for call in node.decorator_list
@@ -169,7 +169,9 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
     lineage = _lineage(f"{chosen.method}Config")
     shared = [node for node in lineage if node.name == "PostTrainingConfig"]
     foreign = [node for node in lineage if node.name == "TrainingArguments"]
-    parts = {  # A field belongs to the class nearest to the method that declares it, with that class's default.
+    # A field is listed under the first class that declares it, starting with the method's own class. That class sets the
+    # default.
+    parts = {
         chosen.method: lineage[:1],
         f"{chosen.method} and methods like it": [n for n in lineage[1:] if n not in shared + foreign],
         RUN: shared,
@@ -181,7 +183,7 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
     headings: dict[str, list[str]] = {}
     for heading, nodes in parts.items():
         for options in map(_declared, nodes):
-            # List fields of base classes first, because more methods have them.
+            # List fields of base classes first, because they apply to more methods.
             headings[heading] = [name for name in options if name not in declared] + headings.get(heading, [])
             for name, option in options.items():
                 first = declared.get(name, option)
@@ -226,7 +228,7 @@ COMPLETION = """# posttrain: add `eval "$(posttrain completion {shell})"` to the
 }}
 complete {filenames}-F _posttrain posttrain
 """
-# bash's completion needs zsh's `compdef`, which is undefined if the startup file has not initialized completion yet.
+# bash's completion uses zsh's `compdef`, which is undefined unless the startup file has initialized completion.
 ZSH = """(( $+functions[compdef] )) || { autoload -U compinit && compinit }
 autoload -U +X bashcompinit && bashcompinit
 """
@@ -241,7 +243,7 @@ def completion(commands: list[str], argv: list[str]) -> int:
     for command in TRAINING:
         flags = " ".join(f"--{name}" for options in groups(command).values() for name in options)
         cases.append(f'    {command}) words="--config --help {flags}";;')
-    # With -o filenames, zsh would add no space after an option.
+    # In zsh, no space would be added after a completed option if -o filenames were used.
     before, filenames = (ZSH, "") if shell == "zsh" else ("", "-o filenames ")
     text = COMPLETION.format(
         shell=shell, before=before, filenames=filenames, commands=" ".join(commands), cases="\n".join(cases)
@@ -268,8 +270,8 @@ def _write(text: str, output: str | None) -> int:
     return 0
 
 
-# Lines of starter configs for commands without an example config: how the teacher is selected, or a comment if there is
-# no teacher.
+# Lines for starter configs of commands that have no example config. Each line selects the teacher, or is a comment if there is
+# no separate teacher.
 TEACHERS = {
     "server-distillation": "teacher_model_server_url: http://localhost:8001",
     "async-distillation": "teacher_server_urls: http://localhost:8001",

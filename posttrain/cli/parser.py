@@ -51,9 +51,9 @@ class PosttrainArgumentParser(HfArgumentParser):
             if any(item.name == "config" for item in dataclasses.fields(kind)):
                 raise ConfigError(f"{kind.__name__} has a field called 'config'. That name is reserved for --config.")
         super().__init__(types, **({"allow_abbrev": False} | options))
-        # Treat values such as -1e-05 as numbers, not as options.
+        # Pattern for negative numbers, so that values such as -1e-05 are not read as options.
         self._negative_number_matcher = NEGATIVE
-        # A usage line with all options would fill several screens.
+        # Do not list all options in the usage line, because they would fill several screens.
         self.usage = options.get("usage", f"{self.prog} [--config FILE.yaml] [--option value ...]")
         hints = dict(item for kind in types for item in typing.get_type_hints(kind).items())
         configs = [kind for kind in types if "check_fields" in dir(kind)]
@@ -63,20 +63,21 @@ class PosttrainArgumentParser(HfArgumentParser):
         self.choices = {action.dest: tuple(action.choices or ()) for action in self._actions}
         for action in list(self._actions):
             if action.help:
-                # argparse interprets a percent sign in an inherited help text as a format.
+                # Escape percent signs in inherited help texts, because argparse reads a percent sign as a format.
                 action.help = action.help.replace("%", "%%").replace("%%%%", "%%")
             hint = hints.get(action.dest)
             if action.dest == "report_to":
-                # Allow several trackers; transformers' parser would take only the first one.
+                # Accept several trackers. The parser of transformers would accept only one.
                 action.nargs, action.type = "+", str
             if dict in (action.type, typing.get_origin(action.type)):
-                # transformers' parser would call dict() on the text.
+                # Parse the text as JSON. The parser of transformers would call dict() on the text.
                 action.type = _mapping
             if hint == int | str:
-                # transformers' parser would accept only numbers.
+                # Accept a number or a word. The parser of transformers would accept only numbers.
                 action.type = _number_or_word
             if action.choices and action.dest in checked:
-                # The config itself refuses all other values with an error that names a replacement.
+                # List the choices without checking them. The config refuses other values itself, with an error that names a
+                # replacement.
                 action.metavar = "{" + ",".join(map(str, action.choices)) + "}"
                 action.choices = None
             if hint in (bool, bool | None) and f"--no_{action.dest}" not in self._option_string_actions:
@@ -103,7 +104,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         """
         tokens, path = split_config(sys.argv[1:] if args is None else args)
         config = load_config(path) if path is not None else {}
-        # null means not given, except for fields where None is a value.
+        # null in the file means that an option is not set, except for fields where None is a value.
         config = {key: value for key, value in config.items() if value is not None or key in self.optional}
         _apply_env(config.pop("env", None))
         tokens, kept = self._present(tokens, config)
@@ -111,11 +112,11 @@ class PosttrainArgumentParser(HfArgumentParser):
         others = {key: value for key, value in config.items() if key not in self.fields}
         if others and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"{path}: unknown key{'s' if len(others) > 1 else ''} {self._suggest(others)}.")
-        # Values that no command-line token can express: None and the empty list.
+        # Set None and empty lists as defaults, because no command-line argument can express them.
         unsaid = {key: value for key, value in known.items() if value is None or value == []}
         self.set_defaults(**unsaid)
         given = [to_tokens(key, value) for key, value in known.items() if key not in unsaid]
-        # Joined with "=", because argparse would read a value that begins with a dash as an option.
+        # Join name and value with "=", because argparse would read a value that begins with a dash as an option.
         from_file = [token for words in given for token in (["=".join(words)] if len(words) == 2 else words)]
         *instances, rest = self.parse_args_into_dataclasses(
             args=from_file + tokens, return_remaining_strings=True, look_for_args_file=False
@@ -123,7 +124,8 @@ class PosttrainArgumentParser(HfArgumentParser):
         trusts = any(vars(instance).get("trust_remote_code") for instance in instances)
         for instance in instances:
             vars(instance).update(kept.get(type(instance), {}))
-            if trusts and "trust_remote_code" in dir(instance):  # Scripts read it from the `ModelConfig`, too.
+            # Scripts also read this setting from the `ModelConfig`.
+            if trusts and "trust_remote_code" in dir(instance):
                 instance.trust_remote_code = True
         if rest and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"unknown argument{'s' if len(rest) > 1 else ''} {self._suggest(rest)}.")
@@ -217,7 +219,7 @@ def _mapping(text: str) -> dict[str, Any]:
     return value
 
 
-_mapping.__name__ = "JSON mapping"  # Name of the type in argparse's error.
+_mapping.__name__ = "JSON mapping"  # argparse shows the name of the type in its error message.
 
 
 def split_config(tokens: Sequence[str]) -> tuple[list[str], str | None]:
@@ -243,7 +245,7 @@ def load_config(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: the file is not valid YAML: {error}") from error
     names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-    # YAML silently uses the last of duplicate keys.
+    # YAML itself would silently use the last of several duplicate keys.
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
         raise ConfigError(f"--config {path}: {twice[0]!r} is set twice. Fix: remove one of them.")
     if content is None:

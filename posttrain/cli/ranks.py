@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-EXIT_CODES = (
-    "POSTTRAIN_EXIT_CODES"  # Folder in which a failing process stores its exit code: launchers always return 1.
-)
+# Environment variable with the folder in which a failing process stores its exit code. It is needed because launchers always
+# return 1.
+EXIT_CODES = "POSTTRAIN_EXIT_CODES"
 LINES = 30  # Number of stderr lines to show.
-CRASH = "Fatal Python error"  # Text that `faulthandler` writes.
+CRASH = "Fatal Python error"  # Text that `faulthandler` writes at the beginning of its report.
 
 
 class _Both:
@@ -41,7 +41,8 @@ def keep_stderr() -> None:
     if folder is None or isinstance(sys.stderr, _Both):
         return
     path = Path(folder, f"{os.environ.get('RANK', '0')}.stderr")
-    path.with_suffix(".code").unlink(missing_ok=True)  # This rank wrote the file before the launcher restarted it.
+    # Remove the exit code that this rank wrote before the launcher restarted it.
+    path.with_suffix(".code").unlink(missing_ok=True)
     file = path.open("a", buffering=1, encoding="utf-8", errors="replace")
     faulthandler.enable(file)
     sys.stderr = _Both(sys.stderr, file)  # type: ignore[assignment]
@@ -65,13 +66,12 @@ def launch() -> None:
     try:
         main()
     except SignalException as told:
-        # The processes have saved and reported this; do not print a traceback after their messages.
+        # The processes have already saved and reported the signal, so do not print a traceback after their messages.
         sys.exit(128 + int(told.sigval))
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            if (
-                failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-            ):  # The launcher sends SIGTERM to the remaining processes.
+            # Ignore SIGTERM, because the launcher sends it to the remaining processes.
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                 Path(os.environ[EXIT_CODES], f"{rank}.signal").write_text(str(-failure.exitcode), encoding="utf-8")
         raise
 
@@ -109,7 +109,7 @@ def first_failure(folder: Path, code: int) -> Failure | None:
         folder: Folder in which processes stored their codes and stderr.
         code: Exit code of the launcher, for a process that crashed before it could store its own.
     """
-    # A killed process comes first, because the others fail when it no longer responds.
+    # Report a killed process first, because other processes fail only as a consequence.
     for path in sorted(folder.glob("*.signal")):
         return Failure(int(path.stem), 128 + int(path.read_text(encoding="utf-8")), _tail(path.with_suffix(".stderr")))
     codes = sorted(folder.glob("*.code"), key=lambda path: path.stat().st_mtime_ns)
@@ -125,7 +125,8 @@ def first_failure(folder: Path, code: int) -> Failure | None:
 
 def _tail(path: Path) -> str:
     text = path.read_bytes().decode("utf-8", "replace") if path.is_file() else ""
-    lines = [line.rpartition("\r")[2] for line in text.split("\n")]  # Keep only the last state of a progress bar.
+    # Keep only the last state of a progress bar.
+    lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     return "\n".join([line for line in lines if line.strip()][-LINES:])
 
 

@@ -20,7 +20,7 @@ from posttrain.types import Finding, Row
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
-# Commands whose rows can be shown.
+# Commands for which training rows can be shown.
 ROWS = (
     "sft", "reward", "dpo", "cpo", "orpo", "tpo", "kto", "bco",
     "grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo",
@@ -68,7 +68,7 @@ class Subject:
         self.script_args, self.config, self.model_args, self.mixture = self.parsed
         init = self.model_args.model_init_kwargs(self.config.trust_remote_code)
         if self.model_args.load_in_4bit or self.model_args.load_in_8bit:
-            # A dict, because only an installed bitsandbytes can create the config object.
+            # Use a dict, because the config object can only be created if bitsandbytes is installed.
             init["quantization_config"] = {
                 "load_in_4bit": self.model_args.load_in_4bit,
                 "load_in_8bit": self.model_args.load_in_8bit,
@@ -109,7 +109,7 @@ class Subject:
         config, trust = self.config, self.config.trust_remote_code
         tokenizer = load_tokenizer(self.source, trust_remote_code=trust, revision=self.model_args.model_revision)
         if changes_vocabulary(config):
-            # Template, added tokens and eos of another tokenizer. Embeddings that training adds do not affect rows.
+            # Use the chat template, added tokens and eos token of the other tokenizer. New embeddings do not affect rows.
             other, known = load_tokenizer(config.chat_template_path, trust_remote_code=trust), tokenizer.get_vocab()
             tokenizer.chat_template = other.chat_template
             tokenizer.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in known])
@@ -157,7 +157,7 @@ class Subject:
             examples = list(dataset.select(places))
         if not examples:
             raise DataError("the dataset is empty, so there is nothing to inspect.")
-        # An in-memory dataset, so that preparing it writes no cache file.
+        # Create the dataset in memory, so that no cache file is written when rows are prepared.
         drawn: Any = datasets.Dataset.from_list(examples, features=dataset.features)
         return drawn.add_column(ROW, places), total, places
 
@@ -195,7 +195,8 @@ class Subject:
 
         config = copy.copy(self.config)
         packs = config.packing
-        if packs and config.packing_strategy == "bfd":  # It keeps documents whole, so each is checked by itself.
+        # The strategy "bfd" keeps documents whole, so check each document as a separate row.
+        if packs and config.packing_strategy == "bfd":
             packs = False
         elif packs and ROW in examples.column_names:
             examples = examples.remove_columns(ROW)
@@ -210,7 +211,7 @@ class Subject:
         if isinstance(self.method, AnswerMethod) and self.method.branches == ("chosen", "rejected"):
             findings += check_pairs(rows, limit=config.max_length, stops=terminal_token_ids(self.tokenizer))
         numbers = list(prepared[ROW]) if ROW in prepared.column_names else None
-        # Packing that splits rows truncates no row. Without a report, row lengths indicate truncation.
+        # Packing that splits rows does not truncate them. Without a report, truncation is detected from the row lengths.
         cut = None if packs or not trainer.reports else report.truncated
         return Prepared(
             rows, [finding for finding in findings if finding is not None], cut, numbers, listed(report.dropped)

@@ -58,13 +58,14 @@ def _from_file(file: Path, name: str, option: str) -> Any:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)  # Worker processes find the function by its module name.
+    # Register the module, because worker processes find the function by its module name.
+    sys.modules.setdefault(file.stem, module)
     sys.path.insert(0, str(file.resolve().parent))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.path.remove(str(file.resolve().parent))
-        if sys.modules.get(file.stem) is module:  # The module is only partially initialized.
+        if sys.modules.get(file.stem) is module:  # Remove the module, because it is only partially initialized.
             del sys.modules[file.stem]
         raise ConfigError(
             f"{option}: {str(file)!r} raised an error during import: {error!r} ({raised_at(error)})"
@@ -86,9 +87,8 @@ def resume_from(config: Any) -> Any:
     asked = config.resume_from_checkpoint
     word = str(asked).lower()
     if word in ("auto", "false"):
-        config.resume_from_checkpoint = (
-            None  # Callbacks read this. The trainer sets it to the path of a found checkpoint.
-        )
+        # Callbacks read this field. The trainer sets it to the path of a checkpoint if it finds one.
+        config.resume_from_checkpoint = None
     return {"true": True, "false": None, "auto": "auto"}.get(word, asked)
 
 
@@ -136,9 +136,9 @@ def _callable(value: Any, name: str, option: str) -> Callable:
     return value
 
 
-# 128 + SIGINT, as in shells.
+# Exit code after Ctrl-C: 128 + SIGINT, as in shells.
 INTERRUPTED = 130
-# Maximum number of seconds for processes to save after Ctrl-C.
+# Maximum time that processes have to save after Ctrl-C, in seconds.
 SAVE_SECONDS = 15.0
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 # Loggers whose INFO messages are shown on the terminal.
@@ -149,7 +149,8 @@ LOGGERS_SHOWN = ("posttrain.loop.prompts", "posttrain.loop.reward_watch", "postt
 class ScriptArguments:
     """Arguments that select the dataset."""
 
-    gradient_checkpointing_use_reentrant: ClassVar[bool] = False  # An option of older releases, which scripts read.
+    # Option of older releases that scripts still read.
+    gradient_checkpointing_use_reentrant: ClassVar[bool] = False
 
     dataset_name: str | None = option(None, "Hub id of a dataset, a folder, or a .jsonl, .json, .csv or .parquet file.")
     dataset_config: str | None = option(None, "Configuration of a Hub dataset.")
@@ -210,8 +211,8 @@ def parser_for(name: str) -> Any:
     rewarded = command.plugin is not None and command.trainer.METHOD.traits.samples
     script_args = GRPOScriptArguments if rewarded else globals()[command.script_args]
     types = (script_args, command.config, ModelConfig, DatasetMixtureConfig)
-    # Configs of asynchronous trainers have a dtype field. For all other commands, `ModelConfig`, which comes later,
-    # provides it.
+    # The configs of asynchronous trainers declare dtype, and so does `ModelConfig`. The later definition then replaces the
+    # earlier one.
     shared = {"conflict_handler": "resolve"} if name.startswith("async-") else {}
     return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)
 
@@ -223,7 +224,8 @@ def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
         ConfigError: An option is unknown.
     """
     *parsed, rest = parser_for(name).parse_args_and_config(list(argv), return_remaining_strings=True)
-    rest, launch = _accelerate_shortcut(rest)  # Tokens of the file precede the command line, which takes precedence.
+    # Options from the file come first, so that options from the command line override them.
+    rest, launch = _accelerate_shortcut(rest)
     return parsed, launch + _launch_flags(rest, name)
 
 
@@ -241,7 +243,7 @@ def run(name: str, argv: list[str]) -> int:
     for shown in LOGGERS_SHOWN:
         logging.getLogger(shown).setLevel(logging.INFO)
     for library in ("transformers", "huggingface_hub", "datasets", "accelerate"):
-        # Their own handlers would write each line a second time and overwrite progress bars.
+        # Remove the libraries' own handlers, which would write each line a second time and overwrite progress bars.
         logging.getLogger(library).handlers, logging.getLogger(library).propagate = [], True
     return INTERRUPTED if train(name, *parsed) else 0
 
@@ -256,16 +258,18 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     resume = resume_from(config)
     trainer = make_trainer(name, script_args, config, model_args, mixture)
     use_rich_progress(trainer)
-    transformers.utils.logging.disable_progress_bar()  # There would be one bar per written checkpoint.
+    # Disable these bars, because there would be one for every checkpoint that is written.
+    transformers.utils.logging.disable_progress_bar()
     try:
         trainer.train(resume_from_checkpoint=resume)
-    except SystemExit as stop:  # Without this, the program would end as if training had finished.
+    # Without this handler, the program would end as if training had finished.
+    except SystemExit as stop:
         raise PosttrainError(
             f"sys.exit({stop.code!r}) at {raised_at(stop)} ended the run at step {trainer.state.global_step}. Fix: raise an "
             "error that describes the problem, or return."
         ) from stop
     except Exception as error:
-        # Add the fix only to errors during training, because errors of the checkpoint itself already contain a fix.
+        # Add the fix only to errors during training. Errors about the checkpoint itself already contain a fix.
         if (
             not isinstance(error, CheckpointError)
             and (last := last_complete_checkpoint(config.output_dir))
@@ -277,7 +281,8 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         raise
     interrupted = trainer.interrupt.requested
     if interrupted and trainer.state.global_step < trainer.state.max_steps:
-        return True  # The partially trained model is in its checkpoint and is not saved as a result.
+        # Do not save the partially trained model as a result. It is in its checkpoint.
+        return True
     trainer.save_model(config.output_dir)
     if config.push_to_hub and not interrupted:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
@@ -362,7 +367,7 @@ def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
         return get_dataset(mixture, seed=config.seed)
     if not script_args.dataset_name:
         if isinstance(script_args, EpisodeScriptArguments) and script_args.environment_factory:
-            return {}  # The environment provides the prompts.
+            return {}  # The environment provides the prompts, so no dataset is loaded.
         raise ConfigError("neither --dataset_name nor datasets is set. Fix: name the data to train on.")
     data = load_rows(script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
     data = data if isinstance(data, dict) else {"train": data}
@@ -408,7 +413,8 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
 
     parser = launch_command_parser()
     known = {option for action in parser._actions for option in action.option_strings}
-    if "--launcher" in rest:  # Commands that only examine a training command also receive its launcher options.
+    # Commands that only examine a training command also receive its launcher options.
+    if "--launcher" in rest:
         rest = launch_ray.other_options(rest)
     fields = parser_for(name).fields
     for token in rest:
@@ -418,7 +424,7 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
             raise ConfigError(
                 f"unknown argument {flag!r}{did_you_mean(bare, fields)}: not a field of {name} or an option of accelerate launch."
             )
-    # If the launch parser interprets a word as the script to start, the word is an unknown argument.
+    # If the launch parser treats a word as the script to start, this word is an unknown argument.
     vars(parser)["error"] = _refuse_launch_flag
     parsed, _ = parser.parse_known_args([*rest, ""])
     if parsed.training_script_args:
@@ -445,19 +451,21 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
     again = {}
     if any(token.startswith(("--max_restarts", "--max-restarts")) for token in launch):
-        # Restarted processes must not connect to addresses of the killed processes that are still in a store.
+        # Do not share the store, because it may still hold addresses of killed processes to which restarted processes would
+        # connect.
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
     launch = with_multi_gpu(launch)
     if not torch.accelerator.is_available():
-        # Without this flag, each process would be a separate run of one process.
+        # Without this flag, each process would start its own run with a single process.
         argv = [*argv, "--use_cpu", "true"]
     command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=os.environ | again | {ranks.EXIT_CODES: folder})
         told: list[int] = []
 
-        def terminated(number: int, _: Any) -> None:  # A scheduler signals only this process.
+        # A job scheduler sends the signal only to this process, so it must be passed on.
+        def terminated(number: int, _: Any) -> None:
             told.append(number)
             raise KeyboardInterrupt
 

@@ -23,7 +23,8 @@ from posttrain.loop.build import as_config
 @functools.cache
 def _table() -> dict[str, list[TRLName]]:
     table: dict[str, list[TRLName]] = {}
-    for row in sorted(rows(), key=lambda row: row.name == row.plain):  # Rows with a condition first.
+    # Sort rows with a condition before rows without one.
+    for row in sorted(rows(), key=lambda row: row.name == row.plain):
         if row.kind in ("option", "argument"):
             table.setdefault(row.plain, []).append(row)
     return table
@@ -176,7 +177,8 @@ def _convert(cls: type, old: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple
     kept: dict[str, Any] = {}
     for name, value in old.items():
         row = row_of(cls, name, value)
-        if row is None:  # An option of a trainer's config.
+        # The name is not an argument of the trainer, so it is an option of the trainer's config.
+        if row is None:
             config: Any = cls.config_class  # type: ignore[attr-defined]
             of_config = row_of(config, name, value) or TRLName(name, "option", "", "rename", name)
             new = apply(config, of_config, name, value, moved, moved)
@@ -202,7 +204,8 @@ def apply(cls: type, row: TRLName, name: str, value: object, kwargs: dict[str, A
         return "loss_type and loss_weights"
     elif row.action in ("rename", "convert"):
         target, _, literal = row.replacement.partition("=")
-        if target == "warmup_steps" and kwargs.get(target) == 0:  # 0 was the old default. The ratio then applied.
+        # In older versions, warmup_steps=0 was the default, and warmup_ratio then applied.
+        if target == "warmup_steps" and kwargs.get(target) == 0:
             del kwargs[target]
         if value is not None and (value or not literal):
             _put(cls, name, ast.literal_eval(literal) if literal else value, target, kwargs)
@@ -239,7 +242,8 @@ def _with_options(kind: type, config: Any, options: Mapping[str, Any]) -> Any:
     """
     if config is None or isinstance(config, str):
         return kind(*([] if config is None else [config]), **options)
-    plain = not isinstance(config, kind)  # transformers.TrainingArguments, whose defaults may be overridden.
+    # The config is a transformers.TrainingArguments, whose defaults may be overridden.
+    plain = not isinstance(config, kind)
     config = as_config(kind, config)
     kind, names = type(config), {item.name for item in fields(config) if item.init}
     given = {name: vars(config)[name] for name in vars(config).get("_given", ()) if name in names}

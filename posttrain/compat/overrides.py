@@ -30,12 +30,12 @@ def _rows(methods: dict[str, str]) -> dict[str, str]:
     return {name: hook for hook, names in methods.items() for name in names.split()}
 
 
-# For each trainer class: hooks of its base classes that it does not call, and their replacements.
+# Maps each trainer class to the hooks of its base classes that it does not call, each with its replacement.
 OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": PARTS}
 TAKEN = "taken(batch), which gets what the workers wrote, or objective(outputs, batch)"
 WORKERS = "reward_funcs, tools and rollout_func, which the workers call, or objective(outputs, batch)"
 UNCALLED: dict[str, dict[str, str]] = {
-    # Methods of transformers.Trainer that our loop does not call.
+    # Methods of transformers.Trainer that the training loop of this library does not call.
     "PostTrainer": {
         "_prepare_input": "_prepare_inputs(inputs), which gets the whole dict",
         "_prepare_context_parallel_inputs": "_prepare_inputs(inputs); context parallelism is not offered",
@@ -61,7 +61,8 @@ UNCALLED: dict[str, dict[str, str]] = {
     | _rows({WORKERS: "generate_and_score generate roll_out sample tokenize score measured_logps advantages"}),
     "AsyncDistillationTrainer": _rows({TAKEN: "rows generate_and_score generate roll_out sample tokenize"}),
 }
-DESCRIPTORS = (property, functools.cached_property, classmethod)  # Objects of these types are not callable.
+# Objects of these types are not callable, so they cannot be overridden methods.
+DESCRIPTORS = (property, functools.cached_property, classmethod)
 
 
 def hook_for(cls: type, name: str) -> str | None:
@@ -143,5 +144,5 @@ def refuse(trainer: Any) -> None:
         from posttrain.compat import padded_loss
 
         padded_loss.log_cost(kind)
-        # One dict per micro-batch, as in TRL.
+        # Use one dict of inputs per micro-batch, as in TRL.
         trainer.method.traits = replace(trainer.method.traits, single_pass=True)

@@ -328,7 +328,7 @@ class BeforeUser(Trainer):
         # In training the subclass was called at the beginning of the step. In evaluation it is not called, as in TRL.
         items = label_tokens(self.denominators, self.method.traits.takes_loss_func)
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
-            # Without a count, `super()` then returns the mean of a micro-batch.
+            # If no count is passed, `super()` returns the mean over a micro-batch.
             result = _call(super().compute_loss, model, shown, items, return_outputs=return_outputs)
         return (result[0] / passes, *result[1:]) if isinstance(result, tuple) else result / passes
 
@@ -388,7 +388,7 @@ class BehindUser(Trainer):
         """Compute TRL's ``compute_loss``: the loss of a micro-batch, or its sum divided by the subclass's count."""
         batch, counts, padded = to_batch(inputs), _as_said(inputs, self.denominators), isinstance(inputs, PaddedInputs)
         if not self.model.training and padded and batch.loss_mask is not inputs.batch.loss_mask:
-            # An evaluation batch is treated as one step, with the remaining labels.
+            # Treat an evaluation batch as one step, and count only the remaining labels.
             if num_items_in_batch is not None and float(num_items_in_batch) == counts.tokens:
                 num_items_in_batch = None
             counts = replace(counts, tokens=float(batch.num_loss_tokens))

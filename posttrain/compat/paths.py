@@ -20,9 +20,9 @@ from typing import Any
 from posttrain.compat import trl_names
 from posttrain.errors import did_you_mean
 
-# Modules of TRL 1.16 with public names, modules on the release page of 1.18, and older modules that scripts still
-# import. A trainer ``X`` under ``trainer`` stands for the modules ``X_trainer`` and ``X_config``. Under
-# ``experimental`` it also stands for the module ``X``.
+# Modules of TRL that have public names in version 1.16 or on the release page of 1.18, and older modules that scripts still
+# import. An entry ``X`` under ``trainer`` stands for the modules ``X_trainer`` and ``X_config``. Under ``experimental``, it
+# also stands for the module ``X``.
 _PATHS = """
 chat_template_utils core data_utils distributed experimental extras generation import_utils kernels mergekit_utils
 scripts trainer
@@ -64,7 +64,7 @@ MODULES = frozenset(
     ]
 )
 
-# Modules that earlier versions of the documentation name.
+# Module paths from earlier versions of the documentation, with the current paths.
 MOVED = {
     "posttrain.compat.available": "posttrain.extensions.trl_helpers.available",
     "posttrain.rollouts.episodes.calls": "posttrain.extensions.agents.calls",
@@ -73,7 +73,7 @@ MOVED = {
     "posttrain.report.inspect": "posttrain.extensions.page.inspect",
 }
 
-# Names that stand for different objects in two modules of TRL.
+# Names that TRL uses for different objects in two modules.
 BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "DataCollatorForReward"}
 
 
@@ -109,7 +109,8 @@ def older_name(module: str, name: str) -> Any:
     text, level = f"{name} of older releases is now {row.replacement}.", 3 if module == "posttrain" else 4
     warnings.warn(text, FutureWarning, stacklevel=level)
     found = pkgutil.resolve_name(row.replacement)
-    setattr(sys.modules[module], name, found)  # An import statement reads the attribute twice.
+    # Store the object, because an import statement reads the attribute twice.
+    setattr(sys.modules[module], name, found)
     return found
 
 
@@ -119,7 +120,7 @@ def missing_of_statement(module: str) -> list[str]:
 
     frame: Any = sys._getframe()
     while frame is not None and not (
-        # Python's import function, which looks up each name of the import statement.
+        # An import statement looks up its names in this function of Python.
         frame.f_code.co_name == "_handle_fromlist" and frame.f_locals["module"].__name__ == module
     ):
         frame = frame.f_back

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 TABLE = Path(__file__).with_suffix(".tsv")
 NAME = re.compile(r"^([\w.]+)(?:(>?=)(.+))?$")
-ANY = object()  # Unknown value.
+ANY = object()  # Marks a value that is not known.
 
 
 class TRLName(NamedTuple):

@@ -73,7 +73,7 @@ def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return converted
 
 
-# Message keys for the model's reasoning. A template reads one of these keys and silently ignores the other two.
+# Keys under which a message can store the model's reasoning. A template reads one of them and silently ignores the other two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -100,9 +100,8 @@ def check_messages(messages: Any) -> None:
         DataError: A message is not a mapping with a role, or has neither content nor a tool call nor reasoning.
     """
     for number, message in enumerate(messages):
-        plain = (
-            type(message) is dict
-        )  # True for nearly all messages; isinstance with Mapping is slower than the other checks.
+        # This test is true for nearly all messages, and it is faster than isinstance with Mapping.
+        plain = type(message) is dict
         if not (plain or isinstance(message, Mapping)) or not isinstance(message.get("role"), str):
             keys = sorted(message) if isinstance(message, Mapping) else type(message).__name__
             raise DataError(f"message {number} must be a mapping with a role and content, but it is {keys}.")
@@ -179,7 +178,8 @@ def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
         try:
             return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-        except Exception:  # Any exception means that the template does not accept this form.
+        # The template can raise any exception if it does not accept this form.
+        except Exception:
             return None
 
     as_object, as_text = rendered({"zq_key": "zq"}), rendered('{"zq_key": "zq"}')
@@ -192,7 +192,7 @@ def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
     return twice
 
 
-PROBE = "7f3a probe 9c1e"  # Content that does not occur in any template.
+PROBE = "7f3a probe 9c1e"  # Message content that occurs in no chat template.
 
 
 def render(
@@ -407,7 +407,7 @@ def _turn_end(tokenizer: Tokenizer, template: str, rendered: Callable[..., str] 
         text = rendered(messages)
     except DataError:
         text = ""
-    if PROBE not in text:  # The template accepts only content blocks.
+    if PROBE not in text:  # The template requires content blocks instead of a string.
         text = rendered(as_blocks(messages))
     after = text.rpartition(PROBE)[-1] if PROBE in text else ""
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
@@ -485,7 +485,8 @@ def assistant_spans(
             continue
         before = rendered(messages[:index], add_generation_prompt=True, **kwargs)
         through = text if index == len(messages) - 1 else rendered(messages[: index + 1], **kwargs)
-        # The end-of-turn token may be missing. After a tool call, for example, some templates write the result immediately.
+        # The text may contain no end-of-turn token. For example, some templates write the tool result directly after a tool
+        # call.
         stop = through.rfind(end, len(before)) + len(end) if end in through[len(before) :] else len(through)
         if not (text.startswith(before) and text.startswith(through[:stop])):
             raise ModelError(
@@ -496,7 +497,8 @@ def assistant_spans(
     return text, spans
 
 
-RENDERED = ("prompt", "tools", "chat_template_kwargs")  # Columns that determine the rendering of a prompt.
+# Columns that affect how a prompt is rendered.
+RENDERED = ("prompt", "tools", "chat_template_kwargs")
 
 
 def encode(

@@ -16,8 +16,10 @@ from posttrain.data.trie import Member, Node, Tree
 from posttrain.errors import DataError
 from posttrain.types import Batch, Leaf, Row, Segment
 
-PADDED_MOST = 0.05  # Maximum share of padding in a stacked pass. More padding would cost more than another pass.
-FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")  # Columns that are fields of `Batch` by name.
+# Maximum share of padding in a stacked pass. With more padding, an additional pass would be cheaper.
+PADDED_MOST = 0.05
+# Columns that are also fields of `Batch`, under the same name.
+FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +158,11 @@ def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows
         units = _units(trees) if whole_rows else [[tree] for tree in trees]
         bins = _by_length(units, layout.row_tokens)
         return [_lay_out([[tree] for unit in group for tree in unit], pad_token_id, layout) for group in bins]
-    split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []  # Rows too long for one tree.
+    # Units of several trees. Each of them is a row that is too long for a single tree.
+    split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []
     apart = {id(tree) for unit in split for tree in unit}
     whole = [tree for tree in trees if id(tree) not in apart]
-    # If a tree exceeds the row budget, other rows may be as long as this tree, but not longer than twice the budget.
+    # If a tree exceeds the row budget, other batch rows may be as long as this tree, up to twice the budget.
     longest = max((tree.size for tree in whole), default=0)
     packed = _best_fit(whole, max(layout.row_tokens, min(longest, 2 * layout.row_tokens)))
     batches = [_lay_out(stack, pad_token_id, layout) for stack in _stacks(packed, layout.pass_tokens)]
@@ -369,7 +372,7 @@ class _Canvas:
         else:
             mask, sequence = list(row.loss_masks[member.index][part]), self._number(member, node.start, segment)
         if count and last < 0:
-            # The first token of a sequence without a prompt has no preceding token that could predict it.
+            # The first token of a sequence without a prompt cannot be predicted, because no token precedes it.
             predictor[0], mask[0] = start, 0
         self._write(
             input_ids=node.ids,
@@ -390,7 +393,8 @@ class _Canvas:
         row = member.row
         leaf = Leaf(segment, len(row.prompt_ids), _length(member), member.number)
         if start:
-            # The prompt of another row split this completion into two nodes, which are written one after the other.
+            # Keep only one leaf. This completion was split into two consecutive nodes, because the prompt of another row ends
+            # inside it.
             self.leaves[-1] = leaf
             return len(self.leaves) - 1
         self.leaves.append(leaf)
@@ -451,7 +455,7 @@ def _model_kwargs(groups: list[list[Tree]]) -> dict[str, Any]:
     """Merge additional model inputs: tensors are concatenated in row order, and other values must be equal in all rows."""
     merged: dict[str, Any] = {}
     for tree in (tree for trees in groups for tree in trees):
-        # Rows with model_kwargs are never merged with other rows, so each tree belongs to one row.
+        # Rows with model_kwargs are never merged with other rows, so each tree contains a single row.
         for name, value in tree.members[0].row.model_kwargs.items():
             if name in merged and isinstance(value, Tensor):
                 merged[name] = torch.cat([merged[name], value])
@@ -466,7 +470,7 @@ def to_rows(batch: Batch) -> list[Row]:
     If a prompt was repeated in several trees, there is one row per repetition.
     """
     numbers: dict[int, list[int]] = {}
-    # Pairs of completions are identified by their order. Trees store empty completions last, so the order must be restored.
+    # The order of completions identifies pairs. Trees store empty completions last, so restore the original order.
     for index in sorted(range(batch.num_sequences), key=batch.origin.__getitem__):
         numbers.setdefault(batch.leaves[index].row, []).append(index)
     return _rows(batch, list(numbers.values()))
@@ -483,7 +487,8 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
     per_token = {name for name, value in named.items() if value.shape == batch.input_ids.shape}
     ids, mask, owner = batch.input_ids.tolist(), batch.loss_mask.tolist(), batch.sequence.tolist()
     placed = {(b, column): picture for b, column, picture in batch.pictures}
-    earlier: set[tuple[int, int]] = set()  # Trained prompt tokens that are already part of an earlier row.
+    # Positions of trained prompt tokens that an earlier row already contains.
+    earlier: set[tuple[int, int]] = set()
     rows = []
     for group in groups:
         leaf = batch.leaves[group[0]]
@@ -528,7 +533,7 @@ def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool 
         whole_rows: Whether the completions of a tree must stay in one batch.
     """
     if batch.model_kwargs or (whole_rows and layout.kind == "padded"):
-        return [batch]  # Concatenated images cannot be separated again. Padded batches are not split either.
+        return [batch]  # Concatenated images cannot be separated again, and padded batches are not split either.
     rows = to_rows(batch.to("cpu"))
     if len(rows) > 1:
         parts = _dealt(rows)

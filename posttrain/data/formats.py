@@ -23,25 +23,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# This is a tuple, because the order of the names matters.
 MESSAGE_COLUMNS = (
     "prompt",
     "chosen",
     "rejected",
     "completion",
     "messages",
-)  # A tuple, because the order must be fixed.
-LOOK = 64  # Number of rows that are read to determine a dataset's format. The first row is not enough for mixed data.
+)
+# Number of rows that are read to determine the format of a dataset. In mixed data, the first row is not representative.
+LOOK = 64
 PICTURE_COLUMNS = ("image", "images")
-# Columns with token ids. If present, they are used instead of the text columns.
+# Names of columns with token ids. If they exist, they are used instead of the text columns.
 TOKENIZED = (
     "input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "reference_ids", "completion_ids", "KL_completion_ids",
 )  # fmt: skip
-PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # Columns with the input of the model.
+PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # Columns that contain the model's input.
 PICTURE_BLOCKS = ("image", "image_url", "image_pil")  # Types of content blocks that contain an image.
-STREAMED = (
-    8  # Number of rows of a stream that are checked for images. In a dataset, `LOOK` evenly spaced rows are checked.
-)
-# ShareGPT's names of speakers, and the roles that they have in chat templates.
+# Number of rows of a stream that are checked for images. For other datasets, `LOOK` evenly spaced rows are checked.
+STREAMED = 8
+# Maps ShareGPT's speaker names to the roles of chat templates.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -52,7 +53,7 @@ ROLES = {
     "observation": "tool",
 }
 
-# Dataset types, most specific type first. The first type whose columns all exist applies.
+# Dataset types with their required columns, most specific type first. The first type whose columns all exist is used.
 TYPES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tokenized-reward", ("chosen_ids", "rejected_ids")),
     ("tokenized", ("input_ids",)),
@@ -182,7 +183,7 @@ def _holds_none(value: object) -> bool:
     return isinstance(value, list) and any(_holds_none(item) for item in value)
 
 
-AT_ONCE = 64  # Number of rows per read. It is small because rows may contain images.
+AT_ONCE = 64  # Number of rows that are read at once. It is small, because rows may contain images.
 
 
 def read_columns(
@@ -271,7 +272,8 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
         try:
             chat = is_conversational_from_value(row) or is_conversational(row)
         except DataError as error:
-            if isinstance(row.get("prompt"), str):  # The conversations repeat this text. It is removed later.
+            # The conversations contain the same text, so it is removed from them later.
+            if isinstance(row.get("prompt"), str):
                 chat = True
             else:
                 raise DataError(f"row {index}: {error}") from error
@@ -308,11 +310,13 @@ def given_rows(batch: Mapping[str, list], indices: Sequence[int]) -> Iterator[tu
         yield index, {name: value for name, value in columns.items() if value is not None}
 
 
-ROW = "_row"  # Column with the original row numbers, so that findings can refer to rows.
+ROW = "_row"  # Name of the column with the original row numbers, which findings refer to.
 
 
-FIRST_BATCH = 32  # Batch size while searching for the first row of a stream that can be trained.
-PEEKED = 1000  # At least one of the first 1000 rows of a stream must have trained tokens.
+# Batch size while a stream is searched for the first row with trained tokens.
+FIRST_BATCH = 32
+# Maximum number of stream rows that are searched for a row with trained tokens.
+PEEKED = 1000
 
 
 def first_row(dataset: AnyDataset, name: str, *, images: bool = False) -> dict[str, Any]:
@@ -355,19 +359,19 @@ def undecoded(dataset: AnyDataset) -> Any:
         return {name: undecoded(subset) for name, subset in dataset.items()}
     plain = datasets.Image(decode=False)
     kinds: dict[str, Any] = {}
-    # Read the features from `info`, because `dataset.features` copies them on every access.
+    # Read `info.features`, because `dataset.features` copies the features on every access.
     info = dataset.info if isinstance(dataset, datasets.Dataset | datasets.IterableDataset) else datasets.DatasetInfo()
     for name, kind in (info.features or {}).items():
         inner = getattr(kind, "feature", None)
         if isinstance(kind, datasets.Image) and kind.decode:
             kinds[name] = plain
         elif isinstance(inner, datasets.Image) and inner.decode:
-            kinds[name] = replace(kind, feature=plain)  # Keep the length and kind of the list.
+            kinds[name] = replace(kind, feature=plain)  # Keep the length and type of the list.
     if not kinds or not isinstance(dataset, datasets.Dataset):
         for name, kind in kinds.items():
             dataset = dataset.cast_column(name, kind)
         return dataset
-    # Change only the features. `cast_column` would rewrite rows with lists, for a large dataset into a file.
+    # Change only the features. `cast_column` would rewrite rows with lists, and write a large dataset to a file.
     info = dataset.info.copy()
     info.features = datasets.Features(dataset.features | kinds)
     told = datasets.fingerprint.Hasher.hash((dataset._fingerprint, "undecoded"))
@@ -448,11 +452,11 @@ def shows_pictures(dataset: AnyDataset) -> bool:
     if not isinstance(dataset, datasets.Dataset):
         return False
     kinds = {name: str(kind) for name, kind in dataset.info.features.items() if name in MESSAGE_COLUMNS}
-    # Content blocks have a ``type`` key. If no column has this key, no row contains an image.
+    # Content blocks have a ``type`` key, so without this key in a column, no row contains an image.
     names = [name for name, kind in kinds.items() if "'type'" in kind or "Json" in kind]
     if not names:
         return False
-    # If there is a key for images, some block of the column contains an image, so every row is checked.
+    # If blocks have a key for images, at least one block contains an image, so check every row.
     keyed = any(kind in kinds[name] for name in names for kind in PICTURE_BLOCKS)
     step = 1 if keyed else max(1, len(dataset) // LOOK)
     return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))
@@ -554,11 +558,12 @@ class PreparationReport:
     tokens: int = 0
 
 
+# Counters that cover only the remaining rows. All other counters also cover dropped rows.
 OF_KEPT = (
     "_no_end",
     "_trained_tokens",
     "_tokens",
-)  # These counters cover only the remaining rows. All other counters cover all rows.
+)
 
 
 def tokenized(
@@ -656,7 +661,8 @@ def _fingerprint(dataset: AnyDataset, *about: object) -> str | None:
 
     try:
         return Hasher.hash((dataset._fingerprint, __version__, *about))
-    except Exception:  # Unpicklable objects have no stable hash. `map` then uses a random fingerprint and warns.
+    # `map` uses a random fingerprint and warns if its arguments cannot be pickled.
+    except Exception:
         return None
 
 
@@ -672,7 +678,8 @@ def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     if ids == [eos]:
         return ids
     kept = len(ids)
-    while kept > 1:  # The text may end with eos and whitespace, and the tokenizer may have appended a second eos.
+    # Remove all trailing eos tokens and whitespace: the text may end with eos, and the tokenizer may have appended another eos.
+    while kept > 1:
         blank = ids[kept - 2] == eos and not tokenizer.decode(ids[kept - 1 : kept]).strip()
         if ids[kept - 1] != eos and not blank:
             break

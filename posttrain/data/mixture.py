@@ -30,7 +30,8 @@ from posttrain.integrations.hub import not_found
 logger = logging.getLogger(__name__)
 
 
-LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # Loader by file extension.
+# Names of the `datasets` loaders, by file extension.
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def check_json(file: Path) -> None:
@@ -59,7 +60,8 @@ def _lines(files: list[str]) -> Iterator[dict[str, Any]]:
 def _row(line: bytes, where: str) -> dict[str, Any]:
     shown = line.strip()[:80].decode("utf-8", "replace")
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # Some editors write a byte-order mark at the start of a file.
+        # "utf-8-sig" removes the byte-order mark that some editors write at the start of a file.
+        row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: the line is not valid UTF-8 (byte {error.start}: {error.reason}): {shown!r}. Fix: save the file as UTF-8."
@@ -68,7 +70,8 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: the line is not valid JSON ({error}): {shown!r}") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, not {type(row).__name__}: {shown!r}")
-    if b"\\u" in line:  # An escape sequence may be a lone surrogate.
+    # Check rows with escape sequences, because an escape sequence may encode a lone surrogate.
+    if b"\\u" in line:
         check_unicode(json.dumps(row, ensure_ascii=False), where)
     return row
 
@@ -138,7 +141,8 @@ def _parquet_conflict(files: list[Path]) -> str | None:
         return None
     try:
         schemas = {file: pq.read_schema(file) for file in files}
-    except Exception:  # The loader raises the error about an invalid file.
+    # Ignore an invalid file here, because the loader raises an error about it.
+    except Exception:
         return None
     first = schemas[files[0]]
     for file, schema in schemas.items():
@@ -156,10 +160,10 @@ def _kind(type_name: str) -> str:
     return re.sub(r"\b(u?int\d+)\b", "int", re.sub(r"\b(halffloat|float|double)\b", "float", plain))
 
 
-# Columns of a CSV file that are converted to numbers. All other columns remain text.
+# Columns of a CSV file that are converted to numbers. The values of all other columns remain text.
 NUMBERS = ("label", "margin")
 SAMPLES = ("head", "random")
-# Exceptions that loaders raise for a name that exists neither on the Hub nor in the cache.
+# Exceptions that loaders raise if a name exists neither on the Hub nor in the cache.
 NOT_FOUND = (OSError, HFValidationError, DatasetNotFoundError)
 
 
@@ -293,9 +297,8 @@ def load_rows(
         source, options = _loader_of(file), {"data_files": str(file)}
         if source == "csv":
             options["converters"] = _text_columns([file])
-        if (
-            streaming and file.suffix == ".jsonl" and split in (None, "train")
-        ):  # `_lines` raises an error with the line's number when it reaches an invalid line.
+        # Use `_lines`, because its error about an invalid line contains the line number.
+        if streaming and file.suffix == ".jsonl" and split in (None, "train"):
             stream = datasets.IterableDataset.from_generator(_lines, gen_kwargs={"files": [str(file)]})
             return stream if split else datasets.IterableDatasetDict({"train": stream})
     try:
@@ -304,7 +307,8 @@ def load_rows(
             if not streaming and (features := _without_times(loaded)) is not None:
                 loaded = datasets.load_dataset(source, split=split, features=features, **options)
         for part in () if streaming or not file.exists() else loaded.values() if split is None else (loaded,):
-            part.data.validate(full=True)  # Otherwise invalid UTF-8 would raise an error only when its row is read.
+            # Validate now, because invalid UTF-8 would otherwise raise an error only when its row is read.
+            part.data.validate(full=True)
         return loaded
     except Exception as error:
         raise DataError(_failure(path_or_id, file, split, error)) from error

@@ -62,7 +62,7 @@ class _Bins:
         self.size, self.created = size, 0
         self.placed: list[int] = []
         self.queues: dict[int, deque[int]] = {}
-        self.rooms: list[int] = []  # Remaining spaces of the open bins, distinct and ascending.
+        self.rooms: list[int] = []  # Sorted list of the distinct amounts of free space in open bins.
 
     def place(self, length: int, count: int) -> None:
         while count:
@@ -130,7 +130,8 @@ class Lists:
 def list_column(column: pa.ChunkedArray, name: str, rows: list[int] | None) -> Lists:
     """Convert a column of a table, which may be a slice, to `Lists`. ``rows`` are row numbers for error messages."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(array, pa.ChunkedArray):  # Some versions of pyarrow return a chunked array for an empty column.
+    # For an empty column, some versions of pyarrow return a chunked array.
+    if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=column.type)
     if array.null_count:
         first = int(np.flatnonzero(np.asarray(array.is_null()))[0])
@@ -198,9 +199,10 @@ def segment_sum(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 LENGTHS = "seq_lengths"
 IGNORED = -100
-LOW_FILL = 0.9  # Rows that are filled less than this on average cause a warning.
-WINDOW_ROWS, WINDOW_TOKENS = 10_000, 2**25  # Maximum number of rows per window, and of tokens.
-PEEK = 1000  # Number of rows that are read to estimate the number of tokens per row.
+# A warning is logged if rows are filled to less than this fraction on average.
+LOW_FILL = 0.9
+WINDOW_ROWS, WINDOW_TOKENS = 10_000, 2**25  # Maximum number of rows and maximum number of tokens per window.
+PEEK = 1000  # Number of rows that are read to estimate the mean number of tokens per row.
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,8 @@ def _best_fit(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[st
         source = np.flatnonzero(lengths)
         skip, pieces = np.zeros(len(source), dtype=np.int64), np.minimum(lengths[source], plan.size)
     order, counts = best_fit_decreasing(pieces, plan.size)
-    if plan.shuffle:  # Without shuffling, rows would be ordered by decreasing document length.
+    # Without shuffling, packed rows would be ordered by decreasing document length.
+    if plan.shuffle:
         order, counts = shuffle_bins(order, counts, np.random.default_rng((plan.seed, first_row)))
     sizes = pieces[order]
     row_lengths = np.add.reduceat(sizes, np.cumsum(counts) - counts) if len(counts) else np.zeros(0, dtype=np.int64)
@@ -350,7 +353,8 @@ def _trained_pieces(table: pa.Table, rows: list[int] | None = None, *, size: int
     columns = list_columns(table, rows)
     labels = columns["labels"]
     source, skip, pieces = split_lengths(labels.lengths, size)
-    before = np.append(0, np.cumsum(np.asarray(labels.values) != IGNORED))  # Trained labels before each position.
+    # Number of trained labels before each position.
+    before = np.append(0, np.cumsum(np.asarray(labels.values) != IGNORED))
     starts = labels.starts[source] + skip
     kept = before[starts + pieces] > before[starts + 1]
     sizes = pieces[kept]
@@ -418,7 +422,8 @@ def _map(
         options = {"desc": desc} | options
     mapped = dataset.with_format("arrow").map(function, **options)
     if stream:
-        before = dataset._formatting  # An IterableDataset has no public attribute for its format.
+        # `_formatting` is read, because an IterableDataset has no public attribute for its format.
+        before = dataset._formatting
         return mapped.with_format(before.format_type if before else None)
     before = dataset.format
     columns = before["columns"] + ([added] if added else [])

@@ -52,7 +52,8 @@ UNUSABLE = "whose prompt tokenizes differently with its answers"
 FULL = "whose prompt fills max_length"
 EQUAL = "with equal answers"
 EMPTY = "with an empty answer"
-MOST_UNUSABLE = 0.01  # Maximum share of rows with the reason `UNUSABLE`. A larger share raises an error.
+# Maximum share of rows that may be dropped with the reason `UNUSABLE`. A larger share is an error.
+MOST_UNUSABLE = 0.01
 COUNTERS = ("_truncated", "_diverged", "_inner")
 HINT = "Look at the rows with posttrain inspect."
 
@@ -190,9 +191,8 @@ def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str
     if mode == "keep_start":
         return prompt, [answer[: limit - len(prompt)] for answer in answers]
     excess = len(prompt) + max(map(len, answers)) - limit
-    kept = (
-        prompt[excess:] if excess < len(prompt) else prompt[-1:]
-    )  # Keep at least one token of the prompt, because it predicts the first answer token.
+    # Keep at least one prompt token, from which the first answer token is predicted.
+    kept = prompt[excess:] if excess < len(prompt) else prompt[-1:]
     return kept, [answer[-(limit - len(kept)) :] for answer in answers]
 
 
@@ -286,7 +286,7 @@ def answer_rows(
     return rows
 
 
-# Scripts without spaces between words. Every position between two letters of such a script counts as a word boundary.
+# Unicode names of scripts that write no spaces between words. Every position between two letters of them is a word boundary.
 UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 
 
@@ -308,7 +308,7 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
     chosen, rejected = example["chosen"], example["rejected"]
     if not chosen or not rejected:
         raise DataError(f"{'chosen' if not chosen else 'rejected'} is empty, but a pair needs two answers.")
-    # Arrow gives all messages of a column the same keys. Equal messages may therefore differ in a key that is None.
+    # Arrow gives all messages of a column the same keys. Drop keys that are None, so that equal messages compare as equal.
     bare = strip_none({"chosen": chosen, "rejected": rejected})
     if bare["chosen"] == bare["rejected"]:
         raise DataError("chosen and rejected are equal, so the row contains no preference. Fix: remove the row.")
@@ -332,7 +332,8 @@ def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
     cut = _shared(chosen, rejected)
-    if cut == min(len(chosen), len(rejected)):  # One text is a prefix of the other text, but no answer may be empty.
+    # One conversation is a prefix of the other. Shorten the prompt, because no answer may be empty.
+    if cut == min(len(chosen), len(rejected)):
         cut -= 1
         while cut > 0 and chosen[cut - 1].get("role") == "assistant":
             cut -= 1
@@ -366,11 +367,11 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if prompt is None:
         return {**example, **extract_prompt(example)}
-    if is_messages(chosen) and not is_messages(
-        prompt
-    ):  # The prompt is text, and the conversations contain the prompt as messages.
+    # The prompt is text, but the conversations contain it as messages.
+    if is_messages(chosen) and not is_messages(prompt):
         return {**example, **extract_prompt(example)}
-    bare = strip_none({"prompt": prompt, "chosen": chosen, "rejected": rejected})  # See `extract_prompt`.
+    # Missing keys that Arrow added are removed, as in `extract_prompt`.
+    bare = strip_none({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     said = bare["prompt"]
     if isinstance(said, list) and said and bare["chosen"][: len(said)] == said == bare["rejected"][: len(said)]:
         warn_once(
@@ -437,11 +438,12 @@ def extract_and_unpair(dataset: AnyDataset, num_proc: int | None = None) -> Any:
     """Convert pairs to single labeled answers, with or without a prompt column. Return other datasets unchanged."""
     if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
-    dataset = undecoded(dataset)  # Decoding an image and encoding it again would change it, because JPEG is lossy.
+    # Do not decode images, because decoding and encoding them again would lose quality with JPEG.
+    dataset = undecoded(dataset)
     if isinstance(dataset, datasets.IterableDataset):
         return unpair_preference_dataset(dataset.map(maybe_extract_prompt))
     kinds = dataset.features
-    # In conversations, a text prompt is replaced with the messages that both answers begin with.
+    # If answers are conversations, a text prompt is replaced with the messages that both answers begin with.
     prompt = united(kinds["chosen"], *([kinds["prompt"]] if hasattr(kinds.get("prompt"), "feature") else []))
     apart = dataset.map(maybe_extract_prompt, num_proc=num_proc, features=features_with(dataset, prompt=prompt))
     return unpair_preference_dataset(apart, num_proc=num_proc)

@@ -38,7 +38,7 @@ def _between(text: str, begin: str, end: str) -> tuple[str, list[str]]:
     start = text.find(begin)
     if start < 0:
         return text, []
-    # The format adds line breaks before a tool call. They are not part of the text.
+    # Remove line breaks before a tool call, because the format adds them and they are not part of the text.
     outside, bodies = [text[:start].rstrip("\n")], []
     while start >= 0:
         stop = text.find(end, start + len(begin))
@@ -82,7 +82,8 @@ def _json_call(body: str) -> list[dict[str, Any]]:
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-# A key cannot contain "<". A pattern that allows the closing tag inside the key would take quadratic time.
+# A key cannot contain "<", so exclude "<" from it. A pattern that matches the closing tag inside a key would take quadratic
+# time.
 PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
@@ -160,9 +161,9 @@ class _JsonConstants(ast.NodeTransformer):
         return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
 
 
-# A string literal. The closing quote may be missing.
+# Matches a string literal, even if its closing quote is missing.
 LITERAL = re.compile(r"""'(?:[^'\\]|\\.?)*+(?:'|\Z)|"(?:[^"\\]|\\.?)*+(?:"|\Z)""", re.DOTALL)
-# Maximum number of characters of Python code outside string literals. Python's parser needs microseconds per character.
+# Maximum number of characters of Python code outside string literals. Python's parser takes microseconds per character.
 LONGEST_CODE = 16_384
 
 
@@ -265,7 +266,8 @@ def _typed(value: object, schema: dict[str, Any] | None) -> Any:
             return str(value)
         return read
     if kinds == {"string"} and isinstance(value, int | float) and not isinstance(value, bool):
-        return json.dumps(value)  # The schema requires a string, e.g. a zip code that the model wrote without quotes.
+        # The schema requires a string, so quote the value (e.g. a zip code that the model wrote without quotes).
+        return json.dumps(value)
     return value
 
 
@@ -298,7 +300,8 @@ def _written(tokenizer: Tokenizer, message: dict[str, Any]) -> tuple[str, str]:
         head, text = rendered(message)
     except TypeError:
         head, text = rendered(json_arguments([message])[0])
-    if not text.startswith(head):  # The generation prompt opens a think block, but the rendered message has none.
+    # The generation prompt opens a think block that the rendered message does not have.
+    if not text.startswith(head):
         head = head.rpartition("<think>")[0]
     return head, text[len(head) :]
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-LARGE_TAIL = 0.05  # A larger share of rows in the dropped last chunk causes a warning.
+# A warning is logged if more than this share of the rows is in the last chunk, which is dropped.
+LARGE_TAIL = 0.05
 
 
 def _check_counts(**counts: int) -> None:
@@ -68,7 +69,8 @@ class RepeatSampler(Sampler[int]):
         self.mini_repeat_count, self.batch_size, self.repeat_count = mini_repeat_count, batch_size, repeat_count
         self.shuffle, self.seed = shuffle, seed
         self._epoch = 0
-        self._drawn = 0  # Number of permutations so far. `_state` is the generator's state after the last one.
+        # Number of permutations so far. `_state` is the state of the random generator after the last permutation.
+        self._drawn = 0
         self._state: torch.Tensor | None = None
         self._check_size()
 
@@ -211,7 +213,7 @@ class ShardedStream(IterableDataset):
         return self.shard.parts(self.stream)
 
 
-LOOKED_AT = 20_000  # Maximum number of rows, evenly spaced, whose lengths are read.
+LOOKED_AT = 20_000  # Maximum number of evenly spaced rows whose lengths are read.
 STREAMED = 64
 
 
@@ -298,7 +300,7 @@ def with_lengths(dataset: AnyDataset, name: str) -> Any:
     return dataset.add_column(name, lengths) if lengths else dataset
 
 
-Origin = tuple[int, int]  # Epoch, and position in the epoch.
+Origin = tuple[int, int]  # A position in a `PromptStream`: epoch, and index within the epoch.
 
 
 class PromptStream:
@@ -318,7 +320,7 @@ class PromptStream:
         self.dataset, self.seed, self.shuffle = dataset, seed, shuffle
         self.passes = self.position = 0
         self._rows: Iterator[dict[str, Any]] | None = None
-        # Current epoch, and the order of the rows in this epoch.
+        # Number of the current epoch, and the order of the rows in it.
         self._ordered: tuple[int, list[int]] | None = None
 
     def take(self, count: int) -> list[dict[str, Any]]:

@@ -109,7 +109,7 @@ class _Plan:
     ids: list[int] | None = None
     mask: list[int] | None = None
     nested_none: bool = False
-    nothing: str = ""  # Reason for dropping the row, if nothing in it is trained.
+    nothing: str = ""  # Reason why the row is dropped if none of its tokens is trained.
 
     @property
     def texts(self) -> list[str]:
@@ -238,7 +238,7 @@ def _labelled(
             open_end(head, plan.head or "", tokenizer),
         )
     mask = [1] * len(ids) if plan.mask is None else plan.mask
-    # The prompt's end may differ: the tokenizer can merge tokens, or the template can render the prompt differently.
+    # The end of the prompt may differ if a completion follows, because tokens can merge or the template can change the text.
     boundary = common_prefix(head, ids)
     if options.completion_only_loss is not False:
         mask = [0] * boundary + mask[boundary:]
@@ -251,7 +251,8 @@ def _labelled(
     trained = len(labels) - labels.count(IGNORED)
     ids, labels = (ids[kept], labels[kept]) if cut else (ids, labels)
     left = len(labels) - labels.count(IGNORED)
-    learnt = left - (labels[:1] not in ([], [IGNORED]))  # The first token of a row is never trained.
+    # The first token of a row is never trained, because no token precedes it.
+    learnt = left - (labels[:1] not in ([], [IGNORED]))
     counts = (cut, trained - left, diverged > 0, diverged > len(head) / 2, no_end, double_bos, plan.nested_none, learnt)
     return {
         "input_ids": ids,
@@ -263,13 +264,13 @@ def _labelled(
 
 
 DEFAULTS = SupervisedOptions()
-# Maximum share of rows in which more than half of the prompt is tokenized differently before the completion.
+# Maximum share of rows in which more than half of the prompt is tokenized differently than with the completion.
 DIVERGED_MOST = 0.5
 
 
 LOSSES = ("PT-K116", "PT-K119", "PT-K111")
-PEEKED = 32  # Number of rows with which the template is checked.
-SHOWN = 200  # Maximum length of a row's text in messages, in characters.
+PEEKED = 32  # Number of rows on which the template is tested.
+SHOWN = 200  # Maximum number of characters of a row's text in a message.
 HINT = "Check completion_only_loss, assistant_only_loss, max_length and the masks. `posttrain inspect` shows the rows."
 
 
@@ -280,7 +281,8 @@ def with_training_template(options: SupervisedOptions, tokenizer: Tokenizer) -> 
     """
     if not options.assistant_only_loss or has_generation_markers(tokenizer.chat_template):
         return options
-    with suppress(DataError):  # Ignore a rejected message, but raise an error if the template is not valid Jinja.
+    # Ignore an error about this message, but raise an error if the template is not valid Jinja.
+    with suppress(DataError):
         render(tokenizer, [{"role": "user", "content": "q"}])
     return replace(options, chat_template=get_training_chat_template(tokenizer))
 
@@ -341,7 +343,8 @@ def prepare_sft_dataset(
         if options.packing == "bfd_split":
             kept = _split(kept, options.max_length, report, extra)
         kept = pack_dataset(kept, options.max_length, options.packing, map_kwargs=extra, seed=seed)
-        if options.packing == "wrapped":  # Rows are split at any position, so a row may consist of prompt tokens only.
+        # "wrapped" splits rows at any position, so a packed row may contain only prompt tokens.
+        if options.packing == "wrapped":
             kept = kept.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
     return kept, report
 
@@ -406,7 +409,7 @@ def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
 
 
 def _trains_something(labels: list[list[int]]) -> list[bool]:
-    # The first token of a row is not predicted, so its label has no effect.
+    # The label of the first token has no effect, because the first token of a row is not predicted.
     return [len(row) - 1 > row[1:].count(IGNORED) for row in labels]
 
 
@@ -419,7 +422,8 @@ def _one_of_batch(function: Callable[[dict], Any]) -> Callable[[dict], str]:
 
 
 def _takes_batches(function: Callable[[dict], Any], row: dict[str, Any]) -> bool:
-    # Try a single row first: with a batch, an expression such as ``row["text"][:9]`` would return a list of one text.
+    # Try a single row first. With a batch, an expression such as ``row["text"][:9]`` would silently return a list with one
+    # text.
     with suppress(Exception):
         if isinstance(function(dict(row)), str):
             return False
@@ -508,7 +512,7 @@ def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: Supervi
     """Raise an error if the chat template omits parts of the first rows, or writes the bos token twice."""
     template = options.chat_template or tokenizer.chat_template
     if not template:
-        return  # `render` raises an error if conversational rows have no template.
+        return  # `render` raises an error later if the rows are conversations without a template.
     rows = [strip_none(maybe_convert_to_chatml(row)) for row in first_rows(dataset, PEEKED)]
     report = check_template(with_template(tokenizer, template), rows, turns=False, limit=PEEKED)
     report.findings = [finding for finding in report.findings if finding.code in LOSSES]

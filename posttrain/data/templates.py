@@ -74,7 +74,8 @@ FOLDER = Path(__file__).parent / "chat_templates"
 PROBES = tuple(Probe(**probe) for probe in json.loads((FOLDER / "probes.json").read_text(encoding="utf-8")))
 TWO_TURNS = next(probe.messages for probe in PROBES if probe.name == "two turns")
 TOOL_CALL = next(i for i, probe in enumerate(PROBES) if probe.name == "a tool call")
-SENTINEL = "zq7 setting zq8"  # Placeholder for a setting, to find its position in the rendering.
+# Placeholder value of a setting. It is searched in the rendered text to locate the setting.
+SENTINEL = "zq7 setting zq8"
 THINK_BLOCK = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
 GLM_MARKERS = ("<|user|>", "<|observation|>")
 
@@ -116,7 +117,7 @@ class Family:
     same: Callable[[str, str, bool], bool] = _exact
 
 
-# Simple formats come first: a template that ignores tools would also match more complex formats that ignore them.
+# Families with simple formats come first. A template that ignores tools would also match families with more complex formats.
 FAMILIES = (
     Family("ChatML", "chatml", "default_system"),
     Family("Qwen2.5", "qwen2_5", "default_system"),
@@ -164,7 +165,7 @@ def _rendered(tokenizer: Tokenizer, template: str, probe: Probe, **settings: str
             **settings,
         )
     except Exception:
-        return None  # The template rejects the conversation, e.g. because its format has no tools.
+        return None  # The template rejects the conversation, for example because its format has no tools.
 
 
 def _setting(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> dict[str, str]:
@@ -174,7 +175,7 @@ def _setting(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> 
         return {}
     marked = _rendered(tokenizer, text, PROBES[0], **{family.setting: SENTINEL})
     before, _, after = (marked or "").partition(SENTINEL)
-    # If the template is from another family, this value is meaningless, and the family will not match later probes.
+    # If the template belongs to another family, this value is meaningless. Later probes will then not match.
     return {family.setting: theirs[0][len(before) : len(theirs[0]) - len(after)]}
 
 
@@ -212,7 +213,8 @@ def _match(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> Ma
 def best_match(tokenizer: Tokenizer, template: str) -> Match:
     """Return the first family that matches on every probe, or else the family with the most matching probes."""
     theirs = [_rendered(tokenizer, template, probe) for probe in PROBES]
-    if theirs[TOOL_CALL] is None:  # Templates that concatenate arguments with strings expect JSON text.
+    # Templates that concatenate the arguments of a call with strings require JSON text.
+    if theirs[TOOL_CALL] is None:
         theirs = [
             _rendered(tokenizer, template, replace(probe, messages=json_arguments(probe.messages))) for probe in PROBES
         ]
@@ -363,7 +365,7 @@ def get_training_chat_template(
     if match.exact:
         return match.template
     shadow = with_template(processing_class, template)
-    # Token offsets may be sufficient to locate both assistant turns of a conversation, including their end tokens.
+    # Check whether token offsets locate exactly the two assistant turns of a conversation, including their end tokens.
     for messages in (TWO_TURNS, as_blocks(TWO_TURNS)) if not marked and tools_fit else ():
         said = shadow.decode(_trained(shadow, messages))
         if all((m["content"] in said) == (m["role"] == "assistant") for m in TWO_TURNS):
@@ -420,7 +422,7 @@ def _listed(findings: list[Finding]) -> str:
 
 
 Severity = Literal["info", "warning", "error"]
-# Problems by code: severity with assistant-only loss, severity otherwise, what was found, why it matters, and the fix.
+# Each entry maps a code to the severity with assistant-only loss, the severity otherwise, the problem, its effect and the fix.
 PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
     "PT-K111": (
         "error",
@@ -545,7 +547,8 @@ def _row_problems(
     ids_of = cache(lambda text: encode(tokenizer, [text], special=False)[0])
 
     @cache
-    def begun(count: int, asks: bool) -> str:  # Cached, because the same boundary is requested several times.
+    # The result is cached, because the same boundary is requested several times.
+    def begun(count: int, asks: bool) -> str:
         return render(tokenizer, messages[:count], add_generation_prompt=asks, **kwargs)
 
     def rendered(part: list[dict[str, Any]], add_generation_prompt: bool = False, **_: object) -> str:

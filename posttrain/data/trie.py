@@ -18,11 +18,12 @@ from posttrain.types import Row
 if TYPE_CHECKING:
     from posttrain.types import Batch, Segment
 
-# Minimum number of common tokens for joining rows. For a shorter prefix, an additional segment costs more than it saves.
+# Rows are joined only if they share at least this number of tokens. For a shorter prefix, an additional segment costs more than
+# sharing saves.
 SHARED_LEAST = 16
-# Maximum share of tokens that splitting a long tree may add by repeating the prompt. Memory and time grow with the tokens of a
-# pass. Example: for a prompt of 400 tokens and 8 answers of 1,024 tokens, three passes need a third of the activation memory
-# and 9 % more tokens.
+# Maximum share of tokens that may be added when a long tree is split and its prompt repeated. Memory and time grow with the
+# tokens of a pass. Example: with a prompt of 400 tokens and 8 answers of 1,024 tokens, three passes need a third of the
+# activation memory and 9 % more tokens.
 REPEATED_MOST = 0.1
 
 
@@ -107,11 +108,12 @@ def grow(members: Sequence[Member], *, most: int, joined: int, comfortable: int 
     """
     trees: list[Tree] = []
     beginnings: dict[tuple[int, ...], list[Tree]] = {}
-    # Short prompts come first. If a prompt contains another row's completion, this completion is then already in a tree.
+    # Process short prompts first. If a longer prompt contains another row's completion, this completion is then already in a
+    # tree.
     for row in sorted(_by_row(members), key=lambda row: len(row[0].row.prompt_ids)):
         first = row[0].row
         begins = tuple(first.prompt_ids[:SHARED_LEAST])
-        # Rows that train their prompt or have model_kwargs are not joined with other rows.
+        # Rows with trained prompt tokens or model_kwargs are not joined with other rows.
         apart = not joined or len(begins) < SHARED_LEAST or first.prompt_mask is not None or bool(first.model_kwargs)
         if apart or not any(_join(tree, row, joined) for tree in beginnings.get(begins, ())):
             for part in _parts(row, min(most, _cheap_split(row, comfortable))):
@@ -145,7 +147,7 @@ def _cheap_split(row: list[Member], comfortable: int) -> int:
         return size
     repeats = int(REPEATED_MOST * size / max(prompt, 1))
     parts = min(repeats + 1, max(sum(answers) // comfortable, 1), len(row))
-    # Answers are not split, so the largest tree may exceed the average size by about half an answer.
+    # Answers are not split, so the largest part may exceed the average size by about half an answer.
     return size if parts == 1 else prompt + -(-sum(answers) // parts) + max(answers) // 2
 
 

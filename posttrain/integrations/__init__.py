@@ -10,7 +10,7 @@ from posttrain.errors import MissingDependencyError
 
 __all__ = ["is_available", "require"]
 
-# Import name -> the extra of this package that installs it.
+# Maps the import name of a package to the extra of posttrain that installs it.
 EXTRAS = {
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
@@ -55,7 +55,8 @@ def require(name: str, purpose: str) -> ModuleType:
     except ImportError as error:
         root = name.partition(".")[0]
         if error.name is not None and error.name.partition(".")[0] != root:
-            raise  # The package is installed, but one of its dependencies is not: keep its own message.
+            # Keep the error message of Python, because the package is installed but one of its dependencies is missing.
+            raise
         extra = EXTRAS.get(root)
         command = f'pip install "posttrain[{extra}]"' if extra else f"pip install {root.replace('_', '-')}"
         raise MissingDependencyError(

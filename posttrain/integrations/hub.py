@@ -13,15 +13,15 @@ from posttrain.errors import DataError, ModelError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-# Files of an output_dir that contain rows of the data, prompts, completions, the command line or names of this machine. The
+# Files of an output_dir that contain dataset rows, prompts, completions, the command line or names of this machine. The
 # trailing star also matches unfinished files.
 RUN_RECORD = (
     "*.jsonl*", "*.parquet*", "*.html*", "data.json*", "data_report.json*", "manifest.json*", "preflight.json*", "record-*",
     "rollout_failure.json*", "rollout_workers/*",
 )  # fmt: skip
-# training_args.bin contains the hub token, and nothing reads it again. The other pattern matches the folder's lock.
+# training_args.bin contains the Hub token, and no code reads it again. The second pattern matches the folder's lock files.
 NEVER_UPLOADED = ("training_args.bin", ".posttrain*")
-# Files that are copied from a checkpoint into the output_dir when it is uploaded during training.
+# Files that are copied from a checkpoint to the output_dir for an upload during training.
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -29,7 +29,8 @@ MODEL_FILES = (
     "model.safetensors.index.json",
     "adapter_*",
 )
-# Environment variables for offline mode: of the hub, and of the library that loads the name.
+# Environment variables that turn on offline mode: one for the Hub, and one for the library that loads models or datasets by
+# name.
 SWITCHES = {
     "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
     "tokenizer": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
@@ -37,7 +38,7 @@ SWITCHES = {
 }
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 SECONDS_TO_ANSWER = 10.0
-# Folder of the models that `posttrain demo` converts, named by the last part of their hub ids.
+# Folder for models that `posttrain demo` converts. Each model's folder has the last part of its Hub id as its name.
 MADE = Path(os.path.expanduser("~"), ".cache", "posttrain")
 ON = ("1", "on", "true", "yes")
 

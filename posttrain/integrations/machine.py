@@ -36,7 +36,8 @@ def listen(host: str, port: int) -> socket.socket:
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        if os.name == "posix":  # A recently closed connection would otherwise block the port.
+        # Otherwise, a recently closed connection would still block the port.
+        if os.name == "posix":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
     except OSError:
@@ -60,11 +61,12 @@ def raise_file_limit() -> None:
     Each connection of a server is a file, and many systems allow 1024.
     """
     try:
-        import resource  # Missing on Windows, which has no such limit.
+        import resource  # This module is missing on Windows, which has no limit of this kind.
     except ImportError:
         return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS rejects its own hard limit if it is infinite.
+    # macOS rejects its own hard limit if this limit is infinite.
+    with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 

@@ -13,7 +13,8 @@ from importlib.machinery import ModuleSpec
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
-# Address space of a worker process in bytes: 10**10**10 must fail in the worker before it exhausts the machine's memory.
+# Maximum address space of a worker process in bytes. An expression such as 10**10**10 must fail in the worker before it fills
+# the machine's memory.
 MEMORY = 4 * 2**30
 
 
@@ -29,7 +30,8 @@ def start_process() -> None:
     importlib.import_module("math_verify")
 
 
-# A spawned process imports the module that defines its class. This module imports neither torch nor transformers.
+# A spawned process imports the module that defines its class. The class is in this module, which imports neither torch nor
+# transformers.
 class _WithoutMain(SpawnProcess):
     def start(self) -> None:
         main: Any = sys.modules["__main__"]
@@ -50,7 +52,8 @@ class WithoutMain(SpawnContext):
     Process = _WithoutMain
 
 
-# Start of LaTeX for math-verify; LaTeX commands with text arguments; words; a number with its unit.
+# ANCHOR matches the start of LaTeX for math-verify, COMMAND a LaTeX command with a text argument, WORD a word or currency sign,
+# UNIT a number with its unit, and SCIENTIFIC a number in scientific notation.
 ANCHOR = re.compile(r"\$|\\[(\[]|\\boxed")
 COMMAND = re.compile(r"\\[A-Za-z]+(?:\s*\{[A-Za-z\s.]*\})?")
 WORD = re.compile(r"[^\W\d_]{3}|[#€£¥]")

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-# uvicorn and vLLM close a connection after five idle seconds. A request sent at that moment is lost.
+# Idle connections are dropped after two seconds. uvicorn and vLLM close them after five seconds, and a request sent at that
+# moment would be lost.
 CONNECTIONS = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
 
 

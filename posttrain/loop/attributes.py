@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from posttrain.metrics import MetricBuffer
     from posttrain.models.reference import Reference
 
-# These config fields are read at every step, so a change takes effect during training.
+# These config fields are read at every step, so changing them takes effect during training.
 SETTABLE = frozenset({
     "alpha", "beta", "chat_template_kwargs", "cpo_alpha", "desirable_weight", "f_alpha_divergence_coef",
     "f_divergence_type", "label_smoothing", "loss_weights", "mask_truncated_completions", "max_completion_length", "min_p",
@@ -30,7 +30,7 @@ SETTABLE = frozenset({
     "repetition_penalty", "reward_clip_range", "scale_rewards", "simpo_gamma", "temperature", "top_k", "top_p", "tpo_alpha",
     "tpo_l_gamma", "undesirable_weight", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
 })  # fmt: skip
-# These attributes are read only once, when the trainer is created.
+# These attributes are read only once, when the trainer is created, so changing them later has no effect.
 FIXED = frozenset({
     "completion_only_loss", "generation_config", "generation_kwargs", "importance_sampling_level", "ld_alpha",
     "log_completions", "loss_type", "max_length", "num_generations", "num_generations_eval", "num_iterations",
@@ -39,8 +39,8 @@ FIXED = frozenset({
     "vllm_gpu_memory_utilization", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_mode",
     "vllm_tensor_parallel_size",
 })  # fmt: skip
-# Attributes that are stored elsewhere, as paths from the trainer. If a path gives None, the next one is read. Only the
-# first path is written.
+# Attributes that are stored elsewhere, each with attribute paths that start at the trainer. Reading uses the first path whose
+# value is not None. Writing uses only the first path.
 PATHS: dict[str, tuple[str, ...]] = {
     "chat_template": ("processing_class.chat_template",),
     "completion_only_loss": ("args.completion_only_loss", "prompts_are_given"),
@@ -98,7 +98,7 @@ def read(trainer: object, name: str) -> Any:
     """Return the value of an attribute that the trainer itself does not have."""
     hidden = inspect.getattr_static(type(trainer), name, None)
     if isinstance(hidden, property | functools.cached_property):
-        # The property itself read a missing attribute, so its own error is raised again.
+        # The property's own code read a missing attribute. Call it again, to raise the original error.
         return hidden.__get__(trainer, type(trainer))
     if paths := paths_of(trainer, name):
         return next((value for path in paths if (value := _at(trainer, path)) is not None), None)

@@ -102,7 +102,7 @@ def as_config(config: type, args: PostTrainingConfig | str | None) -> Any:
         raise ArgumentTypeError(f"args must be a {config.__name__}, not {type(args).__name__}.")
     fields = args.to_dict()
     fields.pop("push_to_hub_token", None)
-    return config(**fields | {"hub_token": args.hub_token})  # to_dict() hides the token.
+    return config(**fields | {"hub_token": args.hub_token})  # Add the token, because to_dict() hides it.
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def build(
     parallel.shard_present_layers(accelerator, model)
     planned.vision.check_shards(model, accelerator)
     chosen = choose_layout(model, args) if layout is None else layout(model)
-    activate(None)  # Remove the sequence-parallel group of an earlier trainer.
+    activate(None)  # Deactivate the sequence-parallel group of an earlier trainer.
     if (extension := sequence_parallel(args)) is not None:
         about = {"supported": method.traits.splits_tokens, "name": spec.name}
         chosen = extension.begin_split(args, accelerator, model, chosen, **about)
@@ -511,7 +511,7 @@ def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool = 
         padded: Whether one sequence per row is required. Virtual tokens always require it.
     """
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    # ZeRO-3 may have sharded the parameters during loading.
+    # Gather the parameters, because ZeRO-3 may have sharded them while they were loaded.
     with alone(), parallel.gathered(model.parameters()):
         probe_head(model)
         layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast, args.device)
@@ -562,13 +562,14 @@ def make_checks(spec: Spec, vision: Vision, tokenizer: Tokenizer) -> Checks:
 
 def watchers(checks: Checks, accelerator: Accelerator) -> dict[str, list[Callable[..., bool | None]]]:
     """Return `Progress.watchers`."""
-    sharded = parallel.is_prepared_late(accelerator)  # Gradients are sharded over ranks.
+    # Gradients of single parameters cannot be checked if they are sharded over ranks.
+    sharded = parallel.is_prepared_late(accelerator)
     on_step = [checks.first_batch, checks.empty_steps, checks.economy]
     on_log = [checks.log_line] if checks.reads_log else []
     return {"step": on_step, "log": on_log, "gradient": [] if sharded else [checks.first_gradients]}
 
 
-# Methods of transformers' trainer. User code that overrides them expects dicts of padded tensors.
+# Methods of the transformers trainer. User code that overrides one of them expects dicts of padded tensors.
 PADDED_STEPS = (
     "compute_loss",
     "training_step",
@@ -586,7 +587,7 @@ def is_ours(cls: type) -> bool:
 
 def user_override(kind: type, name: str) -> type | None:
     """Return the user's class that defines ``name`` for a trainer. None if the package's own definition is used."""
-    # Adapter classes of compat/ do not replace anything of a user's class.
+    # Skip the adapter classes of compat/, because they do not define methods of the user.
     classes = [cls for cls in kind.__mro__ if not cls.__module__.startswith("posttrain.compat.")]
     owner = next((cls for cls in classes if name in vars(cls)), None)
     return None if owner is None or is_ours(owner) else owner
@@ -623,7 +624,7 @@ def measured(dataset: AnyDataset, args: PostTrainingConfig) -> Any:
     return with_lengths(dataset, args.length_column_name)
 
 
-# Padding value. It is lower than any value that methods gather.
+# Value that pads gathered tensors. It is lower than any value that methods gather.
 PADDING = -1e9
 
 

@@ -47,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 MARKER = "COMPLETE"
-BEGUN = f"{MARKER}.part"  # Marks an unfinished checkpoint with the id of its run, in case the run is killed.
+# File that marks an unfinished checkpoint. It contains the id of the run, so that leftovers of killed runs can be recognized.
+BEGUN = f"{MARKER}.part"
 MISSING = "is missing"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 UNFINISHED = re.compile(r"checkpoint-\d+\.tmp-.+")
@@ -184,7 +185,8 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
             f"the checkpoint {str(path)!r} is incomplete: {broken}. {_offer(path.parent, path)} If the file was "
             f"changed on purpose, remove {MARKER} there."
         )
-    # Files may be missing on purpose, such as the optimizer state to save space. Code that needs such a file raises an error.
+    # Continue with a warning, because files may be missing on purpose (e.g. the optimizer state). Code that needs a missing
+    # file raises an error.
     if broken:
         logger.warning("%s: %s since it was written.", path, broken)
     if marker(path) is None:
@@ -195,11 +197,11 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
     return str(resume)
 
 
-# Weight files of a checkpoint: for whole models, for adapters, and for the shards of ranks.
+# Patterns of a checkpoint's weight files: of whole models, of adapters, and of the shards of each rank.
 WHOLE = ("model*.safetensors*", "pytorch_model.bin*", "pytorch_model-*")
 ADAPTERS = ("adapter_model.*", "*/adapter_model.*")
 PIECES = ("pytorch_model_fsdp*", "global_step*")
-# Fields of an adapter's config that determine which weights it has and what they compute.
+# Fields of an adapter config that determine which weights the adapter has and what it computes.
 ADAPTER_SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")
 
 
@@ -264,7 +266,7 @@ def _written(value: object) -> object:
     return sorted(plain) if isinstance(plain, list) else plain
 
 
-# Effects of a setting that differs from the checkpoint's.
+# Explanations of what happens if a setting differs from the checkpoint's setting.
 OPTIMIZERS = "the optimizer continues with the checkpoint's value"
 ORDER = "rows come in a different order from now on, so the run trains on some rows twice and on others never"
 SCHEDULE = "the first step uses the learning rate of the checkpoint's schedule, and later steps that of this run's"
@@ -329,7 +331,7 @@ def rows_fingerprint(dataset: object) -> str | None:
     if not known:
         return None
     rows = repr([dataset[number * len(dataset) // 32] for number in range(min(32, len(dataset)))])
-    # The repr of an image contains its memory address.
+    # Remove memory addresses, which the repr of an image contains.
     text = re.sub(r" at 0x[0-9a-fA-F]+", "", rows).encode("utf-8", "replace")
     return f"{len(dataset)} rows, {xxhash.xxh3_64_hexdigest(text)[:8]}"
 
@@ -401,7 +403,8 @@ def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -
     removable = [path for path in mine[:-1] if path.name != best]
     gone = removable[: max(0, len(mine) - room)]
     gone += [p for p in _named(folder) if mine and marker(p) is None and _owner(p) == run and p.name != best]
-    for path in gone:  # Rename first. If the process is killed meanwhile, no partial checkpoint looks complete.
+    # Rename the folders first. If the process is killed during removal, a partly removed checkpoint must not look complete.
+    for path in gone:
         old = path.with_name(f"{path.name}.tmp-{run}.old")
         os.rename(path, old)
         shutil.rmtree(old, ignore_errors=True)
@@ -427,7 +430,8 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # Some systems cannot open folders.
+    # Ignore errors, because some systems cannot open folders.
+    with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -435,8 +439,9 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the maximum file size is exhausted.
-# Torch's writer does not report why it could not write.
+# Error numbers for a full disk, an exhausted quota and a file above the maximum size.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Parts of the error messages of torch's writer, which does not report why it could not write.
 TORCHS_WRITER = ("PytorchStreamWriter failed", "inline_container")
 
 
@@ -479,9 +484,9 @@ class Checkpointer:
 
     def __init__(self, args: PostTrainingConfig, accelerator: Accelerator, lock: Any, size: Callable[[], int]) -> None:
         self.args, self.accelerator, self.lock, self.size = args, accelerator, lock, size
-        # Id of the run that owns the folder, broadcast to all ranks when training begins.
+        # Id of the run that owns the folder. It is sent to all ranks when training begins.
         self._run: str | None = None
-        # Checkpoint to which callbacks may still add files.
+        # The latest checkpoint. It is not marked as complete yet, because callbacks may still add files to it.
         self._unmarked: Path | None = None
         self.place = Place(None, accelerator)
         self._begun = False
@@ -518,7 +523,7 @@ class Checkpointer:
         """
         args, lock = self.args, self.lock
         saves = args.save_strategy != "no"
-        # In a second call of train() the states of the first call are still in memory.
+        # In a second call of train(), the states of the first call are still in memory.
         first, self._begun = not self._begun, True
         fills_gpu = first and args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator)
         fills_gpu = fills_gpu and not keeps_on_host(args)
@@ -718,7 +723,7 @@ def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Findi
     """Find checkpoints of other runs, and remove unfinished folders of killed runs."""
     folder = Path(args.output_dir).expanduser()
     others = strangers(folder, run)
-    # This run has the lock of the folder, so no other process writes these folders.
+    # These folders can be removed: this run holds the lock of the output folder, so no other process writes them.
     for path in leftovers(folder):
         logger.warning("%s was only partly written by a run that was killed. It is removed.", path)
         shutil.rmtree(path, ignore_errors=True)
@@ -749,9 +754,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-# Signals of Ctrl-C, of schedulers and launchers before they kill a process, and of a closed terminal.
+# Signals that end a run: of Ctrl-C, of schedulers and launchers before they kill a process, and of a closed terminal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SECONDS_TO_END = 10.0  # Time for cleanup after the second signal. Then the process is ended.
+# Number of seconds that cleanup may take after the second signal. After that, the process is ended.
+SECONDS_TO_END = 10.0
 
 
 def _forget_wakeup() -> None:
@@ -798,7 +804,7 @@ def without_signals() -> Iterator[None]:
         _give_back(before)
     if told:
         handler = before[told[0]]
-        # Call a Python handler directly, because raising the signal again would count it a second time.
+        # Call a Python handler directly, because raising the signal again would count it twice.
         handler(told[0], None) if callable(handler) else signal.raise_signal(told[0])
 
 
@@ -854,7 +860,8 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._evaluates = False
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._process:  # A forked process, of a reward function for example, received the signal.
+        # The signal was received by a forked process, for example of a reward function.
+        if os.getpid() != self._process:
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -909,7 +916,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> Any:
         """Ask the loop to log, save and stop. All ranks stop after the same step, whichever rank received the signal."""
-        # Read only once, so that a later signal counts for the next step.
+        # Read the flag only once, so that a signal that arrives later counts for the next step.
         stop, late = (
             self.requested,
             args.max_hours is not None and time.monotonic() - self._began > args.max_hours * 3600,

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# All check modules are registered here, so that creating a trainer imports nothing more.
+# Register the checks of all modules now, so that creating a trainer does not import further modules.
 load()
 
 FILE = "preflight.json"
@@ -95,15 +95,15 @@ class Checks:
         self.step_codes = ("PT-T003",) if zero_gradient_is_normal else ("PT-T001", "PT-T003")
         self.fills_prompts = fills_prompts
         self.record: Any = None
-        # Number of trained tokens of the largest pass and of the longest sequence.
+        # Number of trained tokens of the largest pass so far, and of the longest sequence so far.
         self.largest_seen = (0, 0)
-        # Length of the longest training sequence, once it is known.
+        # Length of the longest training sequence in tokens. It is 0 until it is known.
         self.longest_of_data = 0
-        # Maximum sequence length that all models support.
+        # Maximum number of tokens per sequence that all models support.
         self.positions = math.inf
         self._steps = self._empty = 0
         self._written = False
-        self._early: list[Finding] = []  # Findings reported before the run record exists.
+        self._early: list[Finding] = []  # Findings that are reported before the run record exists.
 
     def saved_tokens(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Check padding and stop tokens in the saved configs, once per run."""
@@ -164,7 +164,7 @@ class Checks:
         if not self.preflight.active:
             return
         sample = None
-        # Errors in rows that cannot be built are reported during training, with the row number.
+        # Ignore errors about rows that cannot be used. They are reported during training, with the row number.
         with contextlib.suppress(PosttrainError):
             sample = head.sample if not head.streams and head.prepared is not None else None
         rows = sample.rows if sample is not None else ()
@@ -194,7 +194,8 @@ class Checks:
         with self.preflight.record_check("first_batch", ("PT-K004",)):
             found = lambda: check_tokens(self.context, ids, run.reference)  # noqa: E731
             self.report_from_main(lambda: [finding for finding in found() if finding.code == "PT-K004"])
-        with self.preflight.record_check("log_step", self.step_codes):  # These are checked at every step from now on.
+        # Register the checks that are done at every step from now on.
+        with self.preflight.record_check("log_step", self.step_codes):
             pass
         self.write()
         if self.record is not None and run.progress.state.global_step == 0:
@@ -270,11 +271,11 @@ class Checks:
 
     def first_gradients(self, model: nn.Module, micro_batches: Sequence[Sequence[Batch]]) -> bool:
         """Check that parameters receive gradients, in the first step with a finite gradient and a trained token."""
-        if self._empty:  # A step without a trained token has no gradient, so the next step is checked.
+        if self._empty:  # Check the next step instead, because a step without a trained token has no gradient.
             return True
         norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         if norms and not any(norms.values()) and all("trainable_tokens" in name for name in norms):
-            return True  # The rows may not have contained these tokens yet.
+            return True  # Check again in a later step, because the rows may not have contained these tokens yet.
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
@@ -370,7 +371,8 @@ def model_config_of(model: nn.Module, args: PostTrainingConfig) -> Any:
         return AutoConfig.from_pretrained(
             model, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
         )
-    except Exception:  # Loading the model will raise a clearer error.
+    # Ignore the error, because loading the model will raise a clearer one.
+    except Exception:
         return None
 
 
@@ -380,7 +382,8 @@ def _norm(gradient: torch.Tensor | None) -> float | None:
 
 # Findings from numbers -----------------------------------------------------------------------------------------
 
-EMPTY_STEPS = 3  # Consecutive steps without a trained token.
+# Number of consecutive steps without a trained token after which there is a finding.
+EMPTY_STEPS = 3
 PADDING_MOST = 0.4
 ECONOMY_STEPS = 10  # Number of steps after which the share of padding is checked.
 

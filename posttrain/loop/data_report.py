@@ -71,9 +71,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Number of rows with which the chat template is checked, and number of sequences that are shown.
+# TEMPLATE_ROWS: number of rows with which the chat template is checked. SEQUENCES_DESCRIBED: number of sequences that are
+# shown.
 TEMPLATE_ROWS, SEQUENCES_DESCRIBED = 32, 3
-# Number of examples that are tokenized. For a stream, these are the first examples.
+# Number of examples that are tokenized: the first number is for datasets. The second is for streams, of which the first
+# examples are used.
 EXAMPLES_TOKENISED, EXAMPLES_OF_STREAM = 64, 32
 CHAT = ("messages", "prompt", "chosen", "conversations")
 
@@ -304,7 +306,8 @@ def template_findings(raw: object, tokenizer: Tokenizer, id_columns: Collection[
         return []
     try:
         return list(check_template(tokenizer, rows, limit=TEMPLATE_ROWS).findings)
-    except PosttrainError:  # Rows that the template rejects were already reported when rows were prepared.
+    # Skip rows that the template rejects, because they were already reported when rows were prepared.
+    except PosttrainError:
         return []
 
 
@@ -336,7 +339,7 @@ def _counted(tokens: list[int], tokenizer: Tokenizer) -> dict[str, int]:
     return {_text(token, tokenizer): count for token, count in counts[:5]}
 
 
-SHOWN_SEQUENCES, LONGEST = 6, 2000  # Number of sequences, and maximum number of tokens of each.
+SHOWN_SEQUENCES, LONGEST = 6, 2000  # Number of sequences that are written, and maximum number of tokens per sequence.
 
 
 def describe_batches(batches: Sequence[Batch], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -386,15 +389,18 @@ def _shown(sequence: TokenSequence, row: Row, tokenizer: Tokenizer) -> dict[str,
 
 # Rows that cannot be used for training ------------------------------------------------------------------------------
 
-ROWS_NAMED = 5  # Maximum number of row numbers in a message.
+ROWS_NAMED = 5  # Maximum number of row numbers that a message lists.
+# Maximum number of rows that are read completely, for a dataset and for a stream. In further rows of a dataset, Arrow only
+# counts missing and empty values.
 ROWS_READ_WHOLE, READ_OF_STREAM = (
     1000,
     256,
-)  # Columns for which every row is read. For other columns Arrow counts missing and empty values.
+)
 ARROW_BATCH = 20_000
 PAIRS_COMPARED = 100_000  # Maximum number of pairs that are compared with each other.
 EXCERPT = 200
-JUDGED = frozenset(("label", "reference"))  # Datasets of other tasks may use these column names for other content.
+# Columns with common names, which datasets of other tasks may use for other content.
+JUDGED = frozenset(("label", "reference"))
 
 
 def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
@@ -469,7 +475,8 @@ def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, 
     """Find missing values and empty lists with Arrow, without reading rows."""
     reasons: dict[int, str] = {}
     pair = _is_pairs(columns)
-    several = len(columns) > 1 and bool(set(columns) & set(WHOLE))  # Alternative columns: a row needs only one of them.
+    # If columns are alternatives, a row needs only one of them.
+    several = len(columns) > 1 and bool(set(columns) & set(WHOLE))
     for name in columns:
         if name == "prompt" and pair:
             continue

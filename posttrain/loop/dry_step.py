@@ -134,7 +134,8 @@ def dry_step(
     with _untouched(run), attention_renamed(run.model, lambda name: name):
         reset_peak(device)
         try:
-            for _ in range(2):  # The second pass adds to existing gradients.
+            # Run two passes, because the second pass adds to existing gradients and needs more memory.
+            for _ in range(2):
                 begin = time.perf_counter()
                 _dry_pass(run, batch)
                 seconds = time.perf_counter() - begin
@@ -150,7 +151,7 @@ def dry_step(
 
 def _dry_pass(run: Run, batch: Batch) -> None:
     args, model = run.args, run.model
-    # The run's autocast is applied to the model only when training prepares it.
+    # Apply autocast here, because the model gets the run's autocast only when training prepares it.
     offloading = get_act_offloading_ctx_manager(model, enabled=args.activation_offloading)
     with run.accelerator.autocast(), offloading:
         settings: dict[str, Any] = {"temperature": run.method.temperature, "chunk_size": args.logits_chunk_size}
@@ -236,7 +237,7 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
         prompt = max(rows, key=lambda row: len(row.prompt_ids), default=Row([0], [], []))
         longest = prompt.prompt_ids or [0]
         length = int(run.method.cfg.max_completion_length)
-        # Random completions use only tokens of the prompt, so that they contain no image placeholder without an image.
+        # Sample random completions from tokens of the prompt, which cannot be image placeholders if the prompt has no image.
         draw, words = random.Random(0), [int(run.pad_token_id)] if any(prompt.pictures) else longest
         counts = checks.group_sizes(run.args, batch_size)
         drawn = [[draw.choices(words, k=length) for _ in range(n)] for n in counts]
@@ -278,7 +279,7 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
             )
         return not tried[shape].failed and tried[shape].needed <= limit
 
-    # Larger steps never need less memory.
+    # Use bisection, because a larger micro-batch never needs less memory than a smaller one.
     count = bisect.bisect_left(sizes, True, lo=1, key=lambda size: not fits(size)) if fits(sizes[0]) else 0
     size = min(parallel.all_gather_objects([sizes[count - 1] if count else 0], run.accelerator))
     if size == 0:
@@ -309,7 +310,8 @@ def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> D
 
 
 def _kind(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type  # fork_rng always saves the CPU's random state.
+    # Use "cuda" even on a CPU, because fork_rng saves the CPU's random state in any case.
+    return "cuda" if device.type == "cpu" else device.type
 
 
 def _devices(device: torch.device) -> list[Any]:

@@ -78,7 +78,8 @@ class DynamicSampler:
             accepted += len(usable)
             batch, table = self._put(batch, table, fresh, judged, list(zip(places, usable, strict=False)))
             places = places[len(usable) :]
-        if accepted and table.raw is not None:  # Transform all rewards again, because a transform may use all of them.
+        # Transform the rewards again, because a transform may depend on all rewards of the batch.
+        if accepted and table.raw is not None:
             values = self.rewards.transformed(table.raw, torch.arange(len(table.raw)) // size)
             table = dataclasses.replace(table, values=values)
         groups = len(table.values) // size

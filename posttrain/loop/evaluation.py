@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
 IGNORED = -100
-OWN = "own"  # Name of the count that divides the user's own loss.
+OWN = "own"  # Name of the count by which the user's own loss is divided.
 
 
 def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
@@ -194,7 +194,7 @@ class _Evaluation:
         for _ in range(parallel.equal_passes(len(batches), self.accelerator) - len(batches)):
             self._idle(self.context.spare_batch())
         seen.predictions, seen.labels = [p for p, _ in pairs], [label for _, label in pairs]
-        # Each row gets the loss of its batch, as in transformers.
+        # Every row gets the mean loss of its batch, as in transformers.
         average = sum(seen.losses) / max(len(seen.losses), 1)
         seen.losses = [average] * len(pairs)
         inputs = []
@@ -262,7 +262,7 @@ def evaluate(
         model = accelerator.prepare_model(model, evaluation_mode=True)
     evaluation = _Evaluation(run, model, compute_metrics, keeps_predictions=predicts, after_batch=after_batch)
     metrics = {"loss": evaluation.run(dataloader)} | run.reduced_metrics("eval")
-    # Number of tokens trained on so far. Evaluation does not increase it.
+    # Number of tokens that were trained on so far. Evaluation does not increase it.
     metrics["num_tokens"] = run.progress.counters["num_tokens"]
     metrics = {f"{prefix}_{name}": value for name, value in metrics.items()}
     predictions, labels, own = evaluation.results()
@@ -312,7 +312,8 @@ def evaluation_loader(
         "persistent_workers": args.dataloader_persistent_workers,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
         "prefetch_factor": args.dataloader_prefetch_factor,
-        # Every pass samples a seed. Without a separate generator, this would change the random numbers of training.
+        # Use a separate generator. The loader samples a seed in every pass, which would otherwise change the random numbers of
+        # training.
         "generator": torch.Generator(),
     }
     if isinstance(dataset, IterableDataset):

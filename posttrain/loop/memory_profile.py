@@ -27,13 +27,14 @@ from posttrain.models.memory import (
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-PROFILED = (3, 50)  # Steps that are profiled, followed by every thousandth step.
+# Numbers of the first steps that are profiled. Later, every thousandth step is profiled.
+PROFILED = (3, 50)
 
 
 STEPS_BETWEEN_PROFILES = 1000
 
 
-# Dense bf16 operations per second from the vendors' data sheets. The values for sparse operations are twice as high.
+# Dense bf16 operations per second from the vendors' data sheets, which also list sparse operations with twice these values.
 PEAKS = {"H100": 989.5e12, "H200": 989.5e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}
 
 
@@ -46,7 +47,8 @@ class MemoryProfile(transformers.TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._begun: tuple[float, int, int] | None = None  # Time, real and computed tokens when the first step ended.
+        # Time, number of real tokens and number of computed tokens when the first step ended.
+        self._begun: tuple[float, int, int] | None = None
         self._logs: dict[str, float] = {}
 
     def on_log(

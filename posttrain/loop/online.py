@@ -83,11 +83,12 @@ class OnlineTrainer(PostTrainer):
         _, given["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
         given = {name: value for name, value in given.items() if value is not None}
         self.driver = make_driver(self.METHOD.traits, type(self).__name__, args, given)
-        # Tools and environments may return images. A rollout function processes images itself.
+        # Images can come from tools and environments. They cannot come from a rollout function, which processes its images
+        # itself.
         self.harness = None if self.driver is None else self.driver.harness
         calls = self.driver is not None and rollout_func is None and self.harness is None
         self._returns_images = calls and is_processor(kwargs.get("processing_class"))
-        # Attributes with the names of TRL's trainers.
+        # These attributes have the same names as in TRL's trainers.
         self.tools, self.rollout_func = list(tools or ()), rollout_func
         self.environments = None if self.driver is None else self.driver.pool
         if train_dataset is None:
@@ -339,7 +340,7 @@ class OnlineTrainer(PostTrainer):
         """Maximum number of tokens of a prompt. Longer prompts are truncated at the beginning. None: no prompt is
         truncated.
         """
-        return vars(self.args).get("max_prompt_length")  # A field of older releases.
+        return vars(self.args).get("max_prompt_length")  # Only configs of older releases have this field.
 
     # Logs and checks ---------------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from posttrain.types import Batch
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of times that a pass is halved per step. If an eighth of a pass does not fit, a sixteenth will not either.
+# Maximum number of times that passes are halved in a step. If an eighth of a pass does not fit, a sixteenth will not fit
+# either.
 MOST_HALVINGS = 3
 
 
@@ -87,5 +88,6 @@ def run_again(
             ]
             return results[-1]
         except torch.OutOfMemoryError as error:
-            problem = error.with_traceback(None)  # The frames of the traceback would keep the activations in memory.
+            # Drop the traceback, because its frames would keep the activations in memory.
+            problem = error.with_traceback(None)
     raise problem

@@ -75,16 +75,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROWS_TRIED = 2  # Number of rows whose images are fully read at the start.
-ROLLOUTS_A_COMPARISON = 64  # One in this many rollouts is checked: it must have the same images as its row.
-SHARE_UNFIT = 0.005  # Maximum share of rows that may be dropped because they do not fit. A larger share is an error.
+ROWS_TRIED = 2  # Number of rows whose images are fully decoded at the start.
+# One rollout out of this many is checked: its images must be the same as those of its row.
+ROLLOUTS_A_COMPARISON = 64
+# Maximum share of rows that may be dropped because they do not fit. A larger share raises an error.
+SHARE_UNFIT = 0.005
 
 NO_BOS = (
     "the chat template writes no bos token, but the processor adds one to prompts for sampling (GRPO, generate). "
     "Training uses rows without the bos token. Fix: begin the template with {{ bos_token }}."
 )
 NO_IMAGES = "has no effect, because this run reads only text. Fix: remove it"
-# Files of a multimodal checkpoint besides weights and tokenizer.
+# Names of the files that a multimodal checkpoint has in addition to weights and tokenizer files.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 MAY_LACK = {
     "_raise_exceptions_for_missing_entries": False,
@@ -129,7 +131,7 @@ class Vision:
     ) -> None:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
         if not takes and isinstance(args, PictureConfig):
-            # The setting for the vision tower (frozen or trained) also applies if all rows are text.
+            # Do not check freeze_vision, because it also applies to the vision tower of a run on text.
             unread = [option for option in fields(PictureConfig) if option.name != "freeze_vision"]
             check_rules(
                 args, [(option.name, getattr(args, option.name) == option.default, NO_IMAGES) for option in unread]
@@ -163,7 +165,7 @@ class Vision:
         if self.processor is not None:
             self.tokenizer = self.processor.tokenizer
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
-        # A run on text uses only the tokenizer, but it also saves the image settings of the original checkpoint.
+        # A run on text needs no processor, but it saves the original checkpoint's image settings with the model.
         alone = self.processor is None and bool(model_id)
         self._counted: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
@@ -303,7 +305,7 @@ class Vision:
                 blocks, pictures = conversation_of(row)
                 self.reader.refuse_controls(blocks)
                 read = [self.reader.fitted(read_picture(value, "column 'images'")) for value in pictures]
-                # Reward functions are called on the first rows before training, so their images are loaded.
+                # Load the images of the first rows, because reward functions are called on these rows before training.
                 for picture in read if index < ROWS_TRIED else ():
                     picture.load()
             except DataError as error:

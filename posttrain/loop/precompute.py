@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # Incremented if the same inputs would give different values.
-LOCK_WAIT = 30 * 60  # Maximum seconds to wait for another run that computes the same values.
+FORMAT = 1  # Version of the cache. It is incremented if the same inputs would give different values.
+LOCK_WAIT = 30 * 60  # Maximum number of seconds to wait for another run that computes the same values.
 
 
 def precomputed_logps(
@@ -137,7 +137,8 @@ def _keep(path: Path, values: np.ndarray) -> None:
         with part.open("wb") as file:
             np.save(file, values)
         os.replace(part, path)
-    except OSError as error:  # This run has the values in memory. Only the next run must compute them again.
+    # Log a warning only: this run has the values in memory, and only the next run has to compute them again.
+    except OSError as error:
         logger.warning(
             "%s could not be written (%s). The run continues without this cache file.", path, error.strerror or error
         )
@@ -177,7 +178,7 @@ def _compute(
     accelerator, args = run.accelerator, run.args
     size = args.precompute_ref_batch_size or args.per_device_train_batch_size
     mine = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))
-    # All ranks need the same number of steps, because a pass may be a collective operation.
+    # Run the same number of steps on all ranks, because a forward pass may be a collective operation.
     steps = -(-len(dataset) // (size * accelerator.num_processes))
     sums: list[tuple[int, list[float]]] = []
     for step in range(steps):
@@ -316,16 +317,17 @@ class ReferenceSums(transformers.TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self.run, self.sums = run, dict[bytes, bytes]()
-        self._new: list[bytes] = []  # Keys of values that other ranks do not have yet.
+        self._new: list[bytes] = []  # Keys of values that have not been sent to other ranks yet.
         self._key = ""
-        self._reference: Reference | None = None  # Also None after sums were loaded, until `of` is called.
+        # Reference of the cached sums. After sums are loaded from a file, it is None until `of` is called.
+        self._reference: Reference | None = None
 
     def of(self, reference: Reference) -> ReferenceSums:
         """Return the cache. The cache is cleared first if it belongs to another reference."""
         model = reference.policy if reference.copy is None else reference.copy
         about = {"adapter": reference.adapter, "precision": self.run.accelerator.mixed_precision}
         key = fingerprint(weights=hash_frozen(model), options=self.run.method.reference_key(), **about)
-        # A different reference object may have the same weights but a different forward pass.
+        # Compare the objects too, because references with the same weights can have different forward passes.
         if key != self._key or self._reference not in (None, reference):
             self.sums, self._new = {}, []
         self._key, self._reference = key, reference

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Options for a data loader without worker processes.
+# Options for a data loader that has no worker processes.
 IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
-# Number of prompt tokens that an error quotes.
+# Number of prompt tokens that an error message quotes.
 TOKENS_QUOTED = 40
-# Number of prompts that are tokenized before generation begins.
+# Number of prompts that are tokenized before the first generation, to detect errors early.
 PROMPTS_TRIED = 256
-# Number of logged characters from the beginning of the first prompt, and from the end of a longer prompt.
+# Number of characters that are logged from the beginning of the first prompt, and from its end if the prompt is longer.
 CHARACTERS_SHOWN, CHARACTERS_AT_END = 400, 60
 
 
@@ -67,7 +67,7 @@ class PromptSource:
     ) -> None:
         self.most = most
         self.args, self.tokenizer, self.length_option = args, tokenizer, length_option
-        # Whether to drop columns that are not prompts.
+        # Whether dataset columns that do not belong to prompts are dropped.
         self.drops_columns = bool(args.remove_unused_columns)
         self.tokenized = tokenized or self._tokenized
         self._cut_told = False

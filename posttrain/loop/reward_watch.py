@@ -129,6 +129,7 @@ class RewardWatch:
                 if count % 100 == 1:
                     logger.log(one.level, "%s", one.text)
             elif one is not None and one.severity == "error":
-                self.run.checks.preflight.add(one)  # The error that ends the run follows.
+                # Only record the finding, because the error that ends the run follows.
+                self.run.checks.preflight.add(one)
             elif one is not None:
                 self.run.checks.report([one])

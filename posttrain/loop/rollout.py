@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from posttrain.rollouts.batch import RolloutWindow
     from posttrain.types import LogProbs, Rollout, Sampling
 
-# Difference between the numbers of two evaluation batches. Numbers of training batches are smaller.
+# Distance between the numbers of two evaluation batches. It exceeds the number of any training batch.
 EVAL_STRIDE = 32_452_843
 
 
@@ -254,7 +254,7 @@ def measured_logps(run: Run, rollouts: RolloutBatch) -> dict[str, list[list[floa
     online, can = run.online, run.online.sync.engine.capabilities
     sampled = logps_of_sampler(run, rollouts)
     complete = [len(x) == len(r.token_ids) for x, r in zip(sampled, rollouts.sequences(), strict=True)]
-    # Equal on every rank, because the following passes are collective operations.
+    # All ranks must agree, because the passes below are collective operations.
     known = all(parallel.all_gather_objects(complete, run.accelerator))
     columns: dict[str, list[list[float]]] = {}
     if known and not online.samples_policy:
@@ -298,7 +298,7 @@ def logps_of_sampler(run: Run, batch: RolloutBatch) -> list[list[float]]:
         RolloutError: A correction needs log-probs from after truncation, but the engine only reports those from before
             it.
     """
-    # A rollout function only reports log-probs of the distribution it sampled from.
+    # A rollout function returns only log-probs of the distribution it sampled from.
     cut = WHOLE if run.online.rollout_func else run.progress.truncation
     rollouts = list(batch.sequences())
     sampled = sampled_logps(rollouts, cut)
@@ -398,7 +398,8 @@ def next_rows(run: Run, examples: list[dict[str, Any]], index: int) -> list[Row]
     if window.used_up:
         try:
             rollouts = rollout_step(run, examples, "train")
-        except RolloutServerError:  # `OnlineTrainer.train` saves a checkpoint after this error.
+        # `OnlineTrainer.train` handles this error and saves a checkpoint.
+        except RolloutServerError:
             window.rewind()
             raise
         window.fill(run.online.slices(run, rollouts), run.progress.state.global_step)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from posttrain.loop.step import Loss
 
 
-Prepare = Callable[["Run", list[Any], list[list[Batch]], str], list[list[Batch]]]  # See `Hooks.prepare`.
+# The arguments are described in `Hooks.prepare`.
+Prepare = Callable[["Run", list[Any], list[list[Batch]], str], list[list[Batch]]]
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ class Function:
         """See `Sampler.sample` and `EpisodeDriver.run_function`."""
         sync, args = self.sync, self.sync.args
         if sync.needs_weight_sync:
-            # The function may query the same servers, so they need the current weights.
+            # Push the weights first, because the rollout function may query the same servers.
             sync.push_if_due()
         with parallel.failing_together(sync.accelerator):
             rollouts, completions, extra = self.driver.run_function(

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from posttrain.report.record import RunRecordCallback
     from posttrain.types import Advantages, Tokenizer
 
-THUMBNAILED = 4  # Number of prompts per generation whose images are stored for the report, about 2 kB per image.
+# Number of prompts per generation whose images are stored for the report. An image takes about 2 kB.
+THUMBNAILED = 4
 
 
 def completion_lengths(batch: RolloutBatch) -> list[int]:
@@ -154,7 +155,7 @@ def completion_rows(
             row["image_digests"] = [picture.digest for picture in pictures]
             row["image_sizes"] = [list(picture.size) for picture in pictures]
         rows.append(row | {name: column[i] for name, column in batch.shown().items()})
-    # Tokens and their log-probs are stored for only one group per rollout batch, to keep the table small.
+    # Store tokens and log-probs of one group per rollout batch only, to keep the table small.
     first = batch.groups()[0] if table.start == 0 and len(rows) > 0 else []
     for i in first:
         rollout = batch.rollouts[i]
@@ -240,7 +241,7 @@ def score_rollouts(
         prompt_suffixes=prompt_suffixes(tokenizer, batch.rollouts),
         environments=batch.environments,
     )
-    # The text of a failed episode is not scored. The episode has no reward, or the failure reward from the config.
+    # Texts of failed episodes are not scored. A failed episode has no reward, or the failure reward that the config sets.
     failed = torch.tensor([error is not None for error in batch.extra.get("harness_error", ())])  # (n,)
     if not failed.any():
         return table

@@ -181,14 +181,13 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
     passes = parallel.equal_passes(len(batches), accelerator)
     with memory.gradients_first(model, passes=passes * (1 if split is None else split.size)):
         for index in range(passes):
-            # A rank without remaining batches runs its last batch again with weight 0, because a pass may be a
-            # collective operation.
+            # A forward pass may be a collective operation. A rank without remaining batches therefore repeats its last batch
+            # with weight 0.
             batch, weight = batches[min(index, len(batches) - 1)], 1.0 if index < len(batches) else 0.0
             for helped, last in token_split.turns(index == passes - 1):
                 with offloading, parallel.no_sync(model, last=last):
-                    if (
-                        split is not None and helped is not None
-                    ):  # This process computes columns of another process's pass.
+                    # In sequence parallelism, this process computes its columns of a pass that belongs to another process.
+                    if split is not None and helped is not None:
                         parallel.backward(accelerator, split.help_with(model, helped))
                         continue
                     batch = with_expected_gradient(run, batch.to(device), counts, state)
@@ -229,7 +228,8 @@ def optim_step(
     return {"grad_norm": mean(float(norm))} | metrics
 
 
-BAD_STEPS = 3  # Number of consecutive gradients that are not finite, after which the run ends.
+# The run ends after this number of consecutive gradients that are not finite.
+BAD_STEPS = 3
 
 
 def is_finite(run: Run, model: nn.Module, norm: Any) -> bool:
@@ -246,7 +246,7 @@ def is_finite(run: Run, model: nn.Module, norm: Any) -> bool:
     if norm is None or bool(torch.isfinite(torch.as_tensor(norm))):
         run.progress.bad_steps = 0
         return True
-    # A gradient scaler adjusts its scale when gradients overflow, and skips such steps itself.
+    # With fp16, the gradient scaler itself skips the step and reduces its scale.
     if run.accelerator.mixed_precision != "fp16":
         skip(run, model, norm)
     return False

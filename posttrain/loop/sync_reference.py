@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "ref_model.safetensors"
 
 
-# Attributes of parameters that are sharded over processes: ZeRO-3, FSDP 1 and 2, tensor parallelism.
+# Attributes of parameters that are sharded over processes, by ZeRO-3, FSDP 1, FSDP 2 or tensor parallelism.
 SHARD_MARKS = ("ds_id", "_fsdp_flattened", "_is_flat_param", "device_mesh")
 
 

@@ -69,22 +69,24 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     `objective`.
     """
 
-    # Denominators are counted over the whole optimizer step, over micro-batches and ranks.
+    # True, because denominators are counted over all micro-batches and ranks of an optimizer step.
     loss_is_scaled_for_ga = True
     METHOD: ClassVar[type[Method[Any]]]
-    config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig  # Set from METHOD.
-    # Names for the model card, as in TRL's trainers. A class with METHOD that does not set them gets them from its
-    # class name.
+    # Subclasses with METHOD set this attribute automatically, to the config class of METHOD.
+    config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
+    # Names for the model card, as in TRL's trainers. A class that sets METHOD but not these names gets them from its class
+    # name.
     _name: ClassVar[str] = "post-training"
     _tag_names: ClassVar[list[str]] = ["posttrain"]
-    # Default values, which trainers that prepare rows or sample replace.
+    # Default values. Trainers that prepare rows or sample completions replace them.
     reports: Any = MappingProxyType({})
     rewards: Any = None
     environments: Any = None
     driver: Any = None
-    no_rows: Any = ()  # Collated form of an evaluation batch without rows.
+    no_rows: Any = ()  # Value that the collator returns for an evaluation batch without rows.
     _in_loop = False
-    _losses: list[step.Loss] | None = None  # Our losses, while the user's function computes the loss of a pass.
+    # Losses that the method computed. They are set only while the user's function computes the loss of a pass.
+    _losses: list[step.Loss] | None = None
     _window_start: float | None = None
     _head: DatasetHead | None = None
 
@@ -117,11 +119,12 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return bool(self.router_coefficient)
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Components of the run, and settings with TRL's names, are written to the object that stores them.
+        # Write components of the run, and settings with TRL's names, to the object that stores them.
         if name not in attributes.SET or not attributes.write(self, name, value):
             super().__setattr__(name, value)
 
-    if not TYPE_CHECKING:  # Hidden from type checkers, so that they report missing attributes.
+    # Hide this method from type checkers, so that they report attributes that do not exist.
+    if not TYPE_CHECKING:
         __getattr__ = attributes.read
 
     def __init__(
@@ -177,7 +180,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.prepare_datasets(plan.train_dataset, plan.eval_dataset)
 
     def _begin(self) -> None:
-        self._passes: list[list[Batch]] = []  # Passes of the current step.
+        self._passes: list[list[Batch]] = []  # Batches of the current step, grouped by micro-batch.
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self._set_signature_columns_if_needed()
@@ -245,7 +248,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return load.create_model_from_path(model_id, **kwargs)
 
     def _choose_layout(self, model: nn.Module) -> Layout:
-        # User functions that read logits need one sequence per row.
+        # The padded layout has one sequence per row. User functions that read logits need it.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
         return build.choose_layout(model, self.args, padded=any(one is not None for one in wanted))
 
@@ -270,7 +273,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return super()._get_eval_sampler(build.measured(eval_dataset, self.args))
 
     def _remove_unused_columns(self, dataset: AnyDataset, description: str | None = None) -> Any:
-        return dataset  # Columns are read by name, so unused columns cost nothing.
+        return dataset  # Keep all columns. They are read by name, so unused columns have no cost.
 
     def _get_collator_with_removed_columns(self, data_collator: Callable, description: str | None = None) -> Callable:
         return data_collator
@@ -317,7 +320,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:
             return self.vision.placed(self.rows(examples), examples)
-        except NotImplementedError:  # Completions are sampled later, so rows only have prompts.
+        # Rows only have prompts, because completions are sampled later.
+        except NotImplementedError:
             about = (self.processing_class, self.args, self.method.traits.id_columns)
             return self.vision.prompt_rows(examples) or prompt_rows(examples, *about)
 
@@ -336,7 +340,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
-        self.resolve()  # The user may have assigned methods on this trainer object.
+        self.resolve()  # Resolve the methods again, because the user may have replaced methods of this trainer object.
         fit_memory(self.run, self.head, self.optimizer)
         self.checks.measure_models()
         self._train_batch_size = self.args.train_batch_size
@@ -348,15 +352,16 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             )  # fmt: skip
         resume = self.checkpoints.resolve(resume_from_checkpoint, self.model)
         if resume_from_checkpoint is not None:
-            self.args.resume_from_checkpoint = resume  # Callbacks use it to find their own state.
+            # Callbacks use this path to find their own state.
+            self.args.resume_from_checkpoint = resume
         with parallel.failing_together(self.accelerator):
             if self.accelerator.is_main_process:
                 self.checkpoints.take_folder(self.model, self.checks, resumed=resume is not None)
         if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
-            # With 0 the norm is not computed, so NaN would reach the weights.
+            # With max_grad_norm=0, the norm would not be computed, and NaN gradients would reach the weights.
             self.args.max_grad_norm = math.inf
         self.interrupt.install(self.accelerator)
-        # The hook of transformers would use the width of a packed row as the length of each document in it.
+        # Disable the hook of transformers, which would use the width of a packed row as the length of each document in it.
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         try:
             plain = contextlib.nullcontext(forward)
@@ -410,8 +415,10 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         drawn = list(itertools.islice(epoch_iterator, num_batches))
         self.checkpoints.place.draw(epoch_iterator, len(drawn), num_batches)
         if self.checkpoints.place.checkpoint is not None:
-            self._load_rng_state(self.checkpoints.place.checkpoint)  # Before rollouts are sampled and scored.
-        if not drawn:  # A stream has ended. It begins again with the next epoch.
+            # Restore the random state before rollouts are sampled and scored.
+            self._load_rng_state(self.checkpoints.place.checkpoint)
+        # The stream has ended, and begins again in the next epoch.
+        if not drawn:
             return [], None
         self._window_start = began
         hooks = self.run.hooks
@@ -422,13 +429,14 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.checks.report_overlong()
         step.count_tokens(self.run, batches, counts)
         self.run.watch("step", self.run, batches, counts)
-        # Methods that sample count tokens during sampling, where each prompt counts once per completion.
+        # Methods that sample completions count tokens while sampling. They count a prompt once per completion.
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
         self._passes, self.denominators, self.progress.sums = [], counts, None
         if hooks.prepare is not None:
             micro_batches = hooks.prepare(self.run, drawn, micro_batches, "train")
-        # A step with fewer micro-batches also ends after its last micro-batch, so that no gradient remains for the next step.
+        # Add empty micro-batches at the front. A shorter step then also ends with its last micro-batch, and leaves no gradient
+        # for the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
@@ -442,7 +450,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         try:
             found = step.forward_backward(run, model, passes, run.progress.denominators, run.now())
         except torch.OutOfMemoryError as error:
-            problem = error.with_traceback(None)  # The frames of the traceback would keep the activations in memory.
+            # Drop the traceback, because its frames would keep the activations in memory.
+            problem = error.with_traceback(None)
         if problem is not None:
             if run.hooks.before_split is not None:
                 run.hooks.before_split(run, self._passes)
@@ -517,7 +526,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.state.epoch = self.checkpoints.place.epoch(self.state.epoch)
         run = self.run
-        if self._passes:  # Skipped at the end of an epoch, where the step has already ended.
+        # At the end of an epoch, the step has already ended and there is nothing to do.
+        if self._passes:
             self._passes = []
             run.progress.own, metrics = self.method.end_step(run.now(), run.progress.sums)
             run.log(metrics)
@@ -540,12 +550,14 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             with self.interrupt.evaluation():
                 metrics = super()._evaluate(*args, **kwargs)
         except checkpoint.EvaluationStopped:
-            # Discard metrics of earlier batches, so that they do not appear in a later evaluation.
+            # Discard the metrics that were collected so far, so that they do not appear in a later evaluation.
             self.reduced_metrics("eval")
             if self._in_loop:
                 raise
-            return {}  # With `eval_on_start`, the run ends after the first step.
-        except KeyError as error:  # A learning-rate schedule reads the metric before this function can check it.
+            # With `eval_on_start`, the run ends after its first step.
+            return {}
+        # The metric for the best model is missing, and a learning-rate schedule has read it before the check below.
+        except KeyError as error:
             if "metric_for_best_model" in str(error):
                 check_best_metric(self.args, self.state.log_history[-1])
             raise
@@ -674,7 +686,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         load.load_default_adapter(model or self.model, resume_from_checkpoint, self.accelerator)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # Tied weights are saved once, under the name they share.
+        # Tied weights are saved once under a common name, so the other names are not missing.
         tied = vars(self.model).get("all_tied_weights_keys", {})
         load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
         super()._issue_warnings_after_load(load_result)
@@ -696,8 +708,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         return self.checkpoints.place.begin(start, self.train_dataset, skips=not self.args.ignore_data_skip)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self.checkpoints.place.restores_random():  # Only once, before rollouts.
-            self._evaluate_resumed()  # Evaluation may use random numbers.
+        if self.checkpoints.place.restores_random():  # The state is restored only once, before the first rollouts.
+            self._evaluate_resumed()  # Evaluate first, because evaluation may use random numbers.
             super()._load_rng_state(checkpoint)
 
     def _evaluate_resumed(self) -> None:
@@ -708,9 +720,9 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.state.best_model_checkpoint = folder
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluate_resumed()  # Needed if no step remained.
-        # With a limit of 1 transformers would remove all checkpoints except the best, including those of other runs and
-        # the one to resume from.
+        self._evaluate_resumed()  # The evaluation is still missing if no training step remained.
+        # Set no limit. With save_total_limit=1, transformers would remove all checkpoints except the best one, even those of
+        # other runs and the checkpoint to resume from.
         with with_attributes(self.args, {"save_total_limit": None}):
             return super()._finalize_training(*args, **kwargs)
 
@@ -769,7 +781,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         count_rounds(output.metrics, self.run.progress.eval_rounds)
         return output
 
-    def _get_dataloader(  # The signature is transformers'.
+    def _get_dataloader(  # The signature is that of transformers.
         self, dataset: AnyDataset, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None = None,
         is_training: bool = False, dataloader_key: str | None = None,
     ) -> DataLoader:  # fmt: skip
@@ -782,7 +794,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             return loader
         shard = EvalShard(batch_size, self.accelerator.num_processes, self.accelerator.process_index, self.eval_group)
         loader = evaluation_loader(dataset, self.args, shard, partial(self._collated, self.data_collator), sampler_fn)
-        if dataloader_key is not None and self.args.dataloader_persistent_workers:  # The parent class reads this.
+        # The parent class reads this attribute.
+        if dataloader_key is not None and self.args.dataloader_persistent_workers:
             vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader
         return loader
 
@@ -799,7 +812,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """Number of consecutive rows of an evaluation batch that are compared with each other."""
         return 1
 
-    def evaluation_loop(  # The signature is transformers'.
+    def evaluation_loop(  # The signature is that of transformers.
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip

@@ -144,7 +144,8 @@ class WeightSync:
         self._pushed_at: tuple[int, int] | None = None
         self._pushes = 0
         self.parity = Parity(run.args.weight_parity_every)
-        self._adapter_rank: int | None = None  # 0: adapters are merged before a push. None: not decided yet.
+        # Rank of adapters that are pushed. 0 means that adapters are merged before a push. None means that this is undecided.
+        self._adapter_rank: int | None = None
 
     @property
     def needs_weight_sync(self) -> bool:
@@ -193,7 +194,8 @@ class WeightSync:
                 if not engine.capabilities.main_process_only:
                     return [engine.generate(requests, sampling) for requests, sampling in batches]
                 return self._request_on_main(batches)
-            except WeightSyncError as error:  # Raised on every process, because the processes exchange errors.
+            # All processes raise this error, because they exchange their errors.
+            except WeightSyncError as error:
                 if tried == self.retries:
                     raise
                 logger.warning("%s Pushing the weights again.", error)
@@ -241,10 +243,11 @@ class WeightSync:
             try:
                 with self.parity.timed():
                     self._check_parity()
+            # The next generation waits for the server. It then pushes the weights and compares log-probs again.
             except (
                 ServerUnreachable,
                 ServerBusy,
-            ) as error:  # The next generation waits for the server, then pushes the weights and compares log-probs again.
+            ) as error:
                 logger.warning("%s Its weights are compared after the next push.", error)
                 self._pushed_at, self.parity.ended = None, None
 
@@ -269,8 +272,9 @@ class WeightSync:
 
         def send() -> None:
             if engine.capabilities.main_process_only and not self.accelerator.is_main_process:
+                # Gathering sharded parameters is a collective operation, so this process must take part.
                 for _ in weights if parallel.shards_parameters(self.accelerator) else ():
-                    pass  # If parameters are sharded, the main process cannot read them alone.
+                    pass
             else:
                 engine.load_weights(weights, self._pushes)
 
@@ -345,7 +349,8 @@ class WeightSync:
             try:
                 before = self.parity_finding(self.engine, self._pushes)
             except RolloutServerError:
-                return  # The engine has incomplete weights, so a comparison means nothing.
+                # A comparison would be meaningless, because the engine has incomplete weights.
+                return
             self.run.checks.report([check_negative_control(self.engine.name, before)])
 
     def probe(self) -> Probe:

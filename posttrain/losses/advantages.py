@@ -26,13 +26,15 @@ __all__ = [
 ]
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-EPSILON = 1e-4  # Added to the standard deviation, to avoid a division by 0 if all rewards of a group are equal.
-POPULATION_EPSILON = 1e-8  # Added to the population std, as in TRL's asynchronous GRPO.
-# Rewards count as equal up to this relative difference. Sums of the same numbers in float32 differ by this much through rounding.
+# Constant that is added to the standard deviation. It avoids division by 0 if all rewards of a group are equal.
+EPSILON = 1e-4
+# Constant that is added to the population standard deviation, as in TRL's asynchronous GRPO.
+POPULATION_EPSILON = 1e-8
+# Rewards with at most this relative difference count as equal, because float32 sums of the same numbers can differ by rounding.
 EQUAL_SPREAD = 4 * torch.finfo(torch.float32).eps
-# A group whose standard deviation is not larger than this has no learning signal.
+# A group has no learning signal if its standard deviation is at most this value.
 FLAT_SPREAD = 1e-8
-# Maximum absolute value of a standardized advantage. It can only be exceeded in groups with G > 100: |A| <= (G - 1) / sqrt(G).
+# Maximum absolute value of a standardized advantage. Since |A| <= (G - 1) / sqrt(G), only groups with G > 100 could exceed it.
 MOST_ADVANTAGE = 10.0
 
 

@@ -29,8 +29,10 @@ __all__ = [
     "with_tail",
 ]
 
-FLOOR = -1e4  # Used instead of log 0: exp(FLOOR) is 0, and 0 * FLOOR is 0, whereas 0 * -inf would be NaN.
-FULL = -1e-7  # Maximum log of the total probability of selected ids, so that the tail's log-prob is finite (-16.1).
+# Finite substitute for log 0: exp(FLOOR) is 0, and 0 * FLOOR is 0, whereas 0 * -inf would be NaN.
+FLOOR = -1e4
+# Maximum log of the total probability of the selected ids. With this limit, the tail's log-prob is finite (-16.1).
+FULL = -1e-7
 
 
 def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
@@ -81,7 +83,7 @@ class _Divergence(torch.autograd.Function):
         grad = grad[..., None]
         return (
             _slope(log_q, log_p, log_m, ctx.beta).mul_(grad) if of_q else None,
-            # Exchanging p and q and replacing beta with 1 - beta gives the same divergence.
+            # The gradient for p equals that for q after p and q are exchanged and beta is replaced with 1 - beta.
             _slope(log_p, log_q, log_m, 1 - ctx.beta).mul_(grad) if of_p else None,
             None,
         )
@@ -98,7 +100,8 @@ def _slope(log_q: Tensor, log_p: Tensor, log_m: Tensor, beta: float) -> Tensor:
 
 
 def _finite(logp: Tensor) -> Tensor:
-    if not logp.numel():  # A forward pass can have no trained token.
+    # The tensor is empty if no token of a forward pass is trained.
+    if not logp.numel():
         return logp
     return logp.masked_fill(logp == -torch.inf, FLOOR) if bool(torch.isneginf(logp.detach().amin())) else logp
 
@@ -243,7 +246,6 @@ def hybrid_divergence(
     """
     mine, theirs = matched
     both = divergence(with_tail(log_q[..., mine]), with_tail(log_p[..., theirs]), beta=beta)
-    rest_q, rest_p = (
-        log.exp().index_fill(-1, ids, 0.0) for log, ids in ((log_q, mine), (log_p, theirs))
-    )  # Matched ids have probability 0 here.
+    # Set the probability of matched ids to 0.
+    rest_q, rest_p = (log.exp().index_fill(-1, ids, 0.0) for log, ids in ((log_q, mine), (log_p, theirs)))
     return both, sorted_l1(rest_q, rest_p)

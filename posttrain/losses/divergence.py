@@ -33,10 +33,14 @@ __all__ = [
     "wpo_weight",
 ]
 
-MAX_LOG_P = -1e-6  # Maximum mean log-prob in log(1 - p). Closer to 0, the float32 gradient would be useless.
-MAX_EXPONENT = 80.0  # exp(80) is 5.5e34, which leaves a factor of 6000 before float32 overflows.
-MAX_EXPONENT_HALF = 11.0  # exp(11) is 59874, below the 65504 of float16.
-NEAR_ONE = 1e-6  # If alpha is this close to 1, the reverse KL is used, because the formula would divide by almost 0.
+# Maximum mean log-prob in log(1 - p). For values closer to 0, the gradient in float32 would be inaccurate.
+MAX_LOG_P = -1e-6
+# Maximum exponent in float32. exp(80) is 5.5e34, which is a factor of 6000 below the largest float32.
+MAX_EXPONENT = 80.0
+# Maximum exponent in half precision. exp(11) is 59874, which is below the largest float16 (65504).
+MAX_EXPONENT_HALF = 11.0
+# If alpha differs from 1 by less than this value, the reverse KL is used, because the formula would divide by almost 0.
+NEAR_ONE = 1e-6
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -86,7 +90,7 @@ def alpha_divergence(log_ratio: Tensor, *, alpha: float) -> Tensor:
         return log_ratio
     dtype = log_ratio.dtype
     score = _bounded_expm1(power * _wide(log_ratio), dtype) / power
-    # The quotient can exceed the range of a 16-bit dtype. For example, exp(11) / 0.5 overflows float16.
+    # Clamp the quotient, because it can exceed the range of a 16-bit dtype. For example, exp(11) / 0.5 overflows float16.
     return score.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
 
 
@@ -146,7 +150,8 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
     """
     kept = mask & (sequence >= 0)
     owner = sequence[kept]
-    order = owner.argsort(stable=True)  # A stable sort keeps the order of the tokens of a sequence.
+    # A stable sort keeps the order of tokens within a sequence.
+    order = owner.argsort(stable=True)
     counts = torch.bincount(owner, minlength=len(limits))
     starts = counts.cumsum(0) - counts
     rank = torch.empty_like(owner)

@@ -81,7 +81,7 @@ def _mask(ratio: Tensor, low: float, high: float) -> Tensor:
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
-# Modes by name: how log-ratios are aggregated over a sequence, and how the ratio is bounded.
+# Maps each mode to the aggregation of log-ratios over a sequence, and to the function that bounds the ratio.
 CORRECTIONS: dict[str, tuple[str, Callable[[Tensor, float, float], Tensor]]] = {
     "token_truncate": ("token", _truncate),
     "token_mask": ("token", _mask),
@@ -202,7 +202,7 @@ def entropy_mask(
     values = gather(values) if gather is not None else values
     if values.numel() == 0:
         return torch.zeros_like(mask)
-    # Sorting has no size limit, whereas torch.quantile does not support more than 2**24 elements.
+    # Sort the values, because torch.quantile does not support more than 2**24 elements.
     ordered = values.sort().values
     position = (1.0 - quantile) * (values.numel() - 1)
     below = int(position)
@@ -411,10 +411,10 @@ LOSS_TYPES: dict[str, LossType] = {
     "dapo": LossType("clipped", "token"),
     "cispo": LossType("cispo", "token"),
     "sapo": LossType("sapo", "sequence_token"),
-    # Average over sequences of term x length. All tokens of a sequence have the same term, so this is a sum over tokens.
+    # Averages (term x length) over sequences. All tokens of a sequence have the same term, so this equals a sum over tokens.
     "luspo": LossType("clipped", "constant", "sequence"),
     "vespo": LossType("vespo", "token", "token"),
-    # One ratio per completion. All its tokens have the same term, so the mean over the tokens is this term.
+    # Uses one ratio per completion. All its tokens have the same term, so the mean over its tokens equals this term.
     "gmpo": LossType("geometric", "sequence_token", "token"),
 }
 
@@ -462,7 +462,8 @@ def clip_metrics(
     }
 
 
-CLAMP = 20.0  # Maximum exponent. exp(20) is 5e8, with which a single token would already dominate the loss.
+# Maximum exponent. exp(20) is 5e8, so a single token with this weight would already dominate the loss.
+CLAMP = 20.0
 
 
 def k1(logp: Tensor, ref_logp: Tensor) -> Tensor:

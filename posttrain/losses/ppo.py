@@ -26,7 +26,8 @@ __all__ = [
     "whiten",
 ]
 
-WHITEN_EPS = 1e-8  # Avoids a division by 0 if all values are equal.
+# Constant that avoids division by 0 if all values are equal.
+WHITEN_EPS = 1e-8
 
 
 def response_masks(lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:

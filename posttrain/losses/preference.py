@@ -56,7 +56,8 @@ __all__ = [
 ]
 
 
-MAX_SQUARED = 1e18  # Maximum before squaring, because exponential links can be larger. float32 can sum 1e36.
+# Limit before squaring, because exponential link functions can be larger. Its square, 1e36, is finite in float32.
+MAX_SQUARED = 1e18
 
 
 def _square(x: Tensor) -> Tensor:
@@ -380,7 +381,7 @@ DPO_LOSSES: dict[str, Formula] = {
     "sigmoid_norm": Formula(sigmoid_norm, _SCORES_AND_LENGTHS, per_token=True, of_margin=True),
 }
 
-# In these losses, "scores" are rewards of the policy only: sums of log-probs, or means per token if ``per_token``.
+# In these losses, "scores" are computed from the policy only. They are sums of log-probs, or means per token if ``per_token``.
 _SIMPO = Formula(simpo, scalars=("beta", "gamma", "label_smoothing"), per_token=True)
 _REFERENCE_FREE = {
     "sigmoid": Formula(smoothed_sigmoid, scalars=_SMOOTHED),

@@ -74,7 +74,7 @@ class Denominators:
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
     """Sum ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``."""
-    # Sum masked-out tokens into index S and drop it. Boolean indexing would synchronize with the device.
+    # Add masked-out tokens to index S, which is then dropped. Boolean indexing would synchronize with the device.
     place = torch.where(mask & (sequence >= 0), sequence, num_sequences)
     return values.new_zeros(num_sequences + 1).index_add(0, place.flatten(), values.flatten())[:num_sequences]
 

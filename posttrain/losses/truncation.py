@@ -30,7 +30,8 @@ from torch import Tensor
 
 from posttrain.types import Truncation
 
-CANDIDATES = (256, 4096)  # Number of top logits to sort when searching for a nucleus, before all logits are sorted.
+# Numbers of top logits that are sorted to find the nucleus. If they are not enough, all logits are sorted.
+CANDIDATES = (256, 4096)
 
 
 def kept_from(logits: Tensor, truncation: Truncation) -> Tensor:
@@ -85,7 +86,8 @@ def _nucleus_from(logits: Tensor, top_p: float) -> Tensor:
         ordered = logits[rows].topk(size, dim=-1).values
         share = (ordered - log_z[rows]).exp()
         mass = share.cumsum(-1)
-        # A token is in the nucleus if the total probability of the tokens before it is below top_p. The first token always is.
+        # A token belongs to the nucleus if the total probability of all more likely tokens is below top_p. The first token
+        # always does.
         inside = ((mass - share) < top_p).sum(-1, keepdim=True).clamp_min(1)
         floor[rows] = ordered.gather(1, inside - 1)
         rows = rows[mass[:, -1] < top_p]

@@ -113,7 +113,8 @@ def bco(
     """
     x = beta * log_ratio - (shift.detach() if isinstance(shift, Tensor) else shift)
     bad = -F.logsigmoid(-x)
-    if weight is not None:  # Replace before the product: a NaN weight of a good row would make the gradient NaN.
+    # Replace the weight before the product, because a NaN weight of a good row would make the gradient NaN.
+    if weight is not None:
         bad = torch.where(desirable, 1.0, weight.detach()) * bad
     return torch.where(desirable, -F.logsigmoid(x), bad)
 

@@ -85,7 +85,7 @@ class Traits:
     ignored_codes: frozenset[str] = frozenset()
 
 
-# The finding codes of checks on a batch of rewards.
+# Finding codes of the checks on a batch of rewards.
 BATCH_CODES = ("PT-R019", "PT-R020", "PT-R027")
 WATCHED_CODES = (*BATCH_CODES, "PT-R022", "PT-R028")
 # Traits of methods that sample completions during training.
@@ -139,7 +139,7 @@ class Method(ABC, Generic[Config]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "objective" in vars(cls) and "knows_gradient" not in vars(cls):
-            # The parent's `knows_gradient` describes the parent's objective.
+            # Reset `knows_gradient`, because the parent's value describes the parent's objective.
             cls.knows_gradient = Method.knows_gradient
 
     def __init__(self, cfg: Config) -> None:

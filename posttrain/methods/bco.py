@@ -157,7 +157,7 @@ class BCO(AnswerMethod[BCOConfig]):
     """
 
     config_class = BCOConfig
-    # The objective updates the running mean with a collective operation.
+    # Micro-batches must not be split, because the objective updates the running mean with a collective operation.
     traits = replace(JUDGED, splits_tokens=False)
     judged = True
     branches = ("completion",)

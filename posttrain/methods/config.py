@@ -39,12 +39,13 @@ logger = logging.getLogger(__name__)
 
 
 AUTO = "auto"
-# Similarity (0 to 1) above which an unknown attribute counts as a misspelled option. `xla_fsdp_config` of transformers
-# is below it.
+# An unknown attribute counts as a misspelled option if its similarity to an option (0 to 1) is above this value. The similarity
+# of `xla_fsdp_config`, which transformers sets, is below it.
 MISSPELT = 0.8
 
 
-PLANNED = 8  # 'auto' keeps the effective batch size of this per_device_train_batch_size, the default.
+# Default of per_device_train_batch_size. 'auto' keeps the effective batch size that this default gives.
+PLANNED = 8
 
 
 def check_gathering(config: Any) -> None:
@@ -62,7 +63,8 @@ def check_gathering(config: Any) -> None:
     )  # fmt: skip
 
 
-ASKED = "ACCELERATE_USE_PARALLELISM_CONFIG"  # Set by ``accelerate launch`` for a parallelism config.
+# Environment variable that ``accelerate launch`` sets for a parallelism config.
+ASKED = "ACCELERATE_USE_PARALLELISM_CONFIG"
 SIZES = ("sp_size", "cp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
 
 
@@ -118,8 +120,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
     _VALID_DICT_FIELDS = [  # noqa: RUF012
         *transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "silence_findings"
     ]  # fmt: skip
-    _given: ClassVar[tuple[str, ...]] = ()  # Names of the arguments of the constructor, per instance.
-    # Default values of options that only some methods have as fields. The training loop, checks and reports read these
+    _given: ClassVar[tuple[str, ...]] = ()  # Names of the arguments that were passed to the constructor, per instance.
+    # Default values of options that only some methods declare as fields. The training loop, checks and reports read these
     # options from every config.
     assistant_only_loss = False
     chat_template_kwargs = None
@@ -139,7 +141,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     teacher_model_server_url = None
     temperature = 1.0
     use_vllm = False
-    dataloader_multiprocessing_context = None  # A field of transformers since 5.15.
+    dataloader_multiprocessing_context = None  # This is a field of transformers only since 5.15.
 
     per_device_train_batch_size: int | str = option(
         PLANNED,
@@ -147,7 +149,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "selects the largest size that needs at most 90 % of the free memory. It then sets gradient_accumulation_steps so "
         "that the effective batch size is the same as with a micro-batch of 8 rows.",
     )
-    # In older versions of transformers the default is False, which cannot be distinguished from a False set by the user.
+    # The default is None. In older versions of transformers it is False, which cannot be distinguished from a False set by the
+    # user.
     gradient_checkpointing: bool | None = option(
         None,
         "Recompute activations in the backward pass, which saves memory and costs time. None means True, unless "
@@ -306,10 +309,10 @@ class PostTrainingConfig(transformers.TrainingArguments):
             check_distributed(self.model_init_kwargs.get("distributed_config"))
         silenced_codes(self.silence_findings)  # type: ignore[arg-type]
         if self.use_liger_kernel:
-            # Liger's fused loss would replace the forward that computes logits in chunks. Use only Liger's layers.
+            # Use only Liger's layers. Its fused loss would replace the forward pass that computes logits in chunks.
             without = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             self.liger_kernel_config = {**(self.liger_kernel_config or {}), **without}
-        # Log a non-finite loss unchanged. transformers would replace it with an average of finite losses.
+        # Log a non-finite loss as it is. transformers would replace it with the average of finite losses.
         self.logging_nan_inf_filter = False
         self._made = True
 
@@ -338,9 +341,10 @@ class PostTrainingConfig(transformers.TrainingArguments):
             for k, v in vars(cls).items()
             if isinstance(v, Field) and "help" in v.metadata
         ]
-        if own and cls.__doc__:  # Shown by `help` and by tooltips of notebooks.
+        # `help` and the tooltips of notebooks show this text.
+        if own and cls.__doc__:
             cls.__doc__ = "\n".join([cls.__doc__.rstrip(), "", "Args:", *own])
-        # The repr of a dataclass would list all of about 200 fields.
+        # Use a short repr. The repr of a dataclass would list all of about 200 fields.
         cls.__repr__ = cls.__str__ = PostTrainingConfig.__repr__
 
     def __repr__(self) -> str:
@@ -424,12 +428,13 @@ class PostTrainingConfig(transformers.TrainingArguments):
             if not self.bf16 and not self.fp16:
                 logger.info("bf16=None: computing in float32, because this device is not faster in bfloat16.")
         if self.bf16 and not torch.cuda.is_available() and not torch.backends.mps.is_available():
-            self.use_cpu = True  # transformers allows bf16 on a CPU only with use_cpu=True.
+            # With bf16 on a CPU, transformers requires use_cpu=True.
+            self.use_cpu = True
 
 
-# Learning-rate schedules that need arguments or do not support all learning rates.
+# Learning-rate schedules that require arguments, or that do not support every learning rate.
 DEMANDING = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "polynomial", "warmup_stable_decay")
-# Parameters of schedules that the trainer sets.
+# Parameters of schedule functions that the trainer sets.
 OF_TRAINER = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
 STEPS_TRIED = 100
 
@@ -447,7 +452,8 @@ def check_schedule(args: PostTrainingConfig) -> None:
         return
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 
-    groups = [{"params": [torch.zeros(1)]} for _ in range(2)]  # Weights with and without weight decay, as in a trainer.
+    # Two groups: weights with and without weight decay, as in a trainer.
+    groups = [{"params": [torch.zeros(1)]} for _ in range(2)]
     optimizer = torch.optim.SGD(groups, lr=args.learning_rate)
     options: Any = {"num_warmup_steps": 1, "num_training_steps": STEPS_TRIED, "scheduler_specific_kwargs": given}
     try:
@@ -456,7 +462,7 @@ def check_schedule(args: PostTrainingConfig) -> None:
     except (TypeError, ValueError, ArithmeticError) as error:
         function: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
         if "kwargs" in inspect.signature(function).parameters:
-            function = type(function(optimizer))  # The class that the function passes its arguments to.
+            function = type(function(optimizer))  # This class is called with the function's arguments.
         names = [name for name in inspect.signature(function).parameters if name not in OF_TRAINER]
         raise ConfigError(
             f"lr_scheduler_type={kind.value!r} with lr_scheduler_kwargs={given}: {str(error).rstrip('.!')}. Fix: use the "
@@ -538,4 +544,4 @@ class PictureConfig:
             raise ConfigError(
                 "image_fit='resize' needs a maximum size. Fix: set one, for example image_max_tokens=256."
             )
-        super().__post_init__()  # Call the method of the config that inherits these fields.
+        super().__post_init__()  # Call the method of the config class that inherits these fields.

@@ -213,7 +213,7 @@ class DPO(AnswerMethod[DPOConfig]):
 
     def __init__(self, cfg: DPOConfig) -> None:
         super().__init__(cfg)
-        # Losses that sort pairs compare all pairs of a micro-batch.
+        # Losses that sort pairs compare all pairs of a micro-batch with each other.
         sorts = any(DPO_LOSSES[name].kind == "sorted" for name in cfg.loss_type)
         needs = self.traits.needs | ({"collision"} if cfg.use_weighting else set())
         self.traits = replace(self.traits, needs=needs, single_pass=sorts)

@@ -102,7 +102,8 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
         other = flat[(place + shift) % len(flat)]
         if tuple(prompts[other]) != tuple(prompts[index]):
             partners[index] = other
-        elif rest:  # A prompt with more than half of the rows cycles through the answers to other prompts.
+        # If a prompt has more than half of the rows, the answers to other prompts are reused in turn.
+        elif rest:
             partners[index] = rest[place % len(rest)]
     return partners
 

@@ -348,7 +348,8 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
         cfg: Config of an online trainer.
         names: Names of additional settings that do not change the trainer's log-probs.
     """
-    known = {  # Current value, and the value that disables the option.
+    # Maps each option to its current value and the value that disables it.
+    known = {
         "repetition_penalty": (cfg.repetition_penalty, 1.0), "top_p": (cfg.top_p, 1.0), "top_k": (cfg.top_k, 0),
         "min_p": (cfg.min_p, None),
     }  # fmt: skip
@@ -357,7 +358,7 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
     changed = [f"{name}={value}" for name, (value, off) in used.items() if value not in (off, off or None)]
     if options.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {options['guide']}")
-    # suppress_tokens is not listed, because the trainer's log-probs account for it; see `Sampling.left_out`.
+    # suppress_tokens is not listed, because the trainer's log-probs account for it (see `Sampling.left_out`).
     rules = ("min_new_tokens", "no_repeat_ngram_size", "logit_bias")
     changed += [f"generation_kwargs with {name}={options[name]}" for name in rules if options.get(name)]
     if cfg.vllm_structured_outputs_regex:
@@ -420,10 +421,11 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
         args.rollout_engine = name
 
 
-# Keys of generation_kwargs: keys that are moved to the config field with the same name, and further keys.
+# Supported keys of generation_kwargs. Those in OVERRIDDEN are moved to the config field of the same name, and those in FURTHER
+# are passed on.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed", *GENERATION_NAMES)
-# Config fields of losses with an importance-sampling correction between engine and policy.
+# Config fields of losses that correct for the difference between engine and policy by importance sampling.
 CORRECTION = (
     "allow_biased_is",
     *(f"vllm_importance_sampling_{x}" for x in ("correction", "mode", "clip_max", "clip_min")),
@@ -442,9 +444,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         "transformers_continuous_batching_config",
     ]
 
-    _least_generations: ClassVar[int] = 2  # Minimum group size. Advantages need at least two completions to compare.
-    log_ref_kl, samples_per_step = False, None  # Constants, not fields: only some methods have these options.
-    # Whether the loss has an importance-sampling correction, the ratio of the trainer's to the engine's probabilities.
+    # Minimum group size. It is 2, because advantages compare at least two completions.
+    _least_generations: ClassVar[int] = 2
+    # These are constants instead of fields, because only some methods have these options.
+    log_ref_kl, samples_per_step = False, None
+    # Whether the loss is corrected by importance sampling, with the ratio of the trainer's to the engine's probabilities.
     _corrects_sampler: ClassVar[bool] = False
 
     learning_rate: float = option(
@@ -537,7 +541,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             del overrides["guide"]
             logger.warning("vllm_structured_outputs_regex overrides the structured outputs in generation_kwargs.")
         elif overrides.get("guide") is not None:
-            overrides["guide"] = tuple(overrides["guide"])  # It is a list if it was read from a file.
+            overrides["guide"] = tuple(overrides["guide"])  # The value is a list if it was read from a file.
         generation_fields(overrides)
         self.generation_kwargs = overrides or None
 
@@ -588,8 +592,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     def _check_engine(self) -> None:
         engine = ENGINES.get(self.rollout_engine)
         if engine is not None and engine.vllm_mode is not None:
-            # 'vllm' and 'server' are the same as use_vllm=True. Engines that sample from other models, such as a
-            # reference, always run in this process.
+            # The values 'vllm' and 'server' are equivalent to use_vllm=True. Engines for other models (e.g. a reference) always
+            # run in this process.
             self.use_vllm, self.vllm_mode, self.rollout_engine = True, engine.vllm_mode, "auto"
         if self.use_vllm:
             self.check_vllm_settings()
@@ -671,7 +675,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         for name, check in {"vllm": self.check_vllm_settings, "paged": self._check_paged_settings}.items():
             try:
                 check()
-                # Log-probs of continuous batching differ from the policy's in half precision.
+                # Check whether the loss allows log-probs that differ from the policy's, like those of continuous batching in
+                # half precision.
                 self.check_foreign_logprobs()
             except (ConfigError, MissingDependencyError) as error:
                 reasons[name] = str(error)

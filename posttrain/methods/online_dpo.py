@@ -179,8 +179,10 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
             self.per_device_train_batch_size = prompts
 
 
-PAIR_LOSSES = {"sigmoid": sigmoid, "ipo": squared_gap}  # The losses use sums of log-ratios, without division by length.
-TIES_MOST = 0.5  # A warning is logged if more than this fraction of pairs are ties, because ties have no loss.
+# These losses use sums of log-ratios, which are not divided by length.
+PAIR_LOSSES = {"sigmoid": sigmoid, "ipo": squared_gap}
+# A warning is logged if more than this fraction of pairs are ties, because ties do not contribute to the loss.
+TIES_MOST = 0.5
 
 
 def sequence_sums(out: ModelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:

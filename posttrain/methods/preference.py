@@ -24,9 +24,10 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 logger = logging.getLogger(__name__)
 
 
-# A dataset counts as sorted by label if it has more than this many consecutive batches with the same label.
+# A dataset counts as sorted by label if more than this number of consecutive batches have the same label.
 SORTED = 10
-BALANCED = 1.33  # Maximum ratio of the total weights of good and bad answers (KTO, section 4.2).
+# Maximum ratio between the total weight of good answers and that of bad answers (KTO, section 4.2).
+BALANCED = 1.33
 
 
 # Answers and their metrics --------------------------------------------------------------------------------------------
@@ -191,7 +192,8 @@ def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -
 def _check_balance(good: int, bad: int, good_weight: float, bad_weight: float) -> None:
     if good == 0 or bad == 0:
         logger.warning("all %d labels are %s, so there is nothing to compare.", good + bad, good > 0)
-    if good == bad or 0 in (good_weight, bad_weight):  # A weight of 0 excludes one kind on purpose.
+    # A weight of 0 is allowed, because it excludes good or bad answers on purpose.
+    if good == bad or 0 in (good_weight, bad_weight):
         return
     ratio = max(good, 1) * good_weight / (max(bad, 1) * bad_weight)
     if 1.0 <= round(ratio, 2) <= BALANCED:
@@ -213,7 +215,8 @@ CHECKED_ROWS = 1000
 class AnswerConfig(PostTrainingConfig):
     """Arguments of all methods that train on given answers."""
 
-    desirable_weight = undesirable_weight = 1.0  # Constants, not fields: only some methods have these options.
+    # These are constants instead of fields, because only some methods have these options.
+    desirable_weight = undesirable_weight = 1.0
 
     learning_rate: float = option(
         1e-6, "Peak learning rate. The default is for full fine-tuning. Use about 1e-5 for LoRA."

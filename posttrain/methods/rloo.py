@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_LOG_RATIO = 20.0  # exp(20) is 5e8. Without this limit one sequence could dominate the loss.
-# A warning is logged if the fraction of clipped sequences is above the first value for the second number of consecutive
-# steps.
+# Maximum log-ratio. exp(20) is 5e8. Without this limit, one sequence could dominate the loss.
+MAX_LOG_RATIO = 20.0
+# A warning is logged if the fraction of clipped sequences exceeds CLIPPED_MOST in CLIPPED_STEPS consecutive steps.
 CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10
 
 
@@ -183,9 +183,9 @@ class RLOO(Method[RLOOConfig]):
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `rloo_objective`."""
-        # The ratio is exactly 1 until the weights change, so it is not computed from stored log-probs. In half
-        # precision their rounding errors add up over the tokens: ratios of up to 2.9 were measured for 8 tokens in
-        # bfloat16, and they would be clipped.
+        # Until the weights change, the ratio is exactly 1, so do not compute it from stored log-probs. In half precision, their
+        # rounding errors add up over the tokens. Ratios of up to 2.9 were measured for 8 tokens in bfloat16, and such ratios
+        # would be clipped.
         if not self.cfg.outlives_weights:
             batch = replace(batch, old_logp=None)
         return rloo_objective(outputs, batch, self.cfg)

@@ -8,6 +8,7 @@ import posttrain
 
 def __getattr__(name: str) -> Any:
     """Return a public name of ``posttrain``. TRL has public helpers in its package `models`, so old imports work."""
-    if name.startswith("__") or find_spec(f"{__name__}.{name}"):  # An import statement then imports the module.
+    # If a module has this name, the import statement then imports the module.
+    if name.startswith("__") or find_spec(f"{__name__}.{name}"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(posttrain, name)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Names of tree attention in transformers' registry, and the backend that calls without a `Forest` use.
+# Names under which tree attention is registered in transformers. Each maps to the backend for calls without a `Forest`.
 OWN_NAMES = {"posttrain_sdpa": "sdpa", "posttrain_eager": "eager"}
 
 

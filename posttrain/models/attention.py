@@ -25,17 +25,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROW_TOKENS = 2048  # Tokens of a packed row with segments on a CPU; minimum tokens of a pass on a GPU.
-# PASS_WORK is tokens of a pass on a GPU times parameters of the model: 30k tokens for 0.5B, 10k for 1.5B, 2k for 7B.
+# Maximum number of tokens of a packed row with segments on a CPU. On a GPU, minimum number of tokens of a pass.
+ROW_TOKENS = 2048
+# PASS_WORK = (tokens of a pass on a GPU) x (parameters of the model). This gives 30k tokens for a 0.5B model, 10k for 1.5B and
+# 2k for 7B. MOST_GPU_TOKENS is the maximum number of tokens of a pass.
 PASS_WORK, MOST_GPU_TOKENS = 15 * 10**12, 32768
-MASKABLE = ("sdpa", "eager", "flex_attention")  # Backends that accept an arbitrary mask.
+MASKABLE = ("sdpa", "eager", "flex_attention")  # Attention backends that accept an arbitrary mask.
 
 
-# Fields that models read in every pass, so a probe can set smaller values. Llama 4's ``floor_scale`` counts columns.
+# Config fields that models read in every pass, so a probe can set smaller values. Llama 4's ``floor_scale`` is measured in
+# columns.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
-DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # Dropout on attention probabilities.
-KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # Types of layers whose mask is known.
+# Config fields for dropout on attention probabilities.
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+# Types of attention layers for which the mask can be built.
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def attention_inputs(
@@ -82,7 +87,8 @@ def attention_inputs(
         allowed = tree_attention.forest_mask(batch, window, chunk, span)
         if implementation == "sdpa" and allowed.device.type != "cpu":
             return allowed
-        # On a CPU, sdpa would convert a bool mask to floats in every layer, and save each copy for the backward pass.
+        # Convert the mask to floats once. On a CPU, sdpa would convert it in every layer, and save each copy for the backward
+        # pass.
         return tree_attention.added(allowed, dtype, -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min)
 
     forest = {"forest": tree_attention.Forest(batch, split)} if parts or stateful or split is not None else {}
@@ -97,7 +103,7 @@ def attention_inputs(
         "chunked_attention": (None, getattr(text, "attention_chunk_size", None)),
     }
     masks = {kind: build(*limits.get(kind, (None, None))) for kind in sorted(kinds)}
-    # Models of these families get the mask by layer type even if all layers have the same type.
+    # Models of these families expect a mask for each layer type, even if all layers have the same type.
     families = ("gemma", "qwen", "cohere2", "olmo3", "smollm3", "exaone4", "llama4")
     indexed = len(masks) > 1 or text.model_type.startswith(families)
     return {"attention_mask": masks if indexed else next(iter(masks.values())), **forest}
@@ -164,9 +170,9 @@ def layout_for(
     if family.whole:
         return padded_layout(model)
     if family.cross:
-        # Each tree needs a separate pass, see `Family.cross`.
+        # Each tree needs a separate pass. The reason is given in `Family.cross`.
         return replace(layout, row_tokens=1, pass_tokens=0, joins_rows=False)
-    # If a prompt has bidirectional attention, each of its tokens depends on the end of the prompt.
+    # Do not join rows if prompts have bidirectional attention, because each prompt token then depends on the end of the prompt.
     return replace(layout, joins_rows=family.block != "prompt")
 
 
@@ -189,10 +195,10 @@ def gpu_tokens(model: Module) -> int:
 
 
 def _dense_layout(model: Module, device: str) -> Layout:
-    # The cost of attention with a dense mask is T^2 per row, and each pass has a fixed cost for accumulating gradients. For a
-    # 135M model on 2 cores, six trees of 240 tokens took 8.0 s in separate passes, 7.5 s with two trees per row, 6.5 s with three
-    # rows per pass, and 6.0 s in one pass. Memory grows with the tokens of a pass (4.0 GB for 480 and 4.9 GB for 720 tokens,
-    # including the optimizer).
+    # With a dense mask, the cost of attention is T^2 per row, and each pass has a fixed cost for accumulating gradients. For a
+    # 135M model on 2 cores, six trees of 240 tokens took 8.0 s in separate passes, 7.5 s with two trees per row, 6.5 s with
+    # three rows per pass, and 6.0 s in one pass. Memory grows with the number of tokens per pass (4.0 GB for 480 and 4.9 GB for
+    # 720 tokens, including the optimizer).
     if device == "cpu":
         return Layout("tree", dense_mask=True, row_tokens=256, pass_tokens=512)
     return Layout("tree", dense_mask=True, row_tokens=ROW_TOKENS, pass_tokens=gpu_tokens(model))

@@ -67,8 +67,8 @@ def forward(
     install_token_head(model)
     asked = Pass(batch, needs, temperature, truncation, chunk_size, compare is not None)
     split = token_split.active()
-    # The backward pass calls checkpointed layers again. After a pass with gradients, the attention's name in the config
-    # therefore stays changed.
+    # After a pass with gradients, do not restore the attention's name in the config, because the backward pass calls
+    # checkpointed layers again.
     named = nullcontext() if torch.is_grad_enabled() else attention_renamed(model, lambda name: name)
     with named:
         result = run(model, asked, compare) if split is None else split.forward(model, asked, compare)
@@ -165,7 +165,7 @@ def _token_head(asked: Pass, virtual: int) -> TokenHead:
         chunk_size=asked.chunk_size,
         expected_grad=None if batch.expected_grad is None else batch.expected_grad[rows, columns],
         needs=asked.needs,
-        # Routers also process virtual tokens, and the model's own load-balancing loss counts them.
+        # Include virtual tokens, because routers process them too, and the model's own load-balancing loss counts them.
         balance_over=nn.functional.pad(batch.real.long(), (virtual, 0), value=1) if "aux" in asked.needs else None,
     )
 
@@ -265,7 +265,7 @@ def batch_logps(
         out = forward(model, batch, **settings)
         if not counts:
             continue
-        # Copy the whole tensors to the CPU, which needs two copies instead of one per completion.
+        # Copy whole tensors to the CPU, because two large copies take less time than one copy per completion.
         host = replace(batch, sequence=batch.sequence.cpu())
         for by_origin, values in ((logps, out.logp), (masses, out.log_mass)):
             if values is not None:
@@ -282,7 +282,8 @@ def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     config = causal_lm(bare).config.get_text_config()
     device, pad = next(bare.parameters()).device, config.pad_token_id
     scores = []
-    config.pad_token_id = None  # Otherwise the model would not score a last token that equals the pad token.
+    # With a pad token id, the model would not score a last token that equals the pad token.
+    config.pad_token_id = None
     try:
         with tree_attention.uninstalled(bare):
             for row in rows:
@@ -313,7 +314,8 @@ def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
             )
         return 0.0
     coefficient = getattr(text, "router_aux_loss_coef", None) if wanted is None else wanted
-    # This module adds the term itself. The model's own term would be divided by tokens and counted once per micro-batch.
+    # Disable the model's own term, which would be divided by tokens and counted once per micro-batch. This module adds the term
+    # itself.
     text.output_router_logits = False
     if wanted is not None:
         text.router_aux_loss_coef = wanted

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Modules of a multimodal model that are part of neither the vision tower nor the projector.
+# Names of modules in a multimodal model that belong neither to the vision tower nor to the projector.
 LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
@@ -75,16 +75,17 @@ def cast_head_to_fp32(model: nn.Module) -> None:
     wide.weight, wide.bias = head.float().weight, head.bias
     model.set_output_embeddings(wide)
     if tied:
-        embeddings.weight = wide.weight  # ``float()`` can create a new parameter.
+        embeddings.weight = wide.weight  # Tie the weights again, because ``float()`` can create a new parameter.
         if before != torch.float32:
             embeddings.register_forward_hook(lambda module, args, output: output.to(before))
 
 
-# Config fields for the factor and the softcap of the logits.
+# Config fields for the factor of the logits (MULTIPLIERS) and for their softcap (CAPS).
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-SCALES_UP = ("hyperclovax",)  # Models that multiply by ``logits_scaling``. Granite divides by it.
-PER_TOKEN = ("entropy", "correct", "mean_logit", "collision")  # Optional outputs per token in addition to the log-prob.
+SCALES_UP = ("hyperclovax",)  # Models that multiply logits by ``logits_scaling``. Granite models divide by it.
+# Outputs per token that can be requested in addition to the log-prob.
+PER_TOKEN = ("entropy", "correct", "mean_logit", "collision")
 SCORE_LAYERS = ("score", "classifier", "classification_head")
 
 
@@ -246,7 +247,7 @@ def install_token_head(model: nn.Module) -> None:
     owner = _owner_of(inner.forward)
     if owner is inner:
         return
-    # If a copied model's forward method was wrapped in a function, it would run the layers of the original model.
+    # In a copied model, the forward method may be wrapped in a function that runs the layers of the original model. Remove it.
     if owner is not None:
         del inner.forward
         vars(inner).pop("_original_forward", None)
@@ -262,7 +263,8 @@ def install_token_head(model: nn.Module) -> None:
             kwargs |= token_head.inputs(inner)
         masks = kwargs.get("attention_mask")
         if isinstance(masks, dict) and inner.config.model_type == "paligemma":
-            # PaliGemma's forward method accepts one mask. A hook passes the masks by layer type (PaliGemma 2) to the layers.
+            # PaliGemma's forward method accepts only one mask. For PaliGemma 2, a hook passes one mask per layer type to the
+            # text model.
             kwargs["attention_mask"] = masks["full_attention"]
             with inner.model.language_model.register_forward_pre_hook(
                 lambda _, args, given: (args, {**given, "attention_mask": masks}), with_kwargs=True
@@ -271,7 +273,7 @@ def install_token_head(model: nn.Module) -> None:
         return _head_forward(inner, inner.headless_forward, token_head, *args, **kwargs)
 
     vars(forward)["takes_token_head"] = True
-    # Use a bound method. A deep copy of the model then binds it to the copy, also with accelerate's wrapper. Other callables
+    # Use a bound method. A deep copy of the model binds it to the copy, even if accelerate has wrapped it. Any other callable
     # would be wrapped in a function that runs the layers of the original model.
     inner.forward = MethodType(forward, inner)
 
@@ -368,9 +370,8 @@ def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
         )
     config = copy.deepcopy(peft_config)
     if config.task_type == "CAUSAL_LM":
-        config.task_type = (
-            None  # CAUSAL_LM is the command line's default, with which peft expects a language-model head.
-        )
+        # CAUSAL_LM is the default of the command line. With it, peft would expect a language-model head.
+        config.task_type = None
     if config.task_type is None and name not in (config.modules_to_save or []):
         logger.info("the head %r is trained and saved in full with the adapter.", name)
         config.modules_to_save = [*(config.modules_to_save or []), name]
@@ -405,7 +406,7 @@ def _in_force(layer: Any) -> Any:
     base = layer.original_module
     if not (is_one_matrix(base) and _unhooked(layer)):
         return layer
-    # The trained rows of a tied head are stored separately. The property ``weight`` inserts them into the matrix.
+    # A tied head stores its trained rows separately. Its property ``weight`` inserts them into the matrix.
     joined = type(base)(1, 1, bias=False, device="meta")
     del joined.weight
     joined.weight, joined.bias = layer.weight, base.bias
@@ -419,7 +420,7 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
     if head.compare is not None:
         return head.compare(hidden, layer, rule, head)
     if is_one_matrix(layer) and "logits" not in head.needs:
-        # A float32 head stays in float32 under autocast.
+        # Disable autocast for a float32 head, so that it stays in float32.
         wide = torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext()
         with wide:
             out = token_logprobs(
@@ -438,7 +439,8 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
             )
         fields = {name: getattr(out, name) for name in ("logp", "log_mass", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
-    # Slow path: heads that are not a plain matrix (because of an adapter or a hook), and losses that need logits.
+    # Slow path for output layers that are not a plain matrix (because of an adapter or a hook), and for losses that need all
+    # logits.
     if type(layer) in (nn.Linear, Float32Linear) and not is_one_matrix(layer):
         warn_once(
             logger, "the output layer has hooks, so all logits of a pass are computed at once, which needs more memory."
@@ -489,13 +491,14 @@ def _balance(
             "loss cannot be computed. Fix: set router_aux_loss_coef=0, or update transformers."
         )
     top_k = experts_per_token(text) or 2
-    if not router_logits:  # The model has only dense layers.
+    if not router_logits:  # The loss is 0, because the model has only dense layers.
         return torch.zeros((), device=real.device)
     kept = real.flatten().bool()
     layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]
     probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)
     chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
-    if total is not None:  # Both factors of the product are means over the tokens of all processes.
+    # Sum over all processes, because both factors of the product are means over the tokens of all processes.
+    if total is not None:
         sums = total(torch.stack([chosen.sum(0), probabilities.sum(0), torch.ones_like(chosen).sum(0)]))  # (3, E)
         return probabilities.shape[1] * (sums[0] * sums[1] / sums[2] ** 2).sum()
     return probabilities.shape[1] * (chosen.mean(0) * probabilities.mean(0)).sum()
@@ -507,7 +510,7 @@ def has_tower(model: nn.Module) -> bool:
 
 
 def _encodes_images(module: Any) -> bool:
-    # Mllama uses cross-attention to images and has no get_image_features.
+    # Mllama encodes images, but uses cross-attention and has no get_image_features.
     inner = getattr(module, "model", module)
     beside = hasattr(inner, "vision_model") and hasattr(inner, "multi_modal_projector")
     return beside or any(hasattr(holder, "get_image_features") for holder in (module, inner))
@@ -518,7 +521,7 @@ def text_modules(model: nn.Module) -> list[nn.Module]:
     named = dict(model.named_modules())
     if not has_tower(model):
         return list(named.values())
-    # Modules that contain both tower and text model are included.
+    # Also include modules that contain both the vision tower and the text model.
     return [m for name, m in named.items() if set(LANGUAGE) & set(name.split(".")) or _encodes_images(m)]
 
 

@@ -139,7 +139,7 @@ def _lean_forward(kind: type, activation: type) -> Callable | None:
     if lean is None or not kind.__module__.startswith("transformers.models."):
         return None
     try:
-        # Do not change the random state of the run, and return the same result to all callers.
+        # Fork the random state, so that the run's state does not change and all callers get the same result.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False):
             torch.manual_seed(0)
             parts: dict[str, Any] = {"weight": nn.Parameter(torch.randn(6)), "variance_epsilon": 1e-5}
@@ -147,7 +147,7 @@ def _lean_forward(kind: type, activation: type) -> Callable | None:
                 parts = {name: nn.Linear(6, 6) for name in ("gate_proj", "up_proj", "down_proj")}
                 parts["act_fn"] = activation()
             same = all(_agree(kind, lean.forward, parts, dtype) for dtype in (torch.float32, torch.bfloat16))
-    except Exception:  # The layer has other submodules or arguments, so it is a different type of layer.
+    except Exception:  # Layers with other submodules or arguments are different types of layers.
         return None
     return lean.forward if same else None
 

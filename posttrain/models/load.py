@@ -51,7 +51,7 @@ TOKENIZER_FILES = {
     "vocab.txt",
     "spiece.model",
 }
-# Words in the names of unused special tokens, in order of preference as the pad token.
+# Words in the names of unused special tokens. For the pad token, names with an earlier word in this list are preferred.
 UNUSED = ("pad", "reserved", "unused")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -60,7 +60,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class ModelConfig:
     """Model, adapter and quantization options of the command line."""
 
-    trust_remote_code: ClassVar[bool] = False  # An option of training configs, and of this one in older releases.
+    # This is an option of training configs. In older releases, it was an option of this config.
+    trust_remote_code: ClassVar[bool] = False
 
     model_name_or_path: str | None = option(None, "Folder or Hub id of the model. Training commands require it.")
     model_revision: str = option("main", "Branch, tag or commit of the model on the Hub.")
@@ -142,7 +143,8 @@ class ModelConfig:
             raise ConfigError("load_in_8bit=True and load_in_4bit=True contradict each other. Fix: set only one.")
         modules: Any = self.lora_target_modules
         if modules and len(modules) == 1 and (modules[0] == "all-linear" or set(modules[0]) & set("*+|^$(\\")):
-            # peft needs a regex or 'all-linear' as a string. A plain name stays in a list: peft reads a string as a regex.
+            # peft needs a regex or 'all-linear' as a string, but it would also read a plain name in a string as a regex. So
+            # only these are unpacked.
             self.lora_target_modules = modules[0]
 
     def model_init_kwargs(self, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -248,7 +250,7 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
 
 def _refuse_headless(model_id: str, config: PretrainedConfig) -> None:
     name = (config.architectures or ["ForCausalLM"])[0]
-    # GPT-2's class with a language-model head is named GPT2LMHeadModel.
+    # Exclude names with "Head", because GPT-2's class with a language-model head is named GPT2LMHeadModel.
     if "Classification" in name or (name.endswith("Model") and "Head" not in name):
         _refuse_not_generative(repr(model_id), f"a {name}")
 
@@ -343,7 +345,8 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
     with explained("model", model_id):
         config = transformers.AutoConfig.from_pretrained(model_id, **shared)
     if architecture is None:
-        _refuse_headless(model_id, config)  # For a hub id, the class was not known before.
+        # For a Hub id, the class is only known after the config was loaded.
+        _refuse_headless(model_id, config)
         name = (config.architectures or [""])[0]
         architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
     with explained("model", model_id):
@@ -471,7 +474,7 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
     names = [f".{name}" for name, _ in model.named_modules()]
     try:
         with warnings.catch_warnings():
-            # peft uses a deprecated property of transformers.
+            # Ignore this warning, because peft uses a deprecated property of transformers.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted = peft.get_peft_model(model, peft_config)
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
@@ -516,14 +519,15 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
         _name_tied_layers(model)
         _check_adapter(model, activation_checkpointing)
     if isinstance(model, peft.PeftModel) and activation_checkpointing:
-        # With frozen embeddings, the first checkpointed layer has an input without gradient, so adapters would get no gradient.
+        # With frozen embeddings, the input of the first checkpointed layer has no gradient, so adapters would get no gradient
+        # either.
         model.enable_input_require_grads()
     prepare_adapter(model)
     return model
 
 
-# peft methods that need more than gradients of log-probs, and the part that this library does not implement. The methods in
-# ADDS_LAYERS add their own layers, which cannot be merged into the base weights.
+# peft methods that are not supported, each with the part that this library does not implement. The methods in ADDS_LAYERS add
+# their own layers, which cannot be merged into the base weights.
 ADDS_LAYERS = {
     "ADAPTION_PROMPT": "prompts that peft inserts inside the attention layers, but rows here contain several sequences",
     "POLY": "task_ids in every forward pass",
@@ -536,7 +540,7 @@ NEEDS_MORE = ADDS_LAYERS | {
     "LILY": "routing weights averaged over all tokens of a row, but rows here contain several sequences",
     "MULTITASK_PROMPT_TUNING": "task_ids in every forward pass",
 }
-# Options of supported peft methods, and the part that they need and this library does not implement.
+# Options that supported peft methods must not use here, each with the part that this library does not implement.
 NEEDS_MORE_WITH = {
     "alora_invocation_tokens": "the position of the invocation tokens in each row, but rows here contain several sequences",
     "use_asa": "a mask update after each optimizer step",
@@ -544,7 +548,7 @@ NEEDS_MORE_WITH = {
     "monteclora_config": "a variational term in the loss (peft's _get_monteclora_loss)",
     "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not contain",
 }
-# Prefixes of values of init_lora_weights that change the base weights in a way that peft cannot reproduce on loading. They
+# Prefixes of init_lora_weights values whose changes of the base weights peft cannot reproduce when an adapter is loaded. They
 # use a randomized decomposition of the weights, or a decomposition of gradients.
 UNREPEATABLE_STARTS = ("pissa_niter_", "lora_ga")
 
@@ -635,7 +639,8 @@ def _check_recurrent_layers(model: Module, moved: bool) -> None:
         return
     named = [(name, layer) for name, layer in causal_lm(model).named_modules() if isinstance(layer, BaseTunerLayer)]
     convolutions = [name for name, layer in named if isinstance(layer.get_base_layer(), torch.nn.Conv1d)]
-    unread = convolutions + [name for name, _ in named if name.endswith(".dt_proj")]  # Mamba's step sizes.
+    # The projection dt_proj computes Mamba's step sizes.
+    unread = convolutions + [name for name, _ in named if name.endswith(".dt_proj")]
     if not unread:
         return
     what = f"the adapter of {unread[0]} has no effect, because the recurrent layer uses its weight without calling it"
@@ -765,7 +770,8 @@ def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig)
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
     try:
         ends = terminal_token_ids(tokenizer)
-    except DataError:  # If the template cannot render a question with an answer, its end-of-turn token is unknown.
+    # The end-of-turn token is unknown, because the template cannot render a question with an answer.
+    except DataError:
         ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     new = [token for token in ends if token not in known]
     if new:
@@ -774,7 +780,8 @@ def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig)
 
 
 SEED = 0
-SPREAD = 0.01  # Noise of a new row relative to the standard deviation of old rows. It is too small to affect logits.
+# Noise of a new row, as a fraction of the standard deviation of old rows. It is too small to affect logits.
+SPREAD = 0.01
 
 
 class VocabularyMismatchError(ModelError, RuntimeError):
@@ -855,7 +862,8 @@ def _set_special_tokens(tokenizer: Tokenizer, source: Any) -> None:
     if tokenizer.bos_token is None and source.bos_token in vocabulary:
         tokenizer.bos_token = source.bos_token
     if old_pad is not None and (old_pad != tokenizer.eos_token or old_pad == old_eos):
-        return  # A pad token that equaled the previous eos token is the user's choice.
+        # Keep a pad token that equaled the previous eos token, because the user chose it.
+        return
     for candidate in (source.pad_token, old_eos):
         if candidate in vocabulary and candidate != tokenizer.eos_token:
             tokenizer.pad_token = candidate
@@ -886,7 +894,8 @@ def _mirror(model: nn.Module, tokenizer: Tokenizer) -> None:
             setattr(generation, name, ids[name])
     if ids["eos_token_id"] is not None:
         stops = generation.eos_token_id if isinstance(generation.eos_token_id, list) else []
-        joined = list(dict.fromkeys([*stops, ids["eos_token_id"]]))  # Keep a list of stop tokens: each ends a turn.
+        # Keep all stop tokens of a list, because each of them ends a turn.
+        joined = list(dict.fromkeys([*stops, ids["eos_token_id"]]))
         generation.eos_token_id = joined if stops else ids["eos_token_id"]
 
 
@@ -911,7 +920,7 @@ def _start_at_mean(model: nn.Module, added: list[int], known: int) -> None:
     output = model.get_output_embeddings()
     weights = {id(w): w for w in [model.get_input_embeddings().weight, *([] if output is None else [output.weight])]}
     generator = torch.Generator().manual_seed(SEED)
-    for weight in weights.values():  # Tied embeddings are one weight, written once.
+    for weight in weights.values():  # The dict has one entry for tied embeddings, so that their rows are written once.
         old = weight[:known].float()
         noise = torch.randn(len(added), weight.shape[1], generator=generator).to(weight.device)
         weight[added] = (old.mean(0) + SPREAD * old.std(0) * noise).to(weight.dtype)

@@ -24,12 +24,14 @@ from posttrain.types import WHOLE, TokenLoss, Truncation
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-# Bytes of float32 logits. On 2 cores with a vocabulary of 49k, 64 MiB is no faster than 24; 16 MiB and less are slower.
+# Number of bytes of float32 logits per chunk. On 2 cores with a vocabulary of 49k, 64 MiB is no faster than 24 MiB, and 16 MiB
+# or less is slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
-# Minimum positions of a chunk. With a vocabulary of 152k, 24 MiB are 41 positions, which take 1.4 times as long as 128.
-# REPACKED: minimum elements of a weight for oneDNN's products, which need 1 to 2 ms of setup for each new number of rows.
+# LEAST_POSITIONS: minimum number of positions per chunk. With a vocabulary of 152k, 24 MiB hold 41 positions, which take 1.4
+# times as long as 128 positions. REPACKED: minimum number of elements of a weight for which oneDNN's products are used, because
+# they need 1 to 2 ms of setup for each new number of rows.
 LEAST_POSITIONS, REPACKED = 128, 2**20
-# Whether this build of torch has oneDNN's matrix products for linear layers (x86).
+# Whether this build of torch has oneDNN's matrix products for linear layers, as builds for x86 do.
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 NUMBERS = ("entropy", "mean_logit", "collision")
 # Maximum deviation from the expected gradient, as a fraction of the largest gradient of a log-prob.
@@ -155,7 +157,8 @@ class _Ahead:
         if isinstance(self.expected, TokenLoss):
             self.grad[part] = self.expected[part].gradient(self.logp[part])
         g = self.grad[part]
-        if self.expected is not None and not bool(g.any()):  # E.g. a group whose rewards are all equal.
+        # The gradient is zero, for example because all rewards of a group are equal.
+        if self.expected is not None and not bool(g.any()):
             self.sums.skip(part)
             return
         dx = e.mul_((-g / z)[:, None])
@@ -171,7 +174,8 @@ class _Ahead:
         largest = self.grad.abs().argmax()
         factor = grad[largest] / self.grad[largest] if self.grad[largest] else grad.new_ones(())
         error = (grad - factor * self.grad).abs().max()
-        if not error <= MOST_ERROR * grad.abs().max() < math.inf:  # Also false for NaN and infinite gradients.
+        # This negated comparison is also true for NaN and infinite gradients.
+        if not error <= MOST_ERROR * grad.abs().max() < math.inf:
             return None
         if factor != 1.0:
             hidden, weight, bias = (None if x is None else x * factor.to(x.dtype) for x in (hidden, weight, bias))
@@ -215,7 +219,8 @@ class _TokenLogprobs(torch.autograd.Function):
             x, bent = rule.logits(hidden[part], weight, bias)
             chosen = x.gather(1, targets[part, None]).squeeze(1)
             if "correct" in wants and weight.element_size() < 4:
-                # In half precision, several logits are often equal. The first one counts. This takes as long as an exponential.
+                # In half precision, several logits are often equal. Only the first of them counts as the most likely token.
+                # Finding it takes as long as computing an exponential.
                 top, first = x.max(1)
                 correct[part] = first == targets[part]
             else:
@@ -249,7 +254,8 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         rule: _Rule = ctx.rule
-        ahead, ctx.ahead = ctx.ahead, None  # Drop this reference, so that autograd does not need to copy the gradients.
+        # Drop this reference. Otherwise autograd would copy the gradients.
+        ahead, ctx.ahead = ctx.ahead, None
         if ahead is not None:
             gradients = ahead.scaled(grad_logp)
             if gradients is not None:
@@ -264,7 +270,7 @@ class _TokenLogprobs(torch.autograd.Function):
             g = grad_logp[part]
             lp = x.sub_(log_z[part, None])
             if through_entropy:
-                # d logp_y / dx_v = [v = y] - p_v        d H / dx_v = -p_v (log p_v + H)
+                # The gradients are: d logp_y / dx_v = [v = y] - p_v and d H / dx_v = -p_v (log p_v + H).
                 slope = (lp + entropy[part, None]).mul_(grad_entropy[part, None]).add_(g[:, None]).neg_()
                 dx = slope.mul_(lp.exp_())
             else:
@@ -348,7 +354,7 @@ def token_logprobs(
     wants = frozenset(name for name, want in asked.items() if want)
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     known = len(targets) > 0 and (frozen or (expected_grad is not None and hidden.device.type == "cpu"))
-    # In float16, small probabilities underflow without gradient scaling.
+    # Exclude float16, in which small probabilities would underflow without gradient scaling.
     once = (
         known
         and torch.is_grad_enabled()

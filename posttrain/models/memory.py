@@ -55,7 +55,7 @@ def layers_to_keep(model: nn.Module) -> int:
     return min(len(layers), 2 * head.weight.shape[0] // kept) if kept else 0
 
 
-# Kernels of scaled_dot_product_attention. Some builds of torch lack some of them.
+# Kernels of scaled_dot_product_attention. A build of torch may lack some of them.
 ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -132,7 +132,8 @@ class KeepLastActivations(TrainerCallback):
     ) -> None:
         options = recompute_options(args)
         if "selective" in options and recomputes(args):
-            # The trainer has passed an option to torch that torch does not have. Enable checkpointing again without it.
+            # Enable checkpointing again without the option "selective". The trainer passed it to torch, which does not have
+            # this option.
             recompute_activations(causal_lm(model), options)
         if "every_n_layers" not in options:
             keep_last_activations(model, args.kept_layers)
@@ -174,12 +175,13 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             tensor.device.type != self.device_type
             or tensor.nbytes < self.min_size
             or isinstance(tensor, nn.Parameter | nn.Buffer)
-            or type(tensor) is not Tensor  # Tensor subclasses (fp8, sharded tensors) implement saving themselves.
+            # Tensor subclasses (e.g. fp8, sharded tensors) implement offloading themselves.
+            or type(tensor) is not Tensor
             or tensor.untyped_storage().data_ptr() in self.kept
         )
 
     def _pack(self, tensor: Tensor) -> Any:
-        # If a tensor is expanded (e.g. one mask for all heads), copy its data only once.
+        # Copy the data of an expanded tensor (e.g. one mask for all heads) only once.
         whole = tensor
         for axis, step in enumerate(tensor.stride()):
             tensor = tensor.narrow(axis, 0, 1) if step == 0 and tensor.shape[axis] > 1 else tensor
@@ -188,8 +190,8 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         self.offloaded_bytes += tensor.nbytes
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
         host.copy_(tensor, non_blocking=self.pin)
-        # Attention kernels need the mask's strides, because rows are padded to a multiple of 16. A view of a larger tensor is
-        # restored without the rest of that tensor.
+        # Keep the strides of masks, because attention kernels need them (rows are padded to a multiple of 16). A small view of
+        # a large tensor is restored without the rest of that tensor.
         span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         return whole.device, whole.shape, host, tensor.stride() if span < 2 * tensor.numel() else host.stride()
 
@@ -233,9 +235,9 @@ def get_act_offloading_ctx_manager(model: nn.Module, *, enabled: bool = True, **
     return OffloadActivations(device_type=next(model.parameters()).device.type, kept=kept, **options)
 
 
-# Parameter numbers of `mallopt` in glibc's malloc.h. STANDARD holds glibc's defaults.
+# Parameter numbers of `mallopt` from glibc's malloc.h. KEPT holds the values of this library, STANDARD glibc's defaults.
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4
-KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 * 2**20}  # -1 disables trimming, see mallopt(3).
+KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 * 2**20}  # The value -1 disables trimming (see mallopt(3)).
 STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
 
 
@@ -288,7 +290,8 @@ def gradients_first(model: nn.Module, *, passes: int) -> Iterator[None]:
         yield
     finally:
         for parameter in without_gradient:
-            if parameter.grad is not None and parameter.grad._version == 0:  # No pass has added a gradient.
+            # The gradient is unchanged, because no pass has added to it.
+            if parameter.grad is not None and parameter.grad._version == 0:
                 parameter.grad = None
 
 
@@ -301,12 +304,12 @@ def _set(values: dict[int, int]) -> bool:
     """Set `mallopt` values and return whether glibc accepted all of them."""
     try:
         library = _glibc()
-    except (OSError, TypeError):  # The system lacks a C library, e.g. Windows.
+    except (OSError, TypeError):  # The system has no C library that can be loaded this way, e.g. Windows.
         return False
     return library is not None and {library.mallopt(name, value) for name, value in values.items()} == {1}
 
 
-# Files with limit, usage and statistics of a control group, for cgroups version 2 and version 1.
+# Files with the memory limit, usage and statistics of a control group, for cgroups version 2 and version 1.
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
@@ -359,7 +362,7 @@ def _of_host() -> Available:
     for limit, use, stat in CGROUPS:
         bound = _read(limit).strip()
         if bound.isdigit() and int(bound) < machine.total:
-            # Inactive file pages can be reclaimed, so they do not count as used.
+            # Subtract inactive file pages from the used memory, because they can be reclaimed.
             pages = [line.split() for line in _read(stat).splitlines() if "inactive_file " in line]
             used = int(_read(use).strip() or 0) - (int(pages[0][1]) if pages else 0)
             inside = Available(max(int(bound) - used, 0) + mine, int(bound), "the control group of this process")
@@ -405,7 +408,7 @@ def reset_peak(device: torch.device | str) -> bool:
 
 # Dense bf16 operations per second of an H100 SXM, from NVIDIA's data sheet.
 H100_BF16_PEAK = 989.5e12
-# A backward pass costs twice its forward pass.
+# Cost of a forward and backward pass, as a multiple of the forward pass. The backward pass alone costs twice the forward pass.
 BACKWARD_FACTOR = 3
 
 
@@ -462,7 +465,7 @@ def _products(kind: Any, settings: str) -> int:
     named = layers.named_parameters()
     weights = [p for name, p in named if p.dim() > 1 and p not in looked_up and not name.endswith("bias")]
     experts = experts_per_token(config)
-    # The weights of all experts are one tensor (experts, ...).
+    # The weights of all experts are stored in one tensor of shape (experts, ...).
     return sum(2 * p.numel() if p.dim() == 2 else 2 * p.numel() // len(p) * experts for p in weights)
 
 

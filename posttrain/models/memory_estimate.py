@@ -36,17 +36,18 @@ from posttrain.types import Batch
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
-# Memory of driver and libraries in one process, which is about the value that nvidia-smi shows for an idle process.
+# Memory that the driver and libraries use in one process, in bytes. nvidia-smi shows about this value for an idle process.
 CUDA_CONTEXT = 600 * 2**20
-# Overhead of the allocator. glibc puts small blocks into the space of a freed large block, so the next large block needs new
-# memory. The measured overhead was up to three times the largest tensor (benchmarks/estimate.py). CUDA_WASTE is a guess.
+# Memory that the allocator cannot reuse, as a multiple of the largest tensor. glibc puts small blocks into the space of a freed
+# large block, so the next large block needs new memory. The measured overhead was up to three times the largest tensor
+# (benchmarks/estimate.py). CUDA_WASTE is a guess.
 HOLES = 3
 CUDA_WASTE = 0.05
-# Bytes of optimizer states per byte of a trained weight. In EIGHT_BIT: bytes per weight.
+# PER_BYTE: bytes of optimizer states per byte of a trained weight. EIGHT_BIT: bytes of 8-bit optimizer states per weight.
 PER_BYTE = {"adamw": 2, "adam": 2, "nadamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "stable": 2}
 EIGHT_BIT = {"adamw": 2, "lion": 1, "rmsprop": 1, "ademamix": 3}
 STATELESS = ("sgd", "lomo", "adalomo")
-LOW_RANK, RANK = ("galore", "apollo"), 128  # transformers' default rank.
+LOW_RANK, RANK = ("galore", "apollo"), 128  # The rank is the default of transformers.
 AUTO_CLASSES = {
     "causal": "AutoModelForCausalLM",
     "images": "AutoModelForImageTextToText",
@@ -107,7 +108,7 @@ class Generating:
     shares_prompts: bool = True
 
 
-# Number of tokens in one prefill pass of the native engine.
+# Maximum number of tokens in one prefill pass of the native engine.
 PREFILL_TOKENS = 2048
 
 
@@ -208,11 +209,12 @@ def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
     if name.startswith(STATELESS):
         return 0
     if name.startswith(LOW_RANK):
-        # Two moments in the subspace, and the projection. This assumes square matrices, all of them in `optim_target_modules`.
+        # There are two moments in the subspace, and the projection. The estimate assumes that all matrices are square and in
+        # `optim_target_modules`.
         return sum(size * min(2 * count, int(3 * RANK * count**0.5)) // count for count, size in sizes if count)
     kind = next((key for key in PER_BYTE if key in name), "adamw")
     if "adafactor" in name:
-        # Adafactor stores sums of rows and columns, a small fraction of a matrix.
+        # Adafactor stores sums of rows and columns, which are a small fraction of a matrix.
         return sum(size // 50 for _, size in sizes)
     if "8bit" in name or "4bit" in name:
         return EIGHT_BIT.get(kind, 2) * sum(count for count, _ in sizes) // (2 if "4bit" in name else 1)
@@ -326,7 +328,7 @@ def _text_config(model: nn.Module) -> Any:
     return inner.config.get_text_config()
 
 
-# Layers of models with recurrent layers that store no keys and values.
+# Types of layers without keys and values, in models with recurrent layers.
 WITHOUT_KEYS = ("linear_attention", "conv", "mlp", "moe")
 
 
@@ -343,7 +345,7 @@ def _generation(call: Generating, shadow: Shadow) -> dict[str, int]:
     live = min(call.slots, call.sequences)
     room, kept, prefill = call.completion_tokens, live, live * call.prompt_tokens
     if call.shares_prompts:
-        # Blocks for completions have 64 tokens at first and are doubled when they are full.
+        # The native engine allocates blocks of 64 tokens for completions, and doubles a block when it is full.
         room = 64 << max(0, (call.completion_tokens - 1) // 64).bit_length()
         kept = min(call.prompts, live)
         prefill = min(PREFILL_TOKENS, call.prompts * call.prompt_tokens) or prefill
@@ -488,7 +490,8 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, vocabulary: int) -> None:
         super().__init__()
-        self.kind = "activations"  # Kind for tensors that are neither weight gradients nor logits.
+        # Kind under which tensors are counted, unless they are weight gradients or logits.
+        self.kind = "activations"
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.largest = 0
@@ -564,7 +567,7 @@ def trace_pass(
     trained = [p for p in model.parameters() if p.requires_grad]
     config = _text_config(model)
     told = attention_inputs(batch, causal_lm(model), shadow.part.dtype)
-    # Compute these before fake mode starts, because fake tensors have no values.
+    # Compute these numbers before fake mode starts, because fake tensors have no values.
     counts = batch.num_loss_tokens, batch.num_sequences, int((batch.sequence >= 0).sum())
 
     def forget(parameter: Tensor) -> None:
@@ -572,7 +575,7 @@ def trace_pass(
 
     with shadow.mode:
         meter = _Meter(model, config.vocab_size)
-        # Autograd cannot accumulate fake tensors in place, so each gradient is dropped instead of accumulated.
+        # Drop each gradient as soon as it is computed, because autograd cannot accumulate fake tensors in place.
         hooks = [p.register_post_accumulate_grad_hook(forget) for p in trained] if accumulating else []
         compute = torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext()
         try:

@@ -73,7 +73,7 @@ def inverse_lengths(batch: Batch) -> Tensor:
                 total[row, run.start : run.stop] += 1 / leaf.length
                 count[row, run.start : run.stop] += 1
     for segment in batch.segments:
-        # A prompt whose completions are all empty is a document.
+        # If all completions of a prompt are empty, the prompt itself is the document.
         columns = slice(segment.start, segment.stop)
         lonely = count[segment.row, columns] == 0
         total[segment.row, columns] += lonely / (segment.position + segment.stop - segment.start)

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WHOLE = "neither FSDP nor DeepSpeed"
-SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # Modules of the hooks that gather and free parameters.
+# Modules that define the hooks which gather and free parameters.
+SHARDING = ("torch.distributed.fsdp", "deepspeed.")
 
 
 def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
@@ -98,7 +99,7 @@ def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]
     """Sum numbers over ranks in one collective."""
     if accelerator.num_processes == 1:
         return values
-    # MPS has no float64.
+    # Use the CPU instead of MPS, which has no float64.
     device = "cpu" if accelerator.device.type == "mps" else accelerator.device
     packed = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(packed)
@@ -206,8 +207,8 @@ def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
     if last or not hasattr(model, "no_sync"):
         yield
         return
-    # DeepSpeed's no_sync does not support stages 2 and 3, and accelerate runs an optimizer step in each backward pass of the
-    # last batch.
+    # Change the gradient state, because DeepSpeed's no_sync does not support stages 2 and 3, and accelerate would run an
+    # optimizer step in every backward pass of the last batch.
     if is_deepspeed(model):
         state = GradientState()
         before = state.sync_gradients
@@ -344,7 +345,8 @@ def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: st
     """
     shards = zero_shards(Path(folder)) if folder is not None and _deepspeed_plugin(accelerator) is not None else []
     latest, wrote = Path(folder or "", "latest_universal"), 0
-    if shards:  # If DeepSpeed fails on one process, other processes would hang in a collective.
+    # Read the shards first. If DeepSpeed failed on one process later, the other processes would hang in a collective.
+    if shards:
         with failing_together(accelerator):
             wrote = _read(shards[accelerator.process_index % len(shards)])["processes"]
     if not shards or wrote == accelerator.num_processes:
@@ -356,7 +358,8 @@ def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: st
     universal = latest.with_name(latest.read_text(encoding="utf-8").strip())
     with _loading_universal(accelerator, engine):
         yield
-    # Stage 3 gives all parameter groups the settings of the first group, e.g. its weight decay, and one shared step count.
+    # Restore the settings of each parameter group. Stage 3 gives all groups the settings of the first one (e.g. its weight
+    # decay) and a shared step count.
     optimizer = engine().optimizer.optimizer
     saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
@@ -389,7 +392,7 @@ def _make_universal(shards: list[Path], wrote: int) -> None:
     """Run DeepSpeed's ``ds_to_universal``. It writes the folder's name to a file last, so that a partial folder is not used."""
     source = shards[0].parent
     universal = source.with_name(f"{source.name}_universal")
-    shutil.rmtree(universal, ignore_errors=True)  # Partial folder of an interrupted run.
+    shutil.rmtree(universal, ignore_errors=True)  # The folder is incomplete, because an earlier run was interrupted.
     places = {"input_folder": str(source), "output_folder": str(universal)}
     work = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
     logger.info(
@@ -418,7 +421,8 @@ def _make_universal(shards: list[Path], wrote: int) -> None:
 
 def _read(shard: Path) -> dict[str, Any]:
     """Return the number of processes that wrote shards (``processes``) and the names of optimizer states (``kept``)."""
-    try:  # With mmap, tensors are not read.
+    # With mmap=True, the data of the tensors is not read.
+    try:
         saved = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
         count, inner = saved["partition_count"], saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
         kept = sorted({name for group in inner["state"].values() for name in group})
@@ -449,7 +453,7 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
     reader.set_state_dict_type("SHARDED_STATE_DICT" if saved[0].is_dir() else "FULL_STATE_DICT")
     kind = state.distributed_type
     if not shards:
-        # A single process has no other rank to send the weights to.
+        # With a single process, there is no other rank that the weights must be sent to.
         reader.state_dict_config.rank0_only = state.num_processes > 1 and not saved[0].is_dir()
         state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = reader
@@ -493,7 +497,8 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the local shard of each frozen parameter, or the whole parameter if it is not sharded."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # FSDP2 leaves some parameters gathered after a pass without backward.
+        # After a forward pass without backward pass, FSDP2 leaves some parameters gathered.
+        if isinstance(module, FSDPModule):
             module.reshard()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -546,7 +551,8 @@ def main_process_first() -> Iterator[None]:
             state.wait_for_everyone()
         try:
             yield
-        finally:  # Release the waiting processes even if the first one fails.
+        # Let the waiting processes continue even if this process fails.
+        finally:
             for _ in range(turns.count(True)):
                 state.wait_for_everyone()
 

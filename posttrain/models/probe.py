@@ -53,30 +53,35 @@ from posttrain.models.attention import (
 logger = logging.getLogger(__name__)
 
 
-# Tolerance as a fraction of the standard deviation of the reference values. It is 0.1 in half precision.
+# Tolerance as a fraction of the standard deviation of the reference values. In half precision, it is 0.1.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 
 
-ROUNDING = 8 * torch.finfo(torch.float32).eps  # Fraction of the largest value. Log-probs are computed in float32.
+# Rounding error of log-probs, as a fraction of the largest value. Log-probs are computed in float32.
+ROUNDING = 8 * torch.finfo(torch.float32).eps
 
 
-TF32_EPS = 2.0**-10  # TF32 has a mantissa of 10 bits.
+TF32_EPS = 2.0**-10  # Relative precision of TF32, whose mantissa has 10 bits.
 
 
-# Number of repetitions with different rounding errors; maximum share of values whose difference may be due to rounding.
+# ROUNDED: number of repetitions, each with different rounding errors. FEW: maximum share of values that may differ because of
+# rounding.
 ROUNDED, FEW = 16, 0.25
 
 
-REACH = 0.1  # Minimum change of a log-prob in nats if the image changes, as a multiple of the tolerance.
+# If the image changes, log-probs must change by more than this multiple of the tolerance.
+REACH = 0.1
 
 
-NARROW = 4  # Size of reduced attention windows in tokens. All sequences of a probe are longer.
+# Size in tokens to which attention windows are reduced. All sequences of a probe are longer than this.
+NARROW = 4
 
 
 SHORT = 7  # Length of a probe prompt in tokens, unless an attention window needs a longer one.
 
 
-LONGEST = 1024  # Maximum length of a probe prompt in tokens. It must exceed windows that cannot be reduced.
+# Maximum length of a probe prompt in tokens. It must be larger than attention windows that cannot be reduced.
+LONGEST = 1024
 
 
 def probe_key(model: Module) -> str:
@@ -285,7 +290,8 @@ def prove_pictures(model: nn.Module) -> None:
             reader.family = replace(reader.family, **choice)
             try:
                 fault = _picture_fault(model, reader)
-            # Any exception means that this variant is not supported, e.g. because the forward method does not accept features.
+            # Any exception means that this variant is not supported, e.g. because the forward method does not accept image
+            # features.
             except Exception as error:
                 fault = f"{type(error).__name__}: {error}"
             if not fault:
@@ -313,7 +319,7 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
     A separate sequence is the processor's output for its text and images, passed to the model's own forward method.
     """
     share, mark, (first, second, _) = _share(model), reader.placeholder, probe_pictures(reader)
-    # If the processor treats adjacent placeholders as one image, rows have none (see `PictureProcessor.place`).
+    # Separate adjacent placeholders if the processor treats them as one image (see `PictureProcessor.place`).
     gap = " " if reader.family.positions == "grid" else ""
     several = f"a {mark} b {mark}{gap}{mark} c"
     rows, truth, moved = [], [], []
@@ -323,7 +329,7 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
             inputs = _own_inputs(reader, text + answer, pictures)
             if ids != inputs["input_ids"][0].tolist():
                 return f"the processor returns {inputs['input_ids'].shape[1]} tokens, but {len(ids)} were expected"
-            # Images after the first are in the answer.
+            # The prompt ends after the first image, so further images are in the answer.
             start = placed[0].start + placed[0].count if placed else 1
             after = [replace(one, start=one.start - start) for one in placed[1:]]
             judged = [int(token != reader.token_id) for token in ids[start:]]
@@ -340,7 +346,7 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
     told, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
     padded = _fast(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
     gap, reach = (float((one - told).abs().max()) for one in (padded, other))
-    # The effect of images on log-probs must exceed the difference of the two computations, or the comparison is meaningless.
+    # The comparison is only meaningful if changing the images changes log-probs by more than the two computations differ.
     if not (fault := disagreement(padded, told, share)) and reach <= max(10 * gap, share * REACH):
         return f"PT-G005: other images change log-probs by {reach:.2g}, and rows differ from sequences by {gap:.2g}"
     return fault
@@ -391,12 +397,13 @@ def _forest_fault(model: Module, layout: Layout) -> str:
     config: Any = model.config
     vocabulary, share = config.get_text_config().vocab_size, _share(model)
     encoder = picture_encoder(model)
-    # Models with bidirectional prompts always have an image in the prompt.
+    # Skip prompts without images if the model has bidirectional prompts, because such a prompt always contains an image.
     always = encoder is not None and encoder.processor.family.block == "prompt"
     for prompt, context in () if always else probe_cases(model):
         rows = _probe_rows(vocabulary, prompt)
         wide = replace(layout, row_tokens=512 + prompt, pass_tokens=0, max_tree_tokens=4 * LONGEST)
-        # Long prompts run without gradients, because their graph would store all logits. The functions are the same.
+        # Run long prompts without gradients, because a graph for them would store all logits. The functions that are called are
+        # the same.
         with context, torch.set_grad_enabled(prompt == SHORT):
             values, truth = _fast(model, rows, wide), _truth(model, rows)
             if disagreement(values.detach(), truth.detach(), share):
@@ -439,7 +446,8 @@ def _gradient_fault(model: Module, values: Tensor, truth: Tensor, share: float) 
     )
     most = float(torch.stack([gradient.abs().max() for gradient in exact]).max())
     gap = float(torch.stack([(a - b).abs().max() for a, b in zip(mine, exact, strict=True)]).max())
-    # Gradients have rounding errors of the forward and the backward pass: up to 0.04 in bf16 models with random weights.
+    # Allow three times the usual tolerance, because rounding errors of the forward and the backward pass add up. In bf16 models
+    # with random weights, they were up to 0.04.
     allowed = 3 * share * most
     return "" if gap <= allowed else f"gradients differ by {gap:.2g}, allowed {allowed:.2g}"
 
@@ -511,12 +519,12 @@ def _judged(rows: Sequence[Row]) -> Tensor:
 def random_prompts(vocabulary: int, sizes: Sequence[int]) -> list[list[int]]:
     """Return random sequences of these lengths. Each call returns the same sequences."""
     generator = torch.Generator().manual_seed(0)
-    # Use only the first half of the vocabulary, because image placeholders have high ids and would need images.
+    # Use only the first half of the vocabulary, because image placeholders have high ids and would require images.
     return [torch.randint(0, vocabulary // 2, (n,), generator=generator).tolist() for n in sizes]
 
 
 def _probe_rows(vocabulary: int, prompt: int = SHORT) -> list[Row]:
     *group, shared, alone = random_prompts(vocabulary, (5, 3, 4, prompt, 6))
-    # The second turn of an episode starts with the first turn and has two answers.
+    # This row is the second turn of an episode. It starts with the first turn and has two answers.
     turn = Row([*shared, *group[0], *alone[:2]], [alone[2:], alone[3:]], [[1] * 4, [1] * 3])
     return [Row(shared, group, [[1] * len(c) for c in group]), Row([], [alone], [[0] + [1] * 5]), turn]

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Bits per quantized weight, including scales. 4 bits have one float32 scale per 64 weights. With double quantization, they have
-# an 8-bit scale per 64 weights, and a float32 scale per 256 such scales. 8 bits have one scale per row, which is not counted.
+# Bits per quantized weight, including scales. Weights with 4 bits have one float32 scale per 64 weights. With double
+# quantization, they have one 8-bit scale per 64 weights, and one float32 scale per 256 such scales. Weights with 8 bits have
+# one scale per row, which is not counted.
 SCALES = {(4, False): 4 + 32 / 64, (4, True): 4 + 8 / 64 + 32 / (64 * 256), (8, False): 8.0, (8, True): 8.0}
-# Parameters that are not cast: DoRA's small updates would be lost by rounding, and heads get inputs in their own dtype.
+# Parameters that are not cast: rounding would lose small updates of DoRA's magnitudes, and heads get inputs in their own dtype.
 KEPT = ("lora_magnitude_vector", "modules_to_save", "trainable_tokens")
 
 
@@ -110,7 +111,7 @@ def check_quantised(
 
 def _packed_already(model: str, revision: str | None) -> Any:
     """Return the ``quantization_config`` of a quantized checkpoint. Return None for other or unreadable checkpoints."""
-    # If the name is wrong, loading the model raises a clearer error later.
+    # Ignore a wrong model name here, because loading the model raises a clearer error later.
     with contextlib.suppress(OSError, ValueError):
         return PretrainedConfig.get_config_dict(model, revision=revision)[0].get("quantization_config")
     return None

@@ -31,7 +31,8 @@ REF_ADAPTER = "ref"
 LAYERS = ("transformer.h.{layer}", "model.decoder.layers.{layer}", "gpt_neox.layers.{layer}", "model.layers.{layer}")
 
 
-# LoRA initializations that do not change base weights. Other methods, e.g. PiSSA, move parts of the weights to the adapter.
+# LoRA initializations that do not change base weights. Other methods (e.g. PiSSA) move a part of the base weights to the
+# adapter.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
@@ -64,7 +65,7 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
         finally:
             model.set_adapter(previous)
     finally:
-        # peft sets requires_grad for all parameters of an adapter that it activates, even if the user has frozen them.
+        # Restore requires_grad. peft sets it to True for all parameters of an adapter that it activates, even for frozen ones.
         for parameter, learned in learns:
             if parameter.requires_grad != learned:
                 parameter.requires_grad_(learned)
@@ -134,7 +135,8 @@ def check_reference(reference: object, model: nn.Module) -> None:
 def log_own_checkpoint(model: nn.Module) -> None:
     """Warn if a model that becomes its own reference was loaded from a training checkpoint."""
     path = Path(name := get_config_model_id(config_of(model)))
-    if name and (path / "trainer_state.json").is_file():  # Models created in memory have no name.
+    # Models that were created in memory have no name.
+    if name and (path / "trainer_state.json").is_file():
         logger.warning(
             "the model was loaded from the training checkpoint %s, and without ref_model it is also the reference. To resume "
             "that run, pass its initial model and call train(resume_from_checkpoint=%r). Else pass ref_model.", path, str(path),
@@ -234,7 +236,7 @@ class Reference:
     ) -> None:
         self.adapter = adapter if given is None else None
         self.copy: nn.Module | None = None
-        model = unwrapped(model)  # DDP's wrapper hides the adapter's attributes.
+        model = unwrapped(model)  # Remove DDP's wrapper, because it hides the adapter's attributes.
         self.policy: Any = model if _is_peft(model) else None
         if given is not None:
             _check_vocabulary(model, given)
@@ -259,7 +261,8 @@ class Reference:
                 "reference, load model and adapter a second time and pass them as ref_model."
             )
         if adapter_kind(model.active_peft_config) == "TRAINABLE_TOKENS":
-            self.copy = create_reference_model(model)  # With tied embeddings, peft does not support a second adapter.
+            # With tied embeddings, peft does not support a second adapter, so copy the whole model.
+            self.copy = create_reference_model(model)
             return
         learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         config = copy.deepcopy(model.peft_config[active])
@@ -268,13 +271,12 @@ class Reference:
                 "the reference would be a frozen copy of this adapter, but peft cannot create a second adapter for tied layers "
                 "(ensure_weight_tying=True). Fix: load model and adapter a second time and pass them as ref_model."
             )
-        # Creating the copy must not change base weights again, and must not replicate layers again.
+        # Creating the copy must not change the base weights, or replicate layers, a second time.
         for name, neutral in (("init_lora_weights", True), ("layer_replication", None)):
             if hasattr(config, name):
                 setattr(config, name, neutral)
-        if tied := getattr(
-            config, "modules_to_tie", None
-        ):  # peft itself ties the copy of the embeddings to the output layer.
+        # Exclude these modules, because peft itself ties the copy of the embeddings to the output layer.
+        if tied := getattr(config, "modules_to_tie", None):
             config.modules_to_save = [name for name in config.modules_to_save if name not in tied]
         model.add_adapter(REF_ADAPTER, config)
         model.set_adapter(active)
@@ -290,12 +292,11 @@ class Reference:
                         f"with the new weight {name}. Fix: load model and adapter a second time and pass them as ref_model."
                     )
                 if twin:
-                    if (
-                        parameter.shape != parameters[source].shape
-                    ):  # PiSSA uses fewer ranks for layers narrower than r.
+                    # For layers narrower than r, PiSSA uses fewer ranks, so shapes can differ.
+                    if parameter.shape != parameters[source].shape:
                         parameter.data = torch.empty_like(parameters[source])
                     parameter.copy_(parameters[source])
-                # Restore the user's requires_grad, because peft sets it for the whole active adapter.
+                # Restore the user's requires_grad, because peft sets it for all parameters of the active adapter.
                 parameter.requires_grad_(learns[source] and not twin)
         self.adapter = REF_ADAPTER
 
@@ -314,7 +315,7 @@ def hash_module(module: torch.nn.Module) -> str:
     return hash_tensors(module.state_dict())
 
 
-# Fields of a model's or adapter's config that do not affect its forward pass.
+# Fields of a model config or adapter config that do not affect the forward pass.
 UNREAD = (
     "_name_or_path",
     "transformers_version",
@@ -348,7 +349,8 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-SUMMED = 1 << 14  # Weights per sum. With so few weights, a small change of one weight changes the float32 sum.
+# Number of weights per sum. It is small enough that a small change of one weight changes the float32 sum.
+SUMMED = 1 << 14
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -367,13 +369,14 @@ def hash_frozen(module: nn.Module) -> str:
     Each value is read once, which takes less time than a forward pass.
     """
     summed = [_sums(values) for _, values in (*frozen_parameters(module), *module.named_buffers())]
-    # Concatenate the sums, so that only one synchronization with the device is needed.
+    # Concatenate the sums, so that they are copied from the device in one transfer.
     return hash_tensors({"sums": torch.cat([one.to(summed[0].device) for one in summed])} if summed else {})
 
 
 def _sums(values: torch.Tensor) -> torch.Tensor:
     flat = values.detach().reshape(-1)
-    if flat.element_size() == 1:  # Packed weights and 8-bit floats are summed as bytes.
+    # Packed weights and 8-bit floats are summed as plain bytes.
+    if flat.element_size() == 1:
         flat = flat.view(torch.uint8)
     whole = len(flat) // SUMMED * SUMMED
     parts = (flat[:whole].view(-1, SUMMED), flat[whole:].view(1, -1))

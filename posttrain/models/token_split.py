@@ -47,7 +47,7 @@ class TokenSplit(Protocol):
         ...
 
 
-# The group of this process. All trainers of the process share it, like accelerate's state.
+# The sequence-parallel group of this process. All trainers of the process share it, like accelerate's state.
 _active: TokenSplit | None = None
 
 

@@ -45,9 +45,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PLAIN = "eager_attention_forward"  # Name of the eager attention function in transformers' files.
-BACKENDS = tuple(OWN_NAMES.values())  # transformers' backends, for calls without segments.
-# Arguments of a backend that tree attention supports or can ignore.
+# Name of the eager attention function in transformers' modeling files.
+PLAIN = "eager_attention_forward"
+# Backends of transformers that are used for calls without segments.
+BACKENDS = tuple(OWN_NAMES.values())
+# Arguments of an attention backend that tree attention supports or can ignore.
 UNDERSTOOD = {
     "sliding_window",
     "s_aux",
@@ -99,8 +101,8 @@ def _own(one: Segment, window: int | None) -> Iterator[Part]:
     for start in range(one.start, one.stop, size):
         stop = min(start + size, one.stop)
         yield Part(one.row, slice(start, stop), slice(start, stop), True)
-        # Attention to the preceding block. The first query attends to all of its keys except the first key, and the second-last
-        # query attends to its last key.
+        # This part attends to the preceding block. The first query attends to all of its keys except the first key, and the
+        # second-last query attends only to its last key.
         seeing = min(stop, start + size - 1)
         if start > one.start and seeing > start:
             yield Part(one.row, slice(start, seeing), slice(start - size, start), False, size)
@@ -116,7 +118,8 @@ def _below(one: Segment, segments: Sequence[Segment], window: int | None) -> Ite
     for other in segments:
         if other.row != one.row or not one.stop <= other.start < one.end:
             continue
-        # Queries that attend to the last key, and keys to which the first query attends.
+        # Find the queries that attend to the segment's last key (up to stop), and the keys to which the first query attends
+        # (from first).
         stop = min(other.stop, other.start + last + window - other.position)
         first = max(one.position, other.position - window + 1)
         if stop <= other.start or first > last:
@@ -135,7 +138,8 @@ def _own_chunks(one: Segment, chunk: int) -> Iterator[Part]:
 
 
 def _chunks_below(one: Segment, segments: Sequence[Segment], chunk: int) -> Iterator[Part]:
-    after = one.position + one.stop - one.start  # Position after the segment. Later segments can continue its chunk.
+    # Position after the end of the segment. A later segment can continue the last chunk from there.
+    after = one.position + one.stop - one.start
     first, end = after // chunk * chunk, -(-after // chunk) * chunk
     if one.end == one.stop or first == after:
         return
@@ -232,7 +236,7 @@ class _TreeAttention(torch.autograd.Function):
         shares = product(grad, q, k, v, out, lse, ctx.call)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            # A sink is a logit whose value is zero: d out / d sink = -p_sink * out.
+            # A sink is an extra logit whose value vector is zero, so d out / d sink = -p_sink * out.
             share = torch.sub(sinks.to(lse)[None, :, None], lse).exp_()
             dsinks = -(share * (grad * out).sum(-1).to(lse)).sum((0, 2)).to(sinks.dtype)
         return *shares, dsinks, None
@@ -406,7 +410,8 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the contributions of one level to dq, dk and dv, from the merged ``out`` and ``lse``."""
     left, right = _sides(level, call.window)
-    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # Random state of dropout. It is not used.
+    # The kernel needs a random state for dropout, but does not use it here.
+    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, level.query_ends, level.key_ends, level.most_queries, level.most_keys, 0.0, level.causal,
         nothing, nothing, scale=call.scale, window_size_left=left, window_size_right=right,
@@ -453,7 +458,7 @@ def tree_attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     elif not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
-    # Kernels need equal head sizes of keys and values, but in latent attention (DeepSeek) keys are longer.
+    # Pad to equal head sizes, because kernels require them. In latent attention (DeepSeek), keys are longer than values.
     size = v.shape[-1]
     most = max(size, q.shape[-1])
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
@@ -461,7 +466,7 @@ def tree_attention(
         return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale, softcap, chunk))[..., :size]
 
 
-# Do not compile tree attention, because its calls depend on the trees, which differ in every pass.
+# Tree attention is not compiled, because its calls depend on the trees, which differ in every pass.
 _uncompiled: Any = torch.compiler.disable(tree_attention)
 
 
@@ -537,7 +542,7 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
 
             ratio = query.shape[1] // key.shape[1] if masked else None
             return forest.split.attention(whole, query, key, value, sinks, ratio), None
-        # If the call also has a mask, tree attention does not support the layer, see `attention_inputs`.
+        # A call with a mask belongs to a layer that tree attention does not support (see `attention_inputs`).
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
         window, chunk = rest.get("sliding_window"), None
@@ -696,23 +701,23 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
     count = -(-width // size)
     some, whole = (torch.zeros(rows, count, count, dtype=torch.bool) for _ in range(2))
     index = torch.arange(count)
-    some |= index[:, None] == index  # Padding attends to itself.
+    some |= index[:, None] == index  # Padding tokens attend to themselves.
     for one in batch.segments:
         first, last = one.start // size, -(-one.stop // size)
         some[one.row, first : -(-one.end // size), first:last] |= (index[:, None] >= index)[
             first : -(-one.end // size), first:last
         ]
-        # Blocks of keys that are completely inside the segment. All later queries attend to all of their keys.
+        # Mark blocks of keys that are completely inside the segment. All later queries attend to all keys of such a block.
         inside = slice(-(-one.start // size), one.stop // size)
         for column in range(inside.start, inside.stop):
             whole[one.row, column + 1 : one.end // size, column] = True
     if span is not None:
-        # Bidirectional blocks are short, so they only affect blocks near the diagonal.
+        # Bidirectional blocks are short, so they add only blocks near the diagonal.
         some |= (index[:, None] - index).abs() <= -(-int(torch.unique(span, return_counts=True)[1].max()) // size)
     if window is not None or chunk is not None or span is not None:
         whole &= False
     some &= ~whole
-    # Number and indices of key blocks for each query block, with one copy to the device.
+    # Join the number and the indices of key blocks for each query block, so that one copy to the device is enough.
     both = torch.stack([some, whole]).int()
     listed = torch.cat([both.sum(-1, keepdim=True), both.argsort(dim=-1, descending=True, stable=True)], -1)
     numbers, order = listed.int()[:, :, None].to(until.device).split([1, count], -1)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEAD, CRITIC = "v_head", "value_model"  # Attributes of the policy's transformers model.
+# Attributes of the policy's transformers model that hold the value function.
+HEAD, CRITIC = "v_head", "value_model"
 
 
 def hidden_size(config: PretrainedConfig) -> int:
@@ -193,7 +194,8 @@ def _own_vocabulary(model: nn.Module) -> dict[int, str]:
         return {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except Exception as error:  # Many reward models have no tokenizer. Then only the size is compared.
+    # Many reward models have no tokenizer. In this case, only the size of the vocabulary is compared.
+    except Exception as error:
         logger.info(
             "the tokenizer of %s cannot be loaded (%s), so its vocabulary is not compared.", name, type(error).__name__
         )

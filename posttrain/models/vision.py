@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Components of module names between the vision tower and the text model.
+# Components of module names that belong to the projector between the vision tower and the text model.
 PROJECTOR = {
     "aligner", "connector", "deepstack_merger_list", "image_newline", "merger", "merger_list", "multi_modal_projector",
     "projector",
 }  # fmt: skip
-SAMPLES = 16  # Elements of a trained weight that are compared to detect a change.
-PROBED = ((56, 56), (112, 56), (84, 140))  # (width, height) of the probe images, in pixels.
+SAMPLES = 16  # Number of elements of each trained weight that are compared to detect a change.
+PROBED = ((56, 56), (112, 56), (84, 140))  # Sizes (width, height) of the probe images, in pixels.
 
 
 class PictureEncoder:
@@ -62,7 +62,8 @@ class PictureEncoder:
         self.given: dict[Picture, dict[str, Tensor]] = {}
         self.encoded = self.reused = 0
         self.seconds = 0.0
-        # For each level of features: whether the model's forward method needs a list of images (True) or one tensor (False).
+        # For each level of features: True if the model's forward method needs a list of images, and False if it needs one
+        # tensor.
         self._listed: list[bool] = []
         self._kept: OrderedDict[Any, list[Tensor]] = OrderedDict()
         self._size = 0
@@ -88,8 +89,8 @@ class PictureEncoder:
 
         counts = {image.picture: image.count for image in placed}
         weights = tower_parameters(model).values()
-        # Cached features have no autograd graph, so images are encoded again if the tower is trained. A sharded tower runs in
-        # every pass, because its collectives need all processes.
+        # If the tower is trained, encode images in every pass, because cached features have no autograd graph. Also run a
+        # sharded tower in every pass, because its collectives need all processes.
         trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         fresh = trains or gathers_in_forward(_tower(model))
         layers = (module for module in _tower(model) if isinstance(module, BaseTunerLayer))
@@ -100,7 +101,8 @@ class PictureEncoder:
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
         if missing:
             began = time.perf_counter()
-            # Even if its inputs require gradients, a frozen tower has no graph, as on other processes.
+            # Build no graph for a frozen tower, even if its inputs require gradients, because other processes build none
+            # either.
             with torch.set_grad_enabled(trains):
                 encoded = self._encode(model, missing, counts)
             for picture, features in zip(missing, encoded, strict=True):
@@ -211,8 +213,8 @@ class PictureEncoder:
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         first, *deeper = self._listed
-        # transformers before 5.18 takes the second dimension of a SmolVLM tensor as the tokens of an image, which must divide the
-        # tokens of each row.
+        # For SmolVLM, transformers before 5.18 reads the second dimension of the tensor as the number of tokens per image. This
+        # number must divide the tokens of each row.
         output: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if first else levels[0][:, None])
         output.deepstack_features = [[one] if listed else one for one, listed in zip(levels[1:], deeper, strict=True)]
         return output
@@ -266,7 +268,7 @@ def _use_features(base: nn.Module, args: tuple[()], kwargs: dict[str, Any]) -> t
     features = kwargs.pop("mm_encoder_outputs", None)
     if features is not None:
         output = features["image"]
-        # The forward method only encodes images if it gets pixels, which no other code reads.
+        # Pass any tensor as pixels. The forward method encodes images only if it gets pixels, but no other code reads them.
         kwargs["pixel_values"] = output.pooler_output[0]
         base.get_image_features = lambda *_, **__: output
     return args, kwargs
@@ -607,7 +609,8 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
     spans = block_spans(batch, at_pictures, family.block) if family.block != "none" else None
     kept = None
-    if columns is not None:  # nonzero() synchronizes with the device, so call it only if needed.
+    # Call nonzero() only if it is needed, because it synchronizes with the device.
+    if columns is not None:
         where = at_pictures.nonzero()[:, 1]  # (sum of tokens,) in the order of the features
         kept = (where >= columns.start) & (where < columns.stop)
     return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed, kept))

@@ -21,15 +21,16 @@ from posttrain.integrations import require
 
 logger = logging.getLogger(__name__)
 
-# Keys of a block that may hold its image.
+# Keys under which a content block can store its image.
 ALIASES = ("image", "image_url", "image_pil", "path", "url", "base64", "bytes")
-WIDE = ("F", "I")  # Modes with more than 8 bits. Processors convert them to black, white or noise.
-OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Modes that the PNG format supports.
-# File formats that are opened. For other formats PIL may start a program, such as Ghostscript for EPS.
+# Image modes with more than 8 bits per channel. Processors convert them to black, white or noise.
+WIDE = ("F", "I")
+OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Image modes that the PNG format supports.
+# File formats that are opened. For other formats, PIL may start an external program (e.g. Ghostscript for EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
-ORIENTATION = 274  # The EXIF tag.
-TURNED = (5, 6, 7, 8)  # Orientations that swap width and height.
-THUMBNAIL = 64  # Maximum pixels per side.
+ORIENTATION = 274  # Number of the EXIF tag for the orientation.
+TURNED = (5, 6, 7, 8)  # Values of the EXIF orientation for which width and height are swapped.
+THUMBNAIL = 64  # Maximum number of pixels per side of a thumbnail.
 Background = Literal["white", "black"]
 
 
@@ -64,7 +65,8 @@ class Picture:
             upright = ops.exif_transpose(opened)
             image = _rgb(upright, self.background)
             return image if image.size == self.size else image.resize(self.size)
-        except Exception as error:  # Image libraries raise whatever their format's decoder raises.
+        # Catch all exceptions, because each format's decoder raises its own types.
+        except Exception as error:
             raise DataError(
                 f"{self.where}: the image cannot be read (PT-G003): {type(error).__name__}: {error}. Fix: write the "
                 "file again, or remove this row."
@@ -74,12 +76,12 @@ class Picture:
         """Return an upright PIL image in its own mode. Its pixels are decoded on first access."""
         source = self.source
         if isinstance(source, str):
-            # Read the file, so that it does not stay open.
+            # Read the whole file now, so that the file does not stay open.
             with open(source, "rb") as file:
                 source = file.read()
         image = open_source(source)
         turned = image.getexif().get(ORIENTATION, 1) != 1
-        # The image is copied only if it is rotated.
+        # exif_transpose would copy the image, so call it only for rotated images.
         return require("PIL.ImageOps", "reading images").exif_transpose(image) if turned else image
 
     def encoded(self) -> Picture:
@@ -186,7 +188,7 @@ def read_picture(
         turned = with_header.getexif().get(ORIENTATION) in TURNED
         frames = getattr(with_header, "n_frames", 1)
         digest = _digest(source)
-    except Exception as error:  # Image libraries raise errors of many types.
+    except Exception as error:  # Image libraries raise exceptions of many types.
         raise DataError(
             f"{where}: this is not a readable image (PT-G003, {type(error).__name__}: {error}). Fix: remove this row, "
             f"or write the file again as one of {', '.join(FORMATS)}."
@@ -212,7 +214,7 @@ def open_source(source: Any) -> Any:
         return source
     pil = require("PIL.Image", "reading images")
     pil.init()
-    known = [name for name in FORMATS if name in pil.OPEN]  # Older releases have no AVIF.
+    known = [name for name in FORMATS if name in pil.OPEN]  # Older releases of PIL do not support AVIF.
     return pil.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=known)
 
 
@@ -248,7 +250,8 @@ def is_image(value: object) -> bool:
 
 def _source(value: object, where: str) -> Any:
     """Convert a value to encoded bytes, a path, or a PIL image. Pixel arrays become PIL images."""
-    if isinstance(value, Mapping):  # `datasets` represents an image that it has not decoded as a dict.
+    # A dict is an image that `datasets` has not decoded.
+    if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes | bytearray):
         return bytes(value)
@@ -347,7 +350,7 @@ def conversation_pictures(
     return converted, [next(filling) if picture is None else picture for picture in pictures]
 
 
-NOTHING: Any = object()  # Marks a text block.
+NOTHING: Any = object()  # Marker for a text block, which has no image.
 
 
 def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
@@ -408,7 +411,8 @@ def _with_blocks(messages: Sequence[Mapping[str, Any]], change: Callable[[Any], 
     ]
 
 
-@functools.lru_cache(maxsize=8)  # Probes of several models and processors request the same few images.
+# The cache is small, because probes of all models and processors request the same few images.
+@functools.lru_cache(maxsize=8)
 def shaded(size: tuple[int, int], *, turned: bool = False) -> Picture:
     """Create an image with a gradient from black to white, vertical or horizontal."""
     shade = require("PIL.Image", "reading images").linear_gradient("L")

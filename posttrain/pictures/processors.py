@@ -57,9 +57,11 @@ class Family:
         return self.block != "prompt" and not self.cross
 
 
-OLDEST = Version("5.15")  # First version of transformers whose processors return the placeholders of each image.
+# First version of transformers in which processors return the placeholders of each image.
+OLDEST = Version("5.15")
 KINDS = "mm_token_type_ids"
-# Each was tested with tiny models: log-probs and gradients of a tree equal those of its separate sequences.
+# Model families by processor class. Tests with tiny models of each family show that log-probs and gradients of a tree equal
+# those of separate sequences.
 FAMILIES = {
     "Qwen2VLProcessor": Family(("qwen2_vl",), positions="grid", types=KINDS),
     "Qwen2_5_VLProcessor": Family(("qwen2_5_vl",), positions="grid", types=KINDS),
@@ -73,15 +75,16 @@ FAMILIES = {
     "InternVLProcessor": Family(("internvl",)),
     "MllamaProcessor": Family(("mllama",), tiled=True, cross=True),
 }
-# Tokens for images and their markers. If a user typed such a token, it would change the model's input.
+# Matches special tokens for images and for their markers. If a user's text contained such a token, the model's input would
+# change.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
 GRID, PARTS, PARTS_ASKED = "image_grid_thw", "text_replacement_offsets", "return_text_replacement_offsets"
-# Keys of a processor's output that belong to text or to a loss.
+# Keys of a processor's output that belong to the text or to a loss, and not to images.
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", PARTS, "cross_attention_mask"}
 TEXT_KEYS |= {"num_crops", "num_patches", "num_tiles", "rows", "cols"}
-# Image size that is split into tiles if the processor uses tiles. Without resizing, it consists of whole patches.
+# Size (width, height) of a test image that processors with tiles split. Without resizing, it is a multiple of the patch size.
 LARGE = (1568, 1120)
-REMEMBERED = 4096  # Number of sizes whose expansion is cached.
+REMEMBERED = 4096  # Number of image sizes for which the placeholder expansion is cached.
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ class PictureProcessor:
         self.family, self.token_id = self._guessed() if known is None else (known, int(processor.image_token_ids[0]))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Caches are not part of a dataset's fingerprint.
+        # Exclude caches, because the pickled state determines the fingerprint of a dataset.
         return {
             **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_mark")},
             "_expansions": {},
@@ -280,7 +283,7 @@ class PictureProcessor:
                 "images. Fix: use one placeholder per image."
             )
         if prompt and self.family.block == "prompt":
-            # End of the last image. A placeholder that a user typed does not count.
+            # Find the end of the last image. Placeholders that a user typed are marked, and do not count.
             shown = [match.end() for match in re.finditer(f"(?<!{self._mark}){re.escape(self.placeholder)}", text)]
             end = shown[-1] if pictures else 0
             text = f"{text[:end]}{self.tokenizer.bos_token}{text[end:]}\n"
@@ -322,7 +325,7 @@ class PictureProcessor:
                 f"{[expansion.count for expansion in expansions]}. Fix: use a larger max_length, or smaller images."
             )
         placed, first = [], 0
-        # Families for which consecutive placeholders count as one image, by rotary positions or by attention.
+        # True for families in which consecutive placeholders count as one image, because of rotary positions or attention.
         runs = self.family.positions == "grid" or (self.family.block == "image" and self.family.models)
         for picture, expansion in zip(pictures, expansions, strict=True):
             if runs and first and at[first] == at[first - 1] + 1:
@@ -493,12 +496,13 @@ class PictureProcessor:
         images = [shaded(size).load() for size in (LARGE, (112, 56), (56, 112))]
         try:
             first, *_ = apart = [self._read([[image]]) for image in images]
-            # Read the images in one row and in separate rows, because some processors return the number of images per row.
+            # Read the images in one row and in separate rows, because some processors also return the number of images per row.
             together = [self._read([images]), self._read([[image] for image in images])]
             if [len(row) for row in together[0][PARTS]] != [len(images)]:
                 raise ValueError("it does not write one string per image")
             ids, token = first["input_ids"][0].tolist(), int(self.processor.image_token_ids[0])
-            # The processor may replace an image's string with other tokens, including marks for rows and the end of the image.
+            # If the image token is not in the ids, use the most frequent id. The processor may replace an image with other
+            # tokens, including marks for rows and the end of the image.
             token = token if token in ids else Counter(ids).most_common(1)[0][0]
             types = next((name for name in (KINDS, "token_type_ids") if name in first and first[name].any()), None)
             grid = GRID in first and hasattr(self.processor.image_processor, "merge_size")
@@ -507,7 +511,8 @@ class PictureProcessor:
                 if any(_equal(joined, _pixels(one)) for one in together):
                     return Family((), tiled=tiled, positions="grid" if grid else "plain", types=types), token
             reason = f"its {', '.join(_pixels(first))} differ between images prepared together and images prepared separately"
-        except Exception as error:  # Any error is the reason why the family cannot be inferred.
+        # Any exception means that the family cannot be inferred, and its message is the reason.
+        except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         raise ModelError(
             f"{type(self.processor).__name__} is not one of the supported families ({', '.join(FAMILIES)}), and its handling "
@@ -585,11 +590,12 @@ def image_only(kind: type) -> type:
         self.video_processor = SimpleNamespace(num_frames=1, fps=1, size=None, merge_size=1)
 
     def accepted(processor_config: dict[str, Any], valid_kwargs: Any) -> tuple[dict, dict]:
-        # `transformers` reads argument names from the constructor's code, which has none here.
+        # Pass the names explicitly. `transformers` would read them from the constructor's code, which has no named arguments
+        # here.
         return base.validate_init_kwargs(processor_config, [parameter.name for parameter in kept[1:]])
 
     vars(build)["__signature__"] = inspect.Signature(kept)
-    # Worker processes find this class through the original class.
+    # The class is pickled through its original class, because worker processes cannot import it.
     methods = {"__init__": build, "validate_init_kwargs": staticmethod(accepted)}
     methods["__reduce__"] = lambda self: (_image_only_again, (kind,), vars(self))
     return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__doc__": kind.__doc__})
@@ -621,7 +627,8 @@ def load_processor(model_id: str, **options: Any) -> Any:
         config = transformers.AutoConfig.from_pretrained(model_id, **options)
         kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
         return image_only(kind).from_pretrained(model_id, **options)
-    except Exception as error:  # Constructors raise errors of many types. The message contains both reasons.
+    # Constructors raise exceptions of many types. The message below contains both reasons.
+    except Exception as error:
         raise ModelError(
             f"no processor of {model_id!r} can be loaded ({first:.300}). Loading it without its video processor failed too "
             f"({type(error).__name__}: {error}). Fix: install the package that the error names, or pass "

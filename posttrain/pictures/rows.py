@@ -32,19 +32,20 @@ from posttrain.values import strip_none
 if TYPE_CHECKING:
     from posttrain.pictures.processors import PictureProcessor
 
-PACKED = 256  # Number of rows that are packed together. Their encoded images are in memory at once.
+PACKED = 256  # Number of rows that are packed together. Their encoded images are in memory at the same time.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
 LONG = "longer than max_length with their images"
 LARGE = "with an image of more than image_max_tokens or image_max_pixels"
 MANY = "with more than max_images_per_row images"
 UNREADABLE = "with an unreadable image"
-LOST = (LONG, UNREADABLE, MANY)  # Reasons for which only a small share of the rows may be dropped.
+# Reasons for dropping rows that may apply only to a small share of the rows.
+LOST = (LONG, UNREADABLE, MANY)
 EMPTY = "with an empty answer"
 EQUAL = "with equal answers"
 COUNTERS = ("_truncated", "_tokens", "_resized", "_escaped")
 
-Segments = list[tuple[str, list[Picture]]]  # Text, and the images of its placeholders.
-Answer = tuple[list[int], list[int]]  # Token ids, and a loss mask.
+Segments = list[tuple[str, list[Picture]]]  # Each segment consists of a text and the images of its placeholders.
+Answer = tuple[list[int], list[int]]  # An answer consists of token ids and a loss mask.
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
         reason = LARGE
         fitted = [(text, [reader.fitted(picture) for picture in pictures]) for text, pictures in read]
         if options.fit == "drop":
-            # A truncated file has a valid header. Reading it now avoids an error during the run.
+            # Load the images now, to avoid an error during the run. A truncated file cannot be detected from its header.
             reason = UNREADABLE
             for picture in _held(read):
                 picture.load()
@@ -120,7 +121,7 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
     except DataError:
         if options.fit != "drop":
             raise
-        # The row will be dropped, so its text does not matter.
+        # Replace the images with nothing. The row will be dropped, so its text does not matter.
         read = fitted = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
     if not _held(fitted) and not reason and reader.family.block == "prompt":
         raise DataError(
@@ -155,7 +156,7 @@ def _encoded(
     prompt, *answers = parts if several else ([], *parts)
     silent = {*reader.controls.values(), reader.token_id}
     if options.spoken:
-        # After the prompt, every second segment is an assistant message.
+        # After the prompt, every second segment is an assistant message, and its tokens are trained.
         turns = [(token, int(not at % 2 and token not in silent)) for at, ids in enumerate(answers) for token in ids]
         return prompt, [([token for token, _ in turns], [said for _, said in turns])]
     answers = [one_eos(ids, reader.tokenizer) if plain else ids for ids in answers]
@@ -181,8 +182,8 @@ def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptio
         if _least(prompt, answers, reader) <= limit:
             return shown
         counts = [reader.expansion(picture).count for picture in _held(shown)]
-        # Number of tokens that the text leaves per image. The text around an image may depend on the image's size, so a few
-        # attempts may be needed.
+        # Number of tokens that the text leaves for each image. Several attempts may be needed, because the text around an image
+        # can depend on the image's size.
         room = (limit - _length(prompt, answers) + sum(counts)) // len(counts)
         most = max(min(room, max(counts) - 1), 1) if not most else int(0.9 * most)
         try:
@@ -280,7 +281,7 @@ def row_segments(
         more, pictures = conversation_pictures(answer)
         wholes.append(reader.render([*blocks, *more], **template_arguments(row)))
         inside.append(pictures)
-    # If a template renders the prompt differently before an answer, the boundary is where the texts first differ.
+    # A template may render the prompt differently if an answer follows. The prompt then ends where the texts first differ.
     begin = begin[: min(common_prefix(begin, whole) for whole in wholes)]
     if reader.places(begin) != len(shown):
         raise DataError("the chat template writes the prompt's images differently before an answer.")
@@ -316,7 +317,7 @@ def spoken_segments(
     end = turn_end(reader.tokenizer, reader.render)
     text, spans = assistant_spans(reader.render, blocks, end, **template_arguments(row))
     skipped = 0 if prompt_too else sum(message.get("role") == "assistant" for message in prompt)
-    # A conversation without assistant messages has an empty turn.
+    # If a conversation has no assistant message, use an empty turn at its end.
     said = spans[skipped:] or [(len(text), len(text))]
     cuts, pictures = [0, *(at for span in said for at in span), len(text)], iter(in_order)
     pieces = [text[a:b] for a, b in pairwise(cuts)]
@@ -361,8 +362,8 @@ def _placed(row: Row, pictures: list[Picture], reader: PictureProcessor) -> Row:
     if not row.prompt_ids:
         (ids,), (mask,) = row.completions, row.loss_masks
         first = mask.index(1) if 1 in mask else 0
-        # Line breaks between rows of tiles are trained, but a prompt must end before or after an image, and not inside
-        # it.
+        # The prompt must end before or after an image, and not inside it. Line breaks between rows of tiles are trained, so the
+        # first trained token can be inside an image.
         ends = {0, *accumulate(reader.expansion(picture).count for picture in pictures)}
         first = first if ids[:first].count(reader.token_id) in ends else 0
         row = replace(row, prompt_ids=ids[:first], completions=[ids[first:]], loss_masks=[mask[first:]])
@@ -458,7 +459,7 @@ def picture_prompt(
         ids_of: See `PictureProcessor.encode`.
         pictures: Images that were already read, if the messages still contain them. None: the row's images are read.
     """
-    # If images were already read, the messages contain those of the columns.
+    # If images were already read, the messages contain them, so drop the image columns.
     row = strip_none({k: v for k, v in row.items() if pictures is None or k not in PICTURE_COLUMNS})
     blocks, shown = conversation_of(row)
     if reader.per_row is not None and len(shown) > reader.per_row:

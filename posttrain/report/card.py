@@ -33,7 +33,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 PURPOSE = "the model card"
 
 TEMPLATE = TEMPLATES / "card.md.jinja"
-# Tasks for which the card contains a quick start.
+# Tasks for which the model card contains a quick start.
 TASKS = ("text-generation", "text-classification")
 
 

@@ -49,9 +49,9 @@ FILE = "logged_completions.jsonl"
 COLUMNS = ["step", "prompt", "completion"]
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 MAX_NEW_TOKENS = 256
-# Default of transformers for a generation config that samples and has no top_k.
+# Default of transformers if a generation config enables sampling but sets no top_k.
 TOP_K = 50
-# Fields of a generation config that are used here, or that do not affect which tokens are sampled.
+# Fields of a generation config that are supported, or that do not affect which tokens are sampled.
 KNOWN = (
     "bos_token_id", "cache_implementation", "do_sample", "eos_token_id", "max_new_tokens", "min_p", "output_attentions",
     "output_hidden_states", "pad_token_id", "repetition_penalty", "temperature", "top_k", "top_p", "transformers_version",
@@ -119,7 +119,8 @@ class EvalPrompts:
         rows = _rows(trainer.eval_dataset if dataset is None else dataset, name, num_prompts)
         check_prompts(rows, name, self.tokenizer)
         self.rows = [{key: row[key] for key in PROMPT_COLUMNS if row.get(key) is not None} for row in rows]
-        kwargs = getattr(trainer.args, "chat_template_kwargs", None)  # The trainer can be any trainer of transformers.
+        # Read the option with a default, because the trainer can be any trainer of transformers.
+        kwargs = getattr(trainer.args, "chat_template_kwargs", None)
         self.ids = tokenize_prompts(
             self.rows, self.tokenizer, chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None
         )
@@ -152,7 +153,8 @@ class EvalPrompts:
             )
         share = -(-len(self.ids) // accelerator.num_processes)
         first = share * accelerator.process_index
-        mine = list(range(len(self.ids)))[first : first + share]  # Can be empty. The rank still joins the gather below.
+        # This list can be empty. The rank then still takes part in the collective operation below.
+        mine = list(range(len(self.ids)))[first : first + share]
         texts: list[str] = []
         with torch.no_grad(), accelerator.autocast(), parallel.whole_parameters(trainer.model_wrapped, accelerator):
             for start in range(0, len(mine), size):
@@ -160,7 +162,8 @@ class EvalPrompts:
         return parallel.all_gather_objects(texts, accelerator)
 
     def _batch(self, indices: list[int]) -> list[str]:
-        # Each batch has its own seed, which is the same at every step, so differences between steps come only from the model.
+        # Each batch has its own seed, which is the same at every step. Differences between steps are then caused only by the
+        # model.
         sampling = replace(self.sampling, seed=(self.sampling.seed or 0) + indices[0])
         assert self._engine is not None
         rollouts = self._engine.generate([Request(self.ids[i]) for i in indices], sampling)
@@ -240,7 +243,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
             numbers = itertools.count(1)
             os.replace(path, next(p for n in numbers if not (p := path.with_stem(f"{path.stem}-{n}")).exists()))
             return
-        # Do not use splitlines, because completions can contain other line separators.
+        # Do not use splitlines, because completions can contain other line separators than \n.
         rows = filter(None, map(read_line, path.read_text(encoding="utf-8", errors="replace").split("\n")))
         self.table = [row for row in rows if row["step"] <= state.global_step]
         with whole_file(path) as part:
@@ -295,7 +298,7 @@ def _to_mlflow(name: str, columns: list[str], data: list[list[Any]]) -> None:
     mlflow: Any = require("mlflow", "report_to='mlflow'")
     if mlflow.active_run() is not None:
         columns, data = _without_images(columns, data)
-        # mlflow appends to its existing table.
+        # Log only the latest rows, because mlflow appends to its existing table.
         latest = [row for row in data if row[0] == data[-1][0]]
         mlflow.log_table(dict(zip(columns, map(list, zip(*latest, strict=True)), strict=True)), f"{name}.json")
 
@@ -350,10 +353,11 @@ class _Attempts:
                 self.run(tracker, functools.partial(TRACKERS[tracker], name, columns, data))
 
 
-MINUTES = 2  # Interval of pushes to the Hub, in minutes.
-PER_TOKEN = ("tokens", "logps")  # Columns that only the report page uses.
-THUMBNAILS = "thumbnails"  # Column of `completion_rows` with images for trackers.
-WIDE = 400  # Maximum number of characters of a text in the table.
+MINUTES = 2  # Interval between two pushes to the Hub, in minutes.
+PER_TOKEN = ("tokens", "logps")  # Columns that are used only by the report page.
+# Column of `completion_rows` that holds images for trackers.
+THUMBNAILS = "thumbnails"
+WIDE = 400  # Maximum number of characters of a text in the printed table.
 
 
 def print_prompt_completions_sample(
@@ -382,7 +386,8 @@ def print_prompt_completions_sample(
         return
     order = list(range(len(prompts)))
     if num_samples is not None and num_samples < len(order):
-        order = sorted(random.Random(step).sample(order, num_samples))  # The random state of the run is not changed.
+        # Use a separate generator, so that the random state of the run does not change.
+        order = sorted(random.Random(step).sample(order, num_samples))
     table = Table(title=f"Step {step}", show_lines=True, expand=True)
     for name in ("prompt", "completion", *rewards, "advantage"):
         table.add_column(Text(visible(name)), justify="left" if name in ("prompt", "completion") else "right")

@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON mapping. Return an empty mapping if the file is missing or was truncated by a crash."""
     try:
         return read_line(path.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError):  # Invalid UTF-8 raises a ValueError as well.
+    except (OSError, ValueError):  # Invalid UTF-8 raises a ValueError.
         return {}
 
 
@@ -88,6 +88,6 @@ def _column(values: list[Any]) -> pa.Array:
     try:
         return pa.array(plain)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeEncodeError):
-        # UTF-8 cannot represent a lone surrogate, so its code is written instead.
+        # Replace a lone surrogate with its escape sequence, because UTF-8 cannot represent it.
         texts = [None if v is None else str(v).encode("utf-8", "backslashreplace").decode() for v in plain]
         return pa.array(texts, pa.string())

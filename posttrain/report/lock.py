@@ -20,15 +20,15 @@ from posttrain.report.files import read_json, whole_file
 logger = logging.getLogger(__name__)
 
 
-# File with information about the process that holds the lock, for error messages.
+# File that describes the process which holds the lock. Error messages quote it.
 LOCK = ".posttrain.lock"
 
 
-# File that is locked. The operating system releases the lock when the process ends.
+# File on which the lock is held. The operating system releases the lock when the process ends.
 GUARD = f"{LOCK}.guard"
 
 
-# Seconds to wait for the lock, because a process that only checks the folder also holds the lock briefly.
+# Number of seconds to wait for the lock. A process that only checks the folder also holds it for a moment.
 LOCK_WAIT = 1.0
 
 
@@ -44,14 +44,16 @@ def check_writable(output_dir: str | None) -> None:
     folder = Path(output_dir).expanduser()
     try:
         os.fsencode(folder)
-        str(folder).encode("utf-8")  # Python represents undecodable bytes as surrogates.
+        # This raises an error for undecodable bytes of a path, which Python represents as surrogates.
+        str(folder).encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(
             f"output_dir={output_dir!r} is not valid in the encoding of this locale ({sys.getfilesystemencoding()}), so no "
             "checkpoint could be written. Fix: use a UTF-8 locale (LC_ALL=C.UTF-8) or PYTHONUTF8=1, or choose a folder with "
             "a valid name."
         ) from error
-    probe = folder / f".posttrain-write-test-{os.getpid()}"  # One file per process, because ranks check concurrently.
+    # Use one file per process, because ranks check the folder at the same time.
+    probe = folder / f".posttrain-write-test-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("", encoding="utf-8")
@@ -81,7 +83,8 @@ class FolderLock:
         self.run = secrets.token_hex(4)
         self.held = False
         self._me = (os.getpid(), socket.gethostname())
-        # On file systems without locks, filelock uses a lock file, which it removes if its process no longer exists.
+        # On file systems without locks, filelock uses a lock file. It removes this file if the process that created it no
+        # longer exists.
         self._lock = filelock.FileLock(self.path.with_name(GUARD), thread_local=False, is_singleton=True)
 
     def check(self) -> None:
@@ -91,7 +94,7 @@ class FolderLock:
             ConfigError: The folder is in use. The error contains the process, its machine, and the time of its start.
         """
         owner = self._owner()
-        # All ranks of a run use the same folder.
+        # Do not check the lock of this run itself. All ranks of a run have the same launcher and use the same folder.
         if owner is not None and (_launcher() is None or owner.get("launcher") != _launcher()):
             self._lock_system(timeout=0)
             self._lock.release()
@@ -113,7 +116,7 @@ class FolderLock:
         with whole_file(self.path) as part:
             part.write_text(json.dumps(owner | {"launcher": _launcher()}), encoding="utf-8")
         if self.held:
-            self._lock.release()  # filelock counts acquisitions, but one is enough.
+            self._lock.release()  # filelock counts how often it is acquired, but one acquisition is enough.
         self.held = True
 
     def assert_held(self) -> None:

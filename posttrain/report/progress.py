@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-# Metrics to show if the run logs them, in this order. "*" stands for the name of each reward function. All other metrics are
-# shown by `posttrain report`.
+# Metrics that are shown if the run logs them, in this order. "*" stands for the name of each reward function. `posttrain
+# report` shows all other metrics.
 MAIN: dict[str, str] = {
     "loss": "loss",
     "eval_loss": "held-out loss",
@@ -64,10 +64,10 @@ MAIN: dict[str, str] = {
     "step_time": "seconds per step",
     "num_tokens": "tokens seen",
 }
-# Maximum number of metrics per line. All reward functions together count as one metric, and so do all evaluation sets.
+# Maximum number of metrics per line. All reward functions together count as one metric, and so do all evaluation sets together.
 COLUMNS = 8
-SILENCE = 30.0  # Without a terminal, the remaining time is printed after this number of seconds without output.
-ROWS = 40  # Number of latest rows in a notebook's table.
+SILENCE = 30.0  # Without a terminal, the remaining time is printed after this number of seconds without any output.
+ROWS = 40  # Number of latest rows that the table in a notebook shows.
 
 
 def duration(seconds: float) -> str:
@@ -119,7 +119,7 @@ def resume_command() -> str:
 JUDGED = (
     "reward", "eval_reward", "accuracy", "eval_accuracy", "rewards/accuracies", "eval_rewards/accuracies", "loss", "eval_loss",
 )  # fmt: skip
-NOISE = 1e-6  # Rounding error of float32 for a loss close to 0.
+NOISE = 1e-6  # Rounding error in float32 of a loss that is close to 0.
 
 
 def logged_labels(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str, str]:
@@ -163,7 +163,7 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     lines, rewarded = [], any("reward" in line for line in history)
     if not any("reward" in line or "loss" in line for line in history):
-        # If no losses were logged, use the mean over all steps, which trainers log at the end.
+        # No step was logged, so use the mean over all steps, which trainers log at the end.
         means = [float(line["train_loss"]) for line in history if "train_loss" in line]
         lines = [f"loss {mean:.3g} (mean over all steps: no step was logged, see logging_steps)" for mean in means[-1:]]
     labels = logged_labels(
@@ -248,7 +248,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         accept_any_character()
         self.console = console or Console(file=sys.stdout)
         self.progress: Progress | None = None
-        # Returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces this function.
+        # Function that returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces it.
         self.interrupted: Callable[[], bool] = lambda: False
         self._table: Any = None
         self._rows: list[dict[str, str]] = []
@@ -260,7 +260,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         self._started, self._first = time.perf_counter(), state.global_step
         self._said = self._started
         self._rows, self._table = [], None
-        # rich estimates the remaining time only from the last 30 seconds, but a step can take minutes.
+        # Compute the remaining time here. rich estimates it from the last 30 seconds only, but a step can take minutes.
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
         left = TextColumn("left {task.fields[left]}")
         hidden = in_notebook() or not self.console.is_terminal

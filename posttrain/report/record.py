@@ -89,7 +89,7 @@ def _hardware() -> dict[str, Any]:
     }
 
 
-@functools.cache  # Reading metadata would take a tenth of a short run's time.
+@functools.cache  # The result is cached, because reading metadata takes a tenth of the time of a short run.
 def versions() -> dict[str, str | None]:
     """Return the versions of packages that affect results. The version of a package that is not installed is None."""
     installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
@@ -112,8 +112,8 @@ def _git_commit() -> str | None:
 FILES = (
     "metrics.jsonl", "findings.jsonl", "manifest.json", "data.json", "completions.parquet", "eval_completions.parquet"
 )  # fmt: skip
-SUMMARY = "train_runtime"  # Key that only the last line logged by a trainer contains.
-PREFIXES = ("", "eval_")  # Training and evaluation use separate files.
+SUMMARY = "train_runtime"  # Key that occurs only in the last line that a trainer logs.
+PREFIXES = ("", "eval_")  # Prefixes of file names, for training and for evaluation.
 
 
 class RunRecord:
@@ -133,7 +133,8 @@ class RunRecord:
         self._pending: dict[str, list[dict[str, Any]]] = {prefix: [] for prefix in PREFIXES}
         self._unmerged = False
         self._warned = False
-        # List the files of an earlier run now, because an evaluation before training may append lines of this run to them.
+        # Record the state of an earlier run's files now, because an evaluation before training may append lines of this run to
+        # them.
         self._remember_old()
 
     def _remember_old(self) -> None:
@@ -160,7 +161,7 @@ class RunRecord:
         """Write ``data.json`` with the first batch as the model received it. An error is only logged."""
         try:
             _write_atomically(self.folder / "data.json", json.dumps(content, ensure_ascii=False, default=str))
-        except (OSError, ValueError) as error:  # The report does not require this file.
+        except (OSError, ValueError) as error:  # Continue without this file, because the report does not require it.
             self._complain("the first batch", error)
 
     def begin(self, step: int) -> None:
@@ -177,7 +178,7 @@ class RunRecord:
             if path.is_file():
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 rows = [(line, read_line(line) or {}) for line in lines]
-                # Also remove the summary, because the resumed run has not ended.
+                # Also remove the summary of the earlier run, because the resumed run has not ended.
                 kept = [line for line, row in rows if row.get("step", math.inf) <= step and SUMMARY not in row]
                 _write_atomically(path, "".join(line + "\n" for line in kept))
         for path in self._parts(*PREFIXES):
@@ -225,10 +226,11 @@ class RunRecord:
             path = self.completions_dir / f"{prefix}completions_{step:05d}.parquet"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                earlier = read_rows(path) if path.is_file() else []  # Rows of another evaluation set at the same step.
+                # The file may already have rows of another evaluation set at the same step.
+                earlier = read_rows(path) if path.is_file() else []
                 write_rows(path, earlier + rows)
                 self._unmerged = True
-            except Exception as error:  # An error in a table must not stop training.
+            except Exception as error:  # An error while a table is written must not stop training.
                 self._complain(f"the completions of step {step}", error)
 
     def merge_completions(self) -> None:
@@ -256,7 +258,8 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
         size = file.tell()
         try:
             written = file.write(line)
-            while written < len(line):  # If the disk gets full, a write may store only a part of the line.
+            # Repeat the call. If the disk becomes full, a call may write only a part of the line.
+            while written < len(line):
                 written += file.write(line[written:])
             os.fsync(file.fileno())
         except OSError as error:
@@ -308,11 +311,13 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.record = RunRecord(args.output_dir or ".")
         self.lock = FolderLock(self.record.folder)
         self.args, self.tokenizer = args, tokenizer
-        self.listeners: list[Callable[[list[dict[str, Any]], bool], None]] = []  # Called with rows of completions.
-        # Returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces this function.
+        # Functions that are called with rows of completions.
+        self.listeners: list[Callable[[list[dict[str, Any]], bool], None]] = []
+        # Function that returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces it.
         self.interrupted: Callable[[], bool] = lambda: False
         self._step = 0
-        self._findings: list[Finding] | None = []  # Findings before the folder is locked. None afterwards.
+        # Findings that were reported before the folder was locked. After that, it is None.
+        self._findings: list[Finding] | None = []
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
         """Store rows of completions (see `RunRecord.add_completions`), and pass them to the listeners."""

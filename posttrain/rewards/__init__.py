@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain import plugins
 
-# Module -> names of that module that can be imported from `posttrain.rewards`.
+# Maps each module to its names that can be imported from `posttrain.rewards`.
 _PUBLIC = {
     "extensions.rewards.code": ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests"),
     "rewards.call": ("RewardTable", "parallel"),

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVED = ("prompt", "completion", "completion_ids")
-# Arguments with one value per row. A reward function gets them if it names them or has ``**kwargs``.
+# Arguments with one value per row. A reward function receives the arguments that it names. With ``**kwargs``, it receives all.
 ROWS = ("prompts", "completions", "completion_ids")
 # Arguments that the trainer passes in addition to prompts, completions and dataset columns.
 TRAINERS_ARGUMENTS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
 LARGEST_REWARD = torch.finfo(torch.float32).max
-# Extra seconds after the timeout. An asynchronous function that is still running by then is blocking the event loop.
+# Number of seconds after the timeout at which a function that is still running counts as blocking the event loop.
 GRACE_SECONDS = 5.0
 
 F = TypeVar("F", bound=Callable)
@@ -291,9 +291,10 @@ def _results(
             with still_running([name], count):
                 result = results[name] = function.call(**arguments)
         except (MissingDependencyError, KeyboardInterrupt):
-            # The message of a missing dependency already says what to install.
+            # Do not add anything, because the message about a missing dependency already says what to install.
             raise
-        # Catch BaseException: CancelledError, GeneratorExit and SystemExit are not subclasses of Exception.
+        # Catch BaseException, because a function may raise CancelledError, GeneratorExit or SystemExit, which are not
+        # subclasses of Exception.
         except BaseException as error:
             raise failure(function, error, rows["prompts"]) from error
         seconds[name] = time.perf_counter() - began
@@ -356,7 +357,7 @@ def failure(function: RewardFunction, error: BaseException, prompts: Sequence[An
         return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} {first}.")
     place = raised_at(error, besides=__file__)
     place = f" at {place}" if place else ""
-    # httpx, requests, aiohttp and openai have no common error class, but their class names share words.
+    # Detect network errors by words in the class name, because httpx, requests, aiohttp and openai have no common error class.
     network = isinstance(error, ConnectionError) or any(word in type(error).__name__ for word in NETWORK)
     fix = (
         "check the address of its server and the network, and retry inside the function (e.g. with tenacity). Training can "
@@ -407,7 +408,8 @@ def _copy(value: object) -> Any:
     """Copy lists and dicts recursively, keeping their types. Other values, such as images, are not copied."""
     if not isinstance(value, list | Mapping):
         return value
-    copied: Any = copy.copy(value)  # copy.copy keeps the attributes of a parsed message (`ParsedMessage.raw`).
+    # copy.copy also copies the attributes of a parsed message (`ParsedMessage.raw`).
+    copied: Any = copy.copy(value)
     if isinstance(value, list | dict):
         for key in range(len(value)) if isinstance(value, list) else value:
             copied[key] = _copy(value[key])
@@ -417,7 +419,7 @@ def _copy(value: object) -> Any:
 # Warnings about long calls ------------------------------------------------------------------------------------------------
 
 SECONDS_UNTIL_LOGGED = 60.0
-NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # Words in the names of network errors.
+NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # Words that occur in the class names of network errors.
 
 
 @contextlib.contextmanager
@@ -452,7 +454,7 @@ def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
     def run() -> None:
         try:
             future.set_result(work())
-        # `Future.result` raises the error again in the calling thread.
+        # `Future.result` raises the exception again in the calling thread.
         except BaseException as error:
             future.set_exception(error)
 
@@ -513,7 +515,7 @@ def run_concurrently(
     return outcomes
 
 
-# Event loops by process id. The thread that runs the parent's loop does not exist in a forked child.
+# Event loops by process id. A forked child needs its own loop, because the thread of its parent's loop does not exist in it.
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 

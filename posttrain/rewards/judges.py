@@ -113,7 +113,7 @@ class JudgeReward:
     [0.0, 1.0]
     """
 
-    # Same as the decorator `parallel`: while the judge waits for its server, other reward functions can run.
+    # While the judge waits for its server, other reward functions can run (like with the decorator `parallel`).
     runs_in_thread = True
 
     def __init__(self, judge: BaseJudge, *, group_size: int = 2, halves: bool = False) -> None:
@@ -161,7 +161,7 @@ class JudgeReward:
         return [reward for _, reward in sorted(pairs)]
 
     def _groups(self, count: int) -> list[list[int]]:
-        size = min(self.group_size, count)  # A trial call may have fewer rows.
+        size = min(self.group_size, count)  # A trial call may have fewer rows than a group.
         if size == 0 or count % size:
             raise RewardError(
                 f"{self.__name__} got {count} completions, which is not a multiple of group_size={self.group_size}."

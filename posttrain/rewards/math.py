@@ -27,12 +27,14 @@ WRAPPERS = [
     (re.compile(r"^\\\[(.*)\\\]$", re.S), r"\1"),
     (re.compile(r"^\*\*(.*)\*\*$", re.S), r"\1"),
     (re.compile(r'^"(.*)"$', re.S), r"\1"),
-    (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # Multiple choice: (B) becomes B.
+    # Choice of a multiple-choice question: (B) becomes B.
+    (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),
 ]
 BRACE = re.compile(r"[{}]")
-# Maximum number of iterations in `bare`. Without a limit, an answer with thousands of nested wrappers would take minutes.
+# Maximum number of iterations in `bare`. Without this limit, an answer with thousands of nested wrappers would take minutes.
 LAYERS = 8
-LISTED = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*")  # Separators between the boxes of a list of answers.
+# Matches separators between the boxes of a list of answers.
+LISTED = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*")
 
 
 def boxed(text: str) -> str | None:
@@ -109,11 +111,13 @@ def answers_match(pred: Any, gold: Any) -> bool | None:
 
 
 UNPARSEABLE, SKIPPED, INCOMPLETE, TIMED_OUT = "[unparseable]", "[skipped]", "[incomplete reasoning]", "[timed out]"
-# Maximum time for one formula, in seconds.
+# Maximum time for parsing or comparing one formula, in seconds.
 FORMULA_SECONDS = 5.0
-# Maximum length and bracket depth of parsed text. The parser's time grows exponentially with the depth of open brackets.
+# Maximum length in characters and maximum bracket depth of a text that is parsed. The parser's time grows exponentially with
+# the depth of open brackets.
 FORMULA_CHARS, FORMULA_DEPTH = 1000, 20
-# Matches words and dates. They must not be parsed as formulas: "yes" and "sey" would be the same product of y, e and s.
+# Matches words and dates, which must not be parsed as formulas. Otherwise "yes" and "sey" would be the same product of y, e and
+# s.
 WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*|\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}", re.S)
 # Number of consecutive batches without a parseable answer after which a warning explains the expected format.
 SILENT_BATCHES = 3
@@ -202,7 +206,7 @@ def reasoning_accuracy_reward(
     """
     texts = [text_with_reasoning(completion) for completion in completions]
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    # Position at which the answer starts, or -1 if the text has no delimiter.
+    # Index at which the answer starts in each text, or -1 if the text has no delimiter.
     starts = [max((t.rfind(d) + len(d) for d in delimiters if d in t), default=-1) for t in texts]
     answers = [text[max(start, 0) :] for text, start in zip(texts, starts, strict=True)]
     verdicts = _judge(answers, solution, False, "reasoning_accuracy_reward")
@@ -222,7 +226,7 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
     golds = ["" if gold is None else str(gold).strip() for gold in solution]
     read = {gold for gold in golds if gold and _to_parse(gold) == gold}
     formulas = list(dict.fromkeys(gold for gold in golds if gold in read and not WORDS.fullmatch(bare(gold))))
-    # A reference that takes too long to parse is compared as text.
+    # A reference whose parsing exceeds the time limit is compared as text.
     shown_golds = in_time(math_verify.show_gold, [(gold,) for gold in formulas])
     parsed = {gold: shown for gold, shown in zip(formulas, shown_golds, strict=True) if shown and shown != TIMED_OUT}
     answers = {i: _to_parse(texts[i]) for i, gold in enumerate(golds) if gold in parsed}
@@ -234,7 +238,7 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
             verdicts.append(_judge_words(text, gold, lenient))
             continue
         answer, equal = (TIMED_OUT, False) if compared[i] == TIMED_OUT else compared[i] or ("", False)
-        # An answer identical to the reference is correct, even if the strict parser of answers rejects it (\frac13).
+        # An answer that is identical to the reference is correct, even if the strict parser rejects it (e.g. \frac13).
         same = (answer_box(text) or "").strip() == gold
         verdicts.append(Verdict(float(equal or same), parsed[gold], answer or UNPARSEABLE))
     return verdicts
@@ -290,7 +294,7 @@ def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
     return results
 
 
-# Process pools by process id. A forked child cannot use its parent's pool.
+# Process pools by process id. A forked child needs its own pool, because it cannot use its parent's.
 _pools: dict[int, Any] = {}
 _starting = threading.Lock()
 
@@ -306,7 +310,7 @@ def _pool() -> Any:
         pool = _pools.get(os.getpid())
         if pool is None or not pool.active:
             workers = max(1, min(4, (os.cpu_count() or 1) // 2))
-            # The initializer does not count toward the timeout of a worker's first call.
+            # Import modules in the initializer, whose time does not count toward the timeout of a worker's first call.
             options = {"initializer": math_verify.start_process, "context": math_verify.WithoutMain()}
             pool = _pools[os.getpid()] = require("pebble", "math-verify").ProcessPool(workers, **options)
         return pool

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 PROBES = ("Yes.", "No.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
-# Up to this number of different texts may get the same score by chance or through rounding.
+# Up to this number of different texts may have the same score, by chance or because of rounding.
 TEXTS_BY_CHANCE = 3
 TOKENIZER = (
     "the tokenizer may have truncated the texts to nothing. Fix: pass the reward model's own tokenizer in "
@@ -36,7 +36,7 @@ class _RewardModel:
 
     def __init__(self, model: nn.Module, pad_token_id: int, batch_size: int) -> None:
         self.model = model.eval().requires_grad_(False)
-        # Padding tokens get this id. They are masked, so the value does not matter.
+        # Id of padding tokens. They are masked, so its value does not matter.
         self.pad_token_id, self.batch_size = pad_token_id, batch_size
         self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
         self.limit: int | None = context_length(model.config.get_text_config())
@@ -65,7 +65,7 @@ class _RewardModel:
         ids = torch.tensor([row + [self.pad_token_id] * (width - len(row)) for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
         head = getattr(self.model, "score", None)
-        if head is None:  # Encoder models have their own pooling.
+        if head is None:  # Encoder models do their own pooling, so use their whole forward method.
             return self.model(input_ids=ids, attention_mask=mask).logits.float()[:, 0].tolist()
         hidden = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(rows), device=device), mask.sum(1) - 1]
@@ -120,7 +120,7 @@ class ModelReward(_RewardModel):
     ) -> None:
         from transformers import AutoTokenizer
 
-        init = dict(model_init_kwargs or {})  # Copy, because the caller may pass the same dict to another trainer.
+        init = dict(model_init_kwargs or {})  # Copy the dict, because the caller may pass it to another trainer too.
         init.setdefault("trust_remote_code", trust_remote_code)
         if isinstance(model, str):
             model = _load(model, init)

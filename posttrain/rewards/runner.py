@@ -29,9 +29,9 @@ from posttrain.rewards.call import (
 
 logger = logging.getLogger(__name__)
 
-# Two rewards are reported if their correlation is below this value, because they then mostly cancel each other.
+# Two reward functions are reported if their correlation is below this value, because their rewards then mostly cancel.
 OPPOSED_CORRELATION = -0.5
-# Number of rows of the first batch that are scored a second time, to find functions that are not deterministic.
+# Number of rows of the first batch that are scored twice, to find reward functions that are not deterministic.
 ROWS_SCORED_TWICE = 4
 
 
@@ -137,11 +137,11 @@ class RunningScale:
     def __call__(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """Divide ``(n,)`` rewards by the current standard deviation."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
-        # A standard deviation that comes only from rounding errors is not used.
+        # Do not divide by a standard deviation that consists only of rounding errors.
         return rewards / std if std > 1e-6 * abs(self.mean) else rewards
 
 
-# Transforms by name: the syntax of the spec, and the function that creates the transform from the spec's numbers.
+# Maps each transform's name to the syntax of its spec, and to the function that creates it from the numbers in the spec.
 TRANSFORMS: dict[str, tuple[str, Callable[..., Transform | None]]] = {
     "none": ("none", lambda: None),
     "clip": ("clip:a:b", lambda a, b: lambda r, groups: r.clamp(a, b)),
@@ -212,7 +212,7 @@ def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> st
 def unscorable(values: Tensor) -> dict[str, Metric]:
     """Return a metric with the number of rows that no function scored, or an empty dict if there are none."""
     count = int(values.isnan().all(-1).sum())
-    # All processes count the same gathered rows, so the metric is averaged over processes, not summed.
+    # Average the metric over processes instead of summing it, because all processes count the same gathered rows.
     return {"groups/unscorable": mean(float(count))} if count else {}
 
 
@@ -283,7 +283,7 @@ class RewardRunner:
         self._weights = torch.tensor([1.0 if w is None else float(w) for w in weights])  # (K,)
         self.transforms = [parse_transform(spec) for spec in self._specs]
         self.score_twice = score_twice
-        self._hidden: set[str] = set()  # Columns for which a warning was logged.
+        self._hidden: set[str] = set()  # Columns about which a warning has been logged.
 
     @property
     def weights(self) -> Tensor:
@@ -389,7 +389,7 @@ class RewardRunner:
             )
             return
         for name, before, after in zip(self.names, table.values[again].T.tolist(), second.T.tolist(), strict=True):
-            # Compare as text, because NaN (not scored) does not equal itself.
+            # Compare the values as text, because NaN (which means not scored) does not equal itself.
             pairs = [(a, b) for a, b in zip(before, after, strict=True) if str(a) != str(b)]
             if pairs:
                 logger.warning(
@@ -442,7 +442,7 @@ class RewardRunner:
             RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few values.
         """
         rows = [row for row in examples if row.get("prompt")] or examples
-        # Two rows are needed to detect functions that return one number for the whole batch.
+        # Use two rows, to detect functions that return one number for the whole batch.
         rows = (rows * 2)[:2]
         texts = ["0", "The answer is 1."]
         self(

@@ -21,8 +21,7 @@ from posttrain.rollouts.shared_memory import write_tensors
 from posttrain.rollouts.shared_weights import Weights, checkpoint_weights, clean_name, plain_lora, renamed
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Fields of peft's ``LoraConfig`` and the values for which an adapter is a plain product ``scale B A`` with one rank and
-# one scale.
+# Fields of peft's ``LoraConfig``. With these values, an adapter is a plain product ``scale B A`` with one rank and one scale.
 MORE = {
     "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False, "rank_pattern": {}, "alpha_pattern": {},
     "modules_to_save": None, "trainable_token_indices": None, "target_parameters": None, "layer_replication": None,
@@ -48,7 +47,7 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
         return f"its adapter is {kind}"
     for name, neutral in MORE.items():
         value = getattr(config, name, neutral)
-        if value != neutral and (value or neutral):  # An empty collection is the same as None.
+        if value != neutral and (value or neutral):  # An empty collection means the same as None.
             return f"its adapter has {name}={value!r}"
     if moves_base(config):
         return f"init_lora_weights={config.init_lora_weights!r} changed the base model"

@@ -202,7 +202,7 @@ def check_followed(
         ConfigError: An unsupported field is set, or a request differs from the call in another field.
     """
     defaults = {field.name: field.default for field in fields(Sampling)}
-    defaults |= {"min_p": 0}  # min_p=None and min_p=0 both disable it.
+    defaults |= {"min_p": 0}  # Both min_p=None and min_p=0 disable min-p.
     for settings in (sampling, *(r.sampling for r in requests if r.sampling is not None)):
         for name in unknown:
             value = getattr(settings, name)
@@ -237,7 +237,7 @@ class ScriptedEngine(RolloutEngine):
     """
 
     name = "scripted"
-    # These log-probs are placeholders, so they are not compared with the trainer's.
+    # The log-probs are placeholders, so they must not be compared with the trainer's.
     capabilities = Capabilities(in_process=True, shares_weights=True, has_logprobs=False)
 
     def __init__(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from posttrain.types import Tokenizer
 
-# Number of prompt tokens that format rewards receive. They include an opening tag that a template adds to the prompt.
+# Number of prompt tokens that are passed to format rewards. They include an opening tag that a template adds to the prompt.
 SUFFIX_TOKENS = 32
 
 
@@ -203,7 +203,7 @@ class RolloutBatch:
         """
         rows: list[Row] = []
         before: Any = None
-        # Without branches every sequence has weight 1, and no column is needed.
+        # Without branches, every sequence has weight 1, so the column is not needed.
         shared = any(
             rollout.branches or not rollout.token_ids or (trained_only and self._is_untrained(i, skip_truncated))
             for i, rollout in enumerate(self.rollouts)
@@ -292,7 +292,7 @@ class RolloutWindow:
     @property
     def used_up(self) -> bool:
         """Whether the next micro-batch needs a new generation."""
-        # The number of slices is not fixed, because an automatic batch size changes it.
+        # Read the number of slices every time, because an automatic batch size changes it.
         return self.slices is None or self.step % (len(self.slices) * self.passes) == 0
 
     def fill(self, slices: Sequence[list[Row]], born: int) -> None:
@@ -341,11 +341,13 @@ class RolloutWindow:
         self.slices = None if saved is None else [[row_again(row) for row in rows] for rows in saved]
 
 
-# Rows are exchanged between ranks only if this reduces the token count of the busiest rank to this fraction or less.
+# Rows are exchanged between ranks only if this reduces the token count of the busiest rank at least to this fraction.
 LOAD_WORTH_MOVING = 0.9
 
-Cost = tuple[int, list[int]]  # Number of tokens of a row's prompt, and of each of its completions.
-Place = tuple[int, int, int]  # (rank, row of that rank's slice, completion of that row)
+# Number of tokens of a row's prompt, and number of tokens of each of its completions.
+Cost = tuple[int, list[int]]
+# Location of a completion: rank, row in that rank's slice, and number of the completion in that row.
+Place = tuple[int, int, int]
 
 
 def load(rows: Sequence[Cost]) -> int:
@@ -372,9 +374,10 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
     world = range(len(costs))
     items = [(-size, r, k, i) for r in world for k, (_, sizes) in enumerate(costs[r]) for i, size in enumerate(sizes)]
     if len(items) < len(costs):
-        return None  # A rank without completions would have nothing to compute.
+        return None  # Return no plan, because a rank without completions would have nothing to compute.
     loads = [0] * len(costs)
-    holds: set[tuple[int, int, int]] = set()  # (rank, and the row whose prompt it has)
+    # Entries (rank, row) for which the rank already has the prompt of the row.
+    holds: set[tuple[int, int, int]] = set()
     targets: dict[Place, int] = {}
     for size, home, row, completion in sorted(items):
         after = [loads[r] - size + (0 if (r, home, row) in holds else costs[home][row][0]) for r in world]
@@ -423,10 +426,11 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
     costs = parallel.all_gather_objects([mine], accelerator)
     plans = [deal([of_rank[number] for of_rank in costs]) for number in range(len(slices))]
     if any(row.model_kwargs for rows in slices for row in rows):
-        plans = [None] * len(slices)  # Images are stored per row, so exchanging completions would split them.
+        # Do not exchange completions, because images are stored per row and would be split.
+        plans = [None] * len(slices)
     rank = accelerator.process_index
     parcels: list[Any] = _parcels(slices, plans, rank, accelerator.num_processes)
-    if any(plan is not None for plan in plans):  # All ranks have the same plans.
+    if any(plan is not None for plan in plans):  # All ranks compute the same plans, so all of them take part.
         parcels = parallel.exchange_objects(parcels, accelerator)
     result = [
         rows if plans[number] is None else _counted_alike([row for slot, row in parcels if slot == number])

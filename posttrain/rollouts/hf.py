@@ -184,7 +184,7 @@ class HFEngine(RolloutEngine):
             )
         self.interrupted.clear()
         rollouts: dict[int, list[Rollout]] = {}
-        # Some models check the name of their attention implementation during generation.
+        # Uninstall tree attention, because some models check the name of their attention implementation during generation.
         plain = uninstalled(self.model)
         with (
             plain,
@@ -223,8 +223,9 @@ class HFEngine(RolloutEngine):
                     "long sequences. Such requests are sampled one by one. Keep prompt and completion within %d tokens to "
                     "avoid this.", switch, switch,
                 )  # fmt: skip
-            # In models with cross-attention to images, rows of a call need the same number of images, because tokens
-            # would attend to padding images. Padding is not used for model families that were not tested with it.
+            # In models with cross-attention to images, all rows of a call must have the same number of images, because tokens
+            # would attend to padding images. A request with images runs alone if the model's family was not tested with
+            # padding.
             key = (
                 i if alone or (unknown and request.pictures) else -1,
                 size if unpadded else -1,
@@ -241,7 +242,7 @@ class HFEngine(RolloutEngine):
         ids = torch.tensor([[self.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         shape = _Shape(sampling, [len(prompt) for prompt in prompts])
-        # `_Shape` applies all settings that change the distribution.
+        # Disable these settings in transformers, because `_Shape` applies all settings that change the distribution.
         rest: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
         plain = replace(sampling, temperature=float(sampling.temperature > 0), **rest)
         placed = [list(request.pictures) for _, request in requests for _ in range(request.n)]

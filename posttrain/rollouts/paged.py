@@ -26,12 +26,14 @@ from posttrain.rollouts.native.engine import own_precision
 from posttrain.rollouts.native.requests import check_requests, check_rope
 from posttrain.types import Request, Rollout, Sampling
 
-MEMORY_SHARE = 0.5  # Maximum fraction of a GPU's free memory for the KV cache. The rest is for training.
-PAGE, GPU_PAGE = 32, 256  # Number of tokens per page. GPU kernels require transformers' default.
-# Maximum number of tokens per forward pass, transformers' default. Masks and logits are allocated for it.
+# Maximum fraction of a GPU's free memory for the KV cache. Training needs the rest.
+MEMORY_SHARE = 0.5
+# Number of tokens per page, on a CPU and on a GPU. GPU kernels require the default of transformers.
+PAGE, GPU_PAGE = 32, 256
+# Maximum number of tokens per forward pass (the default of transformers). Masks and logits are allocated for this number.
 BATCH_TOKENS = 8192
 HALF = (torch.float16, torch.bfloat16)  # Dtypes that flash attention supports.
-# Fields of `Sampling` that transformers would ignore. It supports temperature, top_k and top_p.
+# Fields of `Sampling` that transformers would ignore. It supports only temperature, top_k and top_p.
 UNKNOWN = (
     "min_p", "repetition_penalty", "min_new_tokens", "stop_strings", "logit_bias", "no_repeat_ngram", "guide", "top_logps",
 )  # fmt: skip
@@ -95,7 +97,7 @@ class PagedEngine(RolloutEngine):
         self.model: Any = model
         self.pad_token_id = pad_token_id
         self.settings = check_paged(settings)
-        # In half precision flash attention may be used, whose log-probs differ from the policy's.
+        # In half precision, flash attention may be used, and its log-probs differ from the policy's.
         exact = causal_lm(model).dtype not in HALF
         self.capabilities = Capabilities(
             in_process=True, shares_weights=exact, unsupported=UNKNOWN, per_request_sampling=False
@@ -121,8 +123,8 @@ class PagedEngine(RolloutEngine):
             for request in requests
             for _ in range(request.n)
         ]
-        # Draw the seed from the global random state. transformers would draw it from the state that is restored below,
-        # which is the same in every call.
+        # Sample the seed from the global random state. transformers would sample it from a state that is restored below, so it
+        # would be the same in every call.
         seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**31, ()))
         devices = [inner.device] if inner.device.type == "cuda" else []
         with (
@@ -137,7 +139,8 @@ class PagedEngine(RolloutEngine):
             except MemoryError:
                 if not devices or "num_blocks" in self.settings:
                     raise
-                # Not all requests fit at the same time, so use all available pages and queue the other requests.
+                # The requests do not all fit into memory at the same time. Use all available pages and queue the remaining
+                # requests.
                 results = self._run(inner, work, sampling, pages | {"num_blocks": None})
         failed = {number: result.error for number, result in results.items() if result.error is not None}
         if failed or len(results) < len(work):
@@ -168,7 +171,8 @@ class PagedEngine(RolloutEngine):
         from transformers import ContinuousBatchingConfig
 
         results: dict[int, Any] = {}
-        stops = list(sampling.stop_token_ids) or -1  # -1 means no stop token. None would use those of the checkpoint.
+        # -1 means that there is no stop token. With None, the stop tokens of the checkpoint would be used.
+        stops = list(sampling.stop_token_ids) or -1
         longest = max(new for _, new in work)
         with inner.continuous_batching_context_manager(
             generation_config=pinned_config(
@@ -177,8 +181,8 @@ class PagedEngine(RolloutEngine):
             continuous_batching_config=ContinuousBatchingConfig(**settings),
             block=True,
         ) as manager:
-            # Add all requests before the first step if this version can pause, so that sampling with a seed does not
-            # depend on timing.
+            # If this version of transformers can pause, add all requests before the first step, so that sampling with a seed
+            # does not depend on timing.
             with manager.pause() if hasattr(manager, "pause") else nullcontext():
                 for number, (prompt, new) in enumerate(work):
                     manager.add_request(prompt, request_id=str(number), max_new_tokens=new, eos_token_id=stops)
@@ -194,7 +198,7 @@ class PagedEngine(RolloutEngine):
         tokens, said = list(result.generated_tokens), list(result.logprobs)
         ended = bool(tokens) and tokens[-1] in sampling.stop_token_ids
         cut = sampling.temperature > 0 and bool(sampling.truncation)
-        # transformers returns log-probs of the truncated distribution, which differ from the trainer's.
+        # With truncation, transformers returns log-probs of the truncated distribution, which differ from the trainer's.
         return Rollout(
             prompt, tokens, [] if cut else said, "stop" if ended else "length", self.version,
             processed_logp=said if cut else None,

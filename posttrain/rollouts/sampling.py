@@ -53,7 +53,7 @@ def structured_guide(options: object) -> tuple[str, str]:
     return (kind, value if isinstance(value, str) else json.dumps(value))
 
 
-# Fields of transformers' ``GenerationConfig``, and ``logit_bias`` of vLLM's ``SamplingParams``.
+# Supported fields of transformers' ``GenerationConfig``, and ``logit_bias`` of vLLM's ``SamplingParams``.
 GENERATION_NAMES = (
     "eos_token_id",
     "min_new_tokens",
@@ -144,7 +144,7 @@ def configured_sampling(args: PostTrainingConfig, *, stop_token_ids: tuple[int, 
     return Sampling(**(settings | overrides))
 
 
-# Seeds fit into the signed integers of every engine.
+# Upper bound of seeds. It fits into the signed integers of every engine.
 SEEDS = 2**62
 
 

@@ -42,7 +42,7 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> str:
     for name, tensor in tensors:
         tensor = tensor.detach().cpu().contiguous()
         memory = tensor.untyped_storage().data_ptr()
-        # Layers that peft's layer_replication repeats share their weights.
+        # Copy weights that were already seen. Layers that peft repeats (layer_replication) share their weights.
         whole[name] = tensor.clone() if memory in seen else tensor
         seen.add(memory)
     try:
@@ -87,8 +87,8 @@ def shared_path(path: str) -> Path:
         raise ConfigError(
             f"path={path!r} is not a regular file {root}/posttrain-*/*.safetensors. Only such files are read."
         )
-    # Files of root are accepted, because root can replace any file. A private folder is accepted, because other
-    # accounts cannot enter it.
+    # Accept files of root, because root can replace any file. Accept a private folder, because other accounts cannot write to
+    # it.
     folder = root / file.relative_to(root).parts[0]
     owners = {file.stat().st_uid, folder.stat().st_uid} - {os.geteuid(), 0}
     if owners or folder.stat().st_mode & 0o022:
@@ -108,7 +108,7 @@ def shared_root() -> Path:
 
 def hold(folder: Path) -> int | None:
     """Lock a folder until this process ends. Return None if another process has locked or removed it."""
-    import fcntl  # Systems without fcntl do not use shared memory.
+    import fcntl  # On systems without fcntl, no shared memory is used.
 
     try:
         lock = os.open(folder, os.O_RDONLY)
@@ -144,7 +144,8 @@ class SharedFolder:
     def __init__(self) -> None:
         remove_orphans()
         lock = None
-        while lock is None:  # Before the file is locked, another process may remove it as an orphan.
+        # Try again if another process has removed the folder as an orphan before it was locked.
+        while lock is None:
             self.path = Path(tempfile.mkdtemp(prefix=f"posttrain-{os.getpid()}-", dir=shared_root()))
             lock = hold(self.path)
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
@@ -156,5 +157,6 @@ class SharedFolder:
 
 def _remove(path: Path, lock: int, owner: int) -> None:
     os.close(lock)
-    if os.getpid() == owner:  # A fork of the process must not remove it.
+    # A forked process must not remove the folder.
+    if os.getpid() == owner:
         shutil.rmtree(path, ignore_errors=True)

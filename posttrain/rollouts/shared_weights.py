@@ -23,7 +23,7 @@ from posttrain.models.parallel import flattens_parameters, gathered, is_partitio
 from posttrain.models.reference import use_adapter
 from posttrain.rollouts.shared_memory import SharedFolder, file_tensors, write_tensors
 
-# Prefixes that wrappers for parallelism, compilation and checkpointing add to names.
+# Prefixes that wrappers for parallelism, compilation and checkpointing add to parameter names.
 WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 Getter = Callable[[], Tensor]
 
@@ -147,7 +147,8 @@ def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int
             yield prefix + name, _itself(parameter), _identities([parameter])
         else:
             yield prefix + name, _merged(layer, tuner, base, name), _identities([parameter, *adapters])
-    yield from _below(base, prefix)  # The base layer of a ParamWrapper can be any module, such as a router or a mixer.
+    # The base layer of a ParamWrapper can be any module (e.g. a router or a mixer).
+    yield from _below(base, prefix)
 
 
 def _tuner_of(layer: Any, name: str) -> Any:
@@ -177,7 +178,8 @@ def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
             try:
                 if isinstance(tuner, ParamWrapper) or (plain_lora(tuner) and name == "weight"):
                     return whole_tensor(_plus_delta(tuner, base, name))
-                twin = copy.deepcopy(layer)  # peft merges in place, so merge into a temporary copy.
+                # Merge into a temporary copy, because peft merges in place.
+                twin = copy.deepcopy(layer)
                 twin.merge()
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 reason = str(error).rstrip(".")
@@ -205,7 +207,8 @@ def check_mergeable(model: nn.Module) -> None:
     if not adapters_of(model):
         return
     for _ in merged_weights(model):
-        break  # Errors that can be detected without merging are raised before the first weight.
+        # All errors that can be detected without merging are raised before the first weight is returned.
+        break
     kinds = set()
     for layer in causal_lm(model).modules():
         if not isinstance(layer, BaseTunerLayer):
@@ -226,7 +229,7 @@ def plain_lora(layer: nn.Module) -> bool:
         or isinstance(layer, ParamWrapper)
     ):
         return False
-    # DoRA and similar variants are more than a product of two matrices. Some packed layers do not list them.
+    # Exclude DoRA and similar variants, which are more than a product of two matrices. Some packed layers do not list them.
     more = (
         layer.use_dora.get(n) or n in layer.lora_variant or layer.lora_bias.get(n) or n in layer.lora_embedding_A
         for n in layer.active_adapters
@@ -255,7 +258,7 @@ def _delta(layer: Any, name: str) -> Tensor:
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
-# Number of versions that are kept, because one version may be read while the next is written.
+# Number of versions that are kept. It is 2, because one version may be read while the next one is written.
 VERSIONS_KEPT = 2
 
 
@@ -354,7 +357,8 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
             newest = latest["version"]
             if newest >= version:
                 return file_tensors(Path(folder, latest["file"]), latest["xxh3"]), newest, latest["probe"]
-        except FileNotFoundError:  # No version was written yet, or a newer one has replaced it.
+        # The file is missing, because no version was written yet, or because a newer version has replaced it.
+        except FileNotFoundError:
             pass
         except ModelError as error:
             raise WeightSyncError(f"{folder}: {error}", phase="end", version=newest) from error
@@ -473,7 +477,8 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
         )
     seen: set[int] = set()
     weights = {}
-    # Layers that layer_replication repeats share tensors, which a safetensors file does not allow.
+    # Copy tensors that occur twice. Layers that peft repeats (layer_replication) share tensors, which a safetensors file does
+    # not allow.
     for name, tensor in Weights(model):
         weights[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())

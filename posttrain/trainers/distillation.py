@@ -93,7 +93,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORST = 5  # Number of tokens per pass in the column worst_tokens of the table of completions.
+# Number of tokens per pass that the column worst_tokens in the table of completions lists.
+WORST = 5
 
 
 def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
@@ -187,15 +188,15 @@ class DistillationTrainer(OnlineTrainer):
             raise ConfigError(
                 "formatting_func is not supported. Fix: use dataset.map to create the columns prompt and completion."
             )
-        # Additional data that the teacher needs for each completion, by mode and index of the completion. The values
-        # are JSON.
+        # Additional data that the teacher needs for a completion, as a JSON value, by mode and index of the completion.
         self.kept: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
         self.score_files: dict[str, ScoreFile] = {}
         self.columns: int | None = None
-        # Tokens with the largest divergence, as pairs of a completion's index and a text.
+        # Tokens with the largest divergence, as pairs: index of the completion, and text.
         self._worst: list[tuple[float, str]] = []
         self._row_of: dict[float, dict[str, Any]] = {}
-        self.teacher_vision: Any = None  # The teacher's image inputs, if it does not use the student's token ids.
+        # Image inputs of the teacher, if it does not use the student's token ids.
+        self.teacher_vision: Any = None
 
         rewards = reward_funcs or _unrewarded
         super().__init__(
@@ -223,7 +224,7 @@ class DistillationTrainer(OnlineTrainer):
         )
         self.record.listeners.append(self._listed)
         self.progress.watchers["step"].append(self._watch_tokens)
-        # Teachers by name. The name of a single teacher is "".
+        # Teachers by name. A single teacher has the name "".
         self.teachers: dict[str, ModelTeacher] = {}
         self.servers: dict[str, ServerTeacher] = {}
         self.teacher_model: nn.Module | None = None
@@ -231,7 +232,8 @@ class DistillationTrainer(OnlineTrainer):
         self._check_teacher_names()
         self._check_own_divergence()
         if self.keeps_completions:
-            self.args.balance_ranks = False  # The additional data of a completion is stored only on its rank.
+            # Do not exchange completions between ranks, because their additional data is stored only on one rank.
+            self.args.balance_ranks = False
 
     @property
     def axes(self) -> Axes:
@@ -376,7 +378,7 @@ class DistillationTrainer(OnlineTrainer):
         if loaded:
             names = ("teacher_model_init_kwargs", "teacher_model_revision")
             warn_of_unused({name: vars(args)[name] for name in names})
-        # `load_teacher` reports a missing teacher.
+        # Load no tokenizer if there is no teacher. `load_teacher` raises an error in this case.
         if tokenizer is None and (loaded or teacher_id(teacher, args)):
             trust = {
                 "trust_remote_code": args.trust_remote_code,
@@ -490,11 +492,11 @@ class DistillationTrainer(OnlineTrainer):
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Tokenize the answers of a dataset if they are used. A prepared dataset is returned unchanged."""
         args, dataset = self.args, with_prompt_column(dataset)
-        # A mapped stream has no list of columns.
+        # The column names of a mapped stream are unknown.
         columns = get_dataset_column_names(dataset) if hasattr(dataset, "column_names") else []
         if "prompt_ids" in columns:
             return dataset
-        # The column score_row comes from another run, because datasets that this class prepares also have prompt_ids.
+        # These completion ids come from another run, because datasets that this class prepares also have prompt_ids.
         if "completion_ids" in columns:
             dataset = dataset.remove_columns(["completion_ids"])
         answered = args.eval_mode != "student" and "completion" in columns
@@ -527,7 +529,8 @@ class DistillationTrainer(OnlineTrainer):
             )
         file = self.score_files["train" if training else "eval"] = ScoreFile(path)
         file.check(dataset, self.processing_class, self.args.axes())
-        self.columns = len(self.processing_class)  # The teacher's scores only have ids of the student's tokenizer.
+        # The teacher's scores contain only ids of the student's tokenizer.
+        self.columns = len(self.processing_class)
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Convert dataset answers to rows. Without answers, completions are sampled later."""
@@ -614,7 +617,7 @@ class DistillationTrainer(OnlineTrainer):
         prompts = self.prompt_source.token_ids(examples)
         requests = [Request(prompt, pictures=Prompt.pictures_of(prompt)) for prompt in prompts]
         rollouts = self._teacher_engine.generate(requests, settings.sampling)
-        # Drop the log-probs, because they are from the teacher and not from the student.
+        # Remove the log-probs, because they are the teacher's and not the student's.
         return [replace(r, logp=[], pictures=request.pictures) for r, request in zip(rollouts, requests, strict=True)]
 
     # One generation ----------------------------------------------------------------------------------------------
@@ -663,7 +666,7 @@ class DistillationTrainer(OnlineTrainer):
         """Add the column ``worst_tokens`` to the table of completions. Runs in the main process before the table is
         written.
         """
-        numbered = {row.pop("key"): row for row in rows if "key" in row}  # Rollouts of workers have no key.
+        numbered = {row.pop("key"): row for row in rows if "key" in row}  # Rows of workers' rollouts have no key.
         for row in rows:
             row["worst_tokens"] = ""
             if "teacher" in row:

@@ -160,8 +160,8 @@ class KTOTrainer(PreferenceTrainer):
             done = done.add_column("KL_completion_ids", [None if p is None else answers[p] for p in chosen])
 
         def mismatched(examples: list[dict[str, Any]]) -> list[Batch]:
-            # A row without a mismatched answer needs a value in the column. Use its own answer; the baseline excludes
-            # it.
+            # The column needs a value even if a row has no mismatched answer. Use the row's own answer, which the baseline
+            # excludes.
             ids = [example["KL_completion_ids"] or example["completion_ids"] for example in examples]
             return self._collate(self._mismatch(examples, ids))
 
@@ -203,11 +203,12 @@ def with_baseline(
     mismatched = [batch for _, others in inputs for batch in others]
     if mode == "eval":
         (compared,) = prepare(run, inputs, [mismatched], mode)
-    else:  # Each epoch pairs prompts with different mismatched answers, so caching their sums would not help.
+    # Do not cache these sums, because each epoch pairs prompts with different mismatched answers.
+    else:
         compared = with_references(run, mismatched, mode, None, refer)
     run.progress.own = baseline(run, compared)
     judged = sum(batch.num_sequences for batches in micro_batches for batch in batches)
-    metrics = {"kl": mean(run.progress.own, weight=judged)}  # The value is equal on every rank.
+    metrics = {"kl": mean(run.progress.own, weight=judged)}  # This value is the same on every rank.
     if run.args.loss_type == "kto":
         share = sum(batch.num_sequences for batch in mismatched) / max(judged, 1)
         metrics["kl/valid_fraction"] = mean(share, weight=judged)

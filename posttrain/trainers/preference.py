@@ -42,15 +42,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Trainer methods whose overrides may read or change the reference model's per-token log-probs.
+# Trainer methods whose overrides may read or change per-token log-probs of the reference model.
 SEE_REFERENCE = (*PADDED_STEPS, "objective", "comparison", "with_reference")
-SUMS = {"sums", "reference_logp"}  # The same for the classes in `posttrain.methods`.
+# Methods of the classes in `posttrain.methods` whose overrides may do the same.
+SUMS = {"sums", "reference_logp"}
 
 
 def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_config: Any = None) -> None:
     """Validate constructor arguments before anything is loaded."""
     if quantization_config and not isinstance(model, str):
-        # The reference would be loaded by the model's name, with a quantization that the policy does not have.
+        # The reference would be loaded by name with this quantization, but the loaded policy is not quantized.
         raise ConfigError(
             f"quantization_config cannot be applied to a {type(model).__name__} that is already loaded. Quantize it "
             "when you load it, or pass the model as a string."
@@ -120,7 +121,7 @@ class PreferenceTrainer(PostTrainer):
         if ref_model is None:
             log_own_checkpoint(self.model)
         if args.precompute_ref_log_probs and ref_model is None and not self.fresh_adapter:
-            # The policy's initial weights are the reference, so no copy is needed.
+            # Load no reference, because the policy's initial weights are the reference.
             self.train_dataset = self._precompute(self.train_dataset, None, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, None)
             return
@@ -133,8 +134,8 @@ class PreferenceTrainer(PostTrainer):
         if args.precompute_ref_log_probs:
             self.train_dataset = self._precompute(self.train_dataset, self.reference, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, self.reference)
-            # A reference that shares the policy's weights needs no extra memory, so it is kept for other evaluation
-            # sets.
+            # Drop a separate copy. A reference that shares the policy's weights needs no extra memory, so keep it for other
+            # evaluation sets.
             if self.reference.copy is not None:
                 self.reference = None
         elif args.sync_ref_model:
@@ -190,7 +191,7 @@ class PreferenceTrainer(PostTrainer):
     def answer_options(self) -> AnswerOptions:
         """Return the options that convert rows to token ids."""
         args = self.args
-        most = vars(args).get("max_prompt_length")  # An option of older releases.
+        most = vars(args).get("max_prompt_length")  # This option exists only in older releases.
         return AnswerOptions(self.method.branches, args.max_length, args.truncation_mode, args.mask_inner_turns, most)
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
@@ -263,7 +264,8 @@ class PreferenceTrainer(PostTrainer):
         if not self.method.traits.compares_reference:
             return hooks
         kept = dict(self.reference_sums) if self._reads_sums() else {}
-        if not isinstance(self.train_dataset, Sized):  # A stream may never repeat its rows.
+        # Do not cache values for a stream, because it may never repeat its rows.
+        if not isinstance(self.train_dataset, Sized):
             kept.pop("train", None)
         if not self.is_in_train:
             kept.pop("eval", None)

@@ -84,7 +84,8 @@ class SFTTrainer(PostTrainer):
         self.formatting_func = formatting_func
         self.reports: dict[str, PreparationReport] = {}
         args = as_config(self.config_class, args)
-        asked = args or SFTConfig  # Class attributes have the default values.
+        # The class itself can be used, because its attributes have the default values.
+        asked = args or SFTConfig
         if asked.loss_type == "dft" and compute_loss_func is not None:
             raise ConfigError("loss_type='dft' and compute_loss_func both set the loss. Remove one of them.")
         joins = {"padding_free": asked.padding_free, "packing": asked.packing, "eval_packing": asked.eval_packing}

@@ -25,23 +25,23 @@ from posttrain.rollouts.episodes.tokens import PlainText
 from posttrain.rollouts.native.requests import check_requests
 from posttrain.types import Request, Rollout, Sampling
 
-# Parameters of OpenAI's API that are accepted, but have no effect.
+# Parameters of OpenAI's API that are accepted but have no effect.
 WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Sampling settings of the run, by name in requests.
+# Sampling settings that a request must not change. Maps names in requests to fields of `Sampling`.
 OF_THE_RUN: dict[str, str] = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 OFF = {"presence_penalty": 0, "frequency_penalty": 0}
 MOST_CHOICES = 128
-# Maximum size of a request body in bytes: a fixed size if the context length is unknown; otherwise a size per token of
-# the context, with a minimum.
+# Maximum size of a request body in bytes. If the context length is unknown, it is MOST_BYTES. Otherwise it is BYTES_PER_TOKEN
+# per token of the context, and at least LEAST_BYTES.
 MOST_BYTES, LEAST_BYTES, BYTES_PER_TOKEN = 16 * 2**20, 2**20, 32
-# Arguments of the chat template that a call must not set.
+# Arguments of the chat template that a request must not set.
 OUR_OWN = {
     name
     for function in (render_prompt, render, PreTrainedTokenizerBase.apply_chat_template)
     for name, parameter in inspect.signature(function).parameters.items()
     if parameter.kind is not parameter.VAR_KEYWORD and name != "documents"
 }
-# Unsupported keys of a message. They are rejected, because ignoring them could change the samples.
+# Keys of a message that are not supported. They are rejected, because ignoring them could change the samples.
 UNREAD = ("function_call", "audio")
 
 
@@ -136,7 +136,7 @@ def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
     try:
         return kind.model_validate(taken), digest
     except ValidationError as error:
-        # Report the error of the union member that matched best, without the member's name.
+        # Report the errors of the union member that matched best, without the name of this member.
         first = max(error.errors(), key=lambda one: len(one["loc"]))
         name = ".".join(str(part) for k, part in enumerate(first["loc"]) if k == 0 or isinstance(part, int))
         if first["type"] == "extra_forbidden":
@@ -187,9 +187,9 @@ class Policy:
             try:
                 self.tokenizer = add_response_schema(copy.copy(self.tokenizer))
             except ModelError:
-                # There is no parser for tool calls of this template, so calls with tools are rejected.
+                # Calls with tools will be rejected, because there is no parser for tool calls in this template's format.
                 self.calls_tools = False
-        # All calls share one instance, so that an escaped special token gets the same placeholder in every call.
+        # All calls share one instance, so that an escaped special token is replaced by the same placeholder in every call.
         self.plain = PlainText(self.tokenizer) if hasattr(self.tokenizer, "all_special_tokens") else None
 
     @property
@@ -238,7 +238,7 @@ class Policy:
             call = session.calls[parent[0]]
             rest = text[len(call.ends[parent[1]]) :]
             ids = self._encoded(rest)
-            # Some tokenizers encode a part of a text differently when it is tokenized alone.
+            # Check the result, because some tokenizers encode a part of a text differently if it is tokenized alone.
             if self._spells(ids, rest):
                 return [*call.ids(parent[1]), *ids], parent
         if plain:
@@ -385,7 +385,7 @@ class Policy:
             ("harness_max_tokens", session.counts.tokens, self.max_tokens),
         ):
             if most is not None and used >= most:
-                # Status 400 is used because clients do not retry it.
+                # Use status 400, because clients do not retry requests that failed with it.
                 raise CallError(f"This episode has reached its limit {name}={most}.", code="budget_exceeded")
 
     # Answers -------------------------------------------------------------------------------------------------------------

@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Run = Callable[..., Any] | str | Sequence[str]
-# Interval in seconds between two checks of whether episodes have ended.
+# Interval in seconds between two checks for finished episodes.
 LOOK_S = 0.05
-# Maximum number of characters of a command's output in an error.
+# Maximum number of characters of a command's output that an error message quotes.
 TAIL = 500
-# Maximum number of bytes that are read from the end of a command's stdout and stderr.
+# Maximum number of bytes that are read from the end of a command's stdout and of its stderr.
 OUTPUT_READ = 1 << 20
-# Maximum size in bytes of each file written by a command, including its output.
+# Maximum size in bytes of each file that a command writes, including its stdout and stderr.
 LARGEST_FILE = 1 << 30
-# Environment variables that a command receives. Tokens of the Hub and of trackers are not among them.
+# Environment variables that are passed to a command. Access tokens of the Hub and of trackers are not passed.
 VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP", "XDG_*",
     "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "JAVA_HOME", "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES", "*_proxy", "*_PROXY", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
 )  # fmt: skip
-# Maximum number of characters of a row in an environment variable. The limit of Linux is 128 KiB.
+# Maximum number of characters of a row that is passed in an environment variable. The limit of Linux is 128 KiB.
 LONGEST_VARIABLE = 100_000
 
 
@@ -261,7 +261,7 @@ class HarnessRunner:
         self.harness, self.options = Harness.of(harness), options or HarnessOptions()
         self.proxy: CaptureProxy | None = None
         self._runner = ToolRunner(timeout=self.options.timeout)
-        # Commands that are running, with the keys of their episodes.
+        # Maps each running command to the API key of its episode.
         self._commands: dict[subprocess.Popen, str] = {}
         self._lock = threading.Lock()
 
@@ -294,11 +294,12 @@ class HarnessRunner:
             Any error of ``sample``. All episodes are ended first.
         """
         if isinstance(self.harness, _Replay):
-            # All processes read the file in the same order, so that no episode is used by two processes.
+            # All processes read the file in the same order, and each process uses a different part of the episodes.
             shared = list(rows) if everyone is None else everyone(list(rows))
             return [self.harness.next(row) for row in shared][place : place + len(rows)]
         proxy, number = self._listening(policy), 0
-        # Seed for engines with one seed per call. The rows of a group can be on several processes.
+        # Seed for engines that accept only one seed per call. It differs between processes, because the rows of a group can be
+        # on several processes.
         call_seed = ((seeds[0] if seeds else 0) * 1_000_003 + place * 100_003) % 2**31
         begun: list[HarnessEpisode] = []
         futures: list[Future[HarnessEpisode]] = []
@@ -414,10 +415,10 @@ class HarnessRunner:
         named |= {"POSTTRAIN_SEED": str(seed)} | ({"POSTTRAIN_TASK": task} if len(task) < LONGEST_VARIABLE else {})
         patterns = (*VARIABLES, *(self.options.env or ()))
         passed = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
-        # `ulimit -f` counts blocks of 512 bytes.
+        # `ulimit -f` takes the size in blocks of 512 bytes.
         bounded = ["/bin/sh", "-c", f'ulimit -f {LARGEST_FILE // 512} 2>/dev/null; exec "$@"', "sh", *command]
         with contextlib.ExitStack() as stack:
-            # Use files instead of pipes, because processes that outlive the command would keep pipes open.
+            # Use files instead of pipes, because processes that outlive the command would keep the pipes open.
             stdin, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
             stdin.write(task.encode())
             stdin.seek(0)
@@ -464,7 +465,7 @@ def _kill(process: subprocess.Popen, key: str) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
     until = time.monotonic() + 5
-    # Repeat until there are none, because a process may have started another process.
+    # Repeat until no process with this key is left, because a process may have started another one before it was killed.
     while (left := _having(f"OPENAI_API_KEY={key}".encode())) and time.monotonic() < until:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -40,9 +40,9 @@ from posttrain.types import Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 
-# Waiting calls are sampled if no other call arrives for this number of seconds. Episodes send their calls one by one.
+# Calls are collected until no new call has arrived for this number of seconds, and are then sampled together.
 GATHER_S = 0.02
-# Maximum number of seconds until the server listens.
+# Maximum number of seconds until the server must accept connections.
 START_S = 30.0
 
 PromptBatch = tuple[list[Prompt], Sampling]
@@ -185,9 +185,11 @@ class CaptureProxy:
         self.sessions: dict[str, Session] = {}
         self.strays = 0
         self._sampling: dict[tuple[str, int], Future[list[Rollout]]] = {}
-        # Parsing, the chat template and the tokenizer run in this thread, so that the event loop can handle other episodes.
+        # Requests are parsed, rendered and tokenized in this thread, so that the event loop can meanwhile handle other
+        # episodes.
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="capture-reading")
-        # Calls of a session are processed one after the other, because retries are detected from earlier calls.
+        # One lock per session. The calls of a session are processed one after the other, because retries are detected from
+        # earlier calls.
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
@@ -333,7 +335,7 @@ class CaptureProxy:
             session.counts.refused += 1
             raise
         except ClientDisconnect:
-            # The client disconnected before its body had arrived, so it will not read this response.
+            # The client disconnected before the whole request body had arrived, so it will not read this response.
             session.counts.cancelled += 1
             return Response(status_code=499)
         except BaseException:
@@ -380,7 +382,7 @@ class CaptureProxy:
             return None
         before.retries += 1
         if unread:
-            # The next retry with an equal body belongs to a different call.
+            # The next retry with the same body must be matched to a different call.
             before.state = "waiting"
         return before
 
@@ -421,7 +423,7 @@ class CaptureProxy:
     ) -> CallError:
         """Handle a client that disconnected or a call that timed out, and return the error."""
         loop = asyncio.get_running_loop()
-        # Run the callback in the event loop's thread, because only this thread changes sessions.
+        # Run the callback in the event loop's thread, because only that thread may change sessions.
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._late, session, call, done))
         if left or again:
             self.unread(session, call, again=again)
@@ -458,7 +460,7 @@ class CaptureProxy:
             session.counts.retried += 1
         else:
             session.counts.cancelled += 1
-        # A retry may have received the response before this disconnection was detected.
+        # Keep the state "answered", because a retry may have received the response before the disconnection was detected.
         call.state = "answered" if call.state == "answered" else "cancelled"
 
     def answered(self, session: Session, call: CapturedCall, *, again: bool) -> None:
@@ -481,9 +483,10 @@ class _Stream(StreamingResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         for chunk in self.answer.chunks():
             yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
-            # Yield to the event loop, so that the server can detect a disconnection.
+            # Let the event loop run, so that the server can detect that the client has disconnected.
             await asyncio.sleep(0)
-        # Mark the call before the last line is sent, because the next call may arrive before this coroutine continues.
+        # Mark the call as answered before the last line is sent, because the next call may arrive before this coroutine
+        # continues.
         self.whole = True
         self.proxy.answered(self.session, self.answer.call, again=self.again)
         yield b"data: [DONE]\n\n"
@@ -536,7 +539,7 @@ def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True)
     def work() -> None:
         while not ended.is_set():
             proxy.queue.wait(0.1)
-            # All waiting calls get the error. Later calls may succeed.
+            # If sampling fails, all waiting calls receive the error. Keep the thread running, because later calls may succeed.
             with contextlib.suppress(Exception):
                 proxy.queue.answer(sample, per_request=per_request)
 

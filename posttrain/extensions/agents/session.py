@@ -14,7 +14,7 @@ from posttrain.errors import DataError
 from posttrain.rollouts.episodes.loop import Episode, turn_spans
 from posttrain.types import Rollout
 
-# Version of the file format of recorded sessions. Files with another version are rejected.
+# Version of the file format of recorded sessions. Files of any other version are rejected.
 FORMAT = 1
 
 State = Literal["waiting", "answered", "cancelled", "failed"]
@@ -52,7 +52,7 @@ class CapturedCall:
     state: State = "waiting"
     body: str = ""
     retries: int = 0
-    # Text of the prompt and completion of each choice. A later prompt that begins with this text continues the choice.
+    # Text of the prompt plus completion, for each choice. A later prompt that begins with this text continues the choice.
     ends: list[str] = field(default_factory=list)
 
     def ids(self, choice: int) -> list[int]:
@@ -169,8 +169,8 @@ class Session:
         mask 0.
         """
         branches: list[Branch] = []
-        # Branches by their last call and choice. The first prompt that continues a choice extends the branch. Every
-        # further prompt starts a new branch.
+        # Maps the last call and choice of a branch to the branch. The first prompt that continues a choice extends its branch.
+        # Every further prompt that continues the same choice starts a new branch.
         ends: dict[tuple[int, int], Branch] = {}
         for call in (call for call in self.calls if call.state == "answered"):
             for choice, rollout in enumerate(call.completions):
@@ -298,7 +298,7 @@ def record_session(path: str | Path, episode: Recorded) -> None:
     text = json.dumps(line, default=str)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Write with a single call, because several processes append to the file.
+    # Write with a single call, so that lines of several processes do not mix.
     with file.open("ab", buffering=0) as out:
         out.write((text + "\n").encode())
 
@@ -315,7 +315,7 @@ def read_sessions(path: str | Path) -> Iterator[Recorded]:
         raise DataError(
             f"{path}: the sessions cannot be read: {error}. Fix: pass a file written by harness_record."
         ) from error
-    # Do not use splitlines, because texts may contain other line separators.
+    # Do not use splitlines, because texts may contain other line separators than \n.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

@@ -17,7 +17,7 @@ from posttrain.extensions.agents.session import CapturedCall
 from posttrain.integrations import require
 from posttrain.rollouts.episodes.environments import accepted_arguments
 
-# Default of the maximum number of turns of a white-box session.
+# Default maximum number of turns in a white-box session.
 MOST_TURNS = 8
 
 

@@ -16,7 +16,7 @@ from posttrain.errors import DataError
 from posttrain.extensions.agents.session import Branch, CapturedCall, Recorded, Session, read_sessions
 from posttrain.values import visible
 
-# Maximum number of characters of a message.
+# Maximum number of characters of a message that are shown.
 LONGEST = 600
 
 

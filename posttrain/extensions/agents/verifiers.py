@@ -15,9 +15,9 @@ from posttrain.errors import DataError, RolloutError
 from posttrain.extensions.agents.harness import Harness
 from posttrain.integrations import require
 
-# Maximum number of tasks that are used from an infinite environment.
+# Maximum number of tasks that are taken from an environment with infinitely many tasks.
 MOST_TASKS = 10_000
-# Maximum number of seconds for stopping the servers of an environment.
+# Maximum number of seconds for stopping an environment's servers.
 CLOSE_S = 10.0
 
 
@@ -94,7 +94,7 @@ class _Player:
 
         await self._served()
         root = base_url.removesuffix("/v1")
-        # The key is part of the path, because clients of verifiers read their key from an environment variable.
+        # The API key is part of the URL path, because verifiers' clients would read a key only from an environment variable.
         client = vf.EvalClientConfig(base_url=f"{root}/sessions/{quote(api_key)}/v1", api_key_var="POSTTRAIN_NO_KEY")
         context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig())
         (slot,) = self.environment.slots(self.tasks[task["task"]])

@@ -33,7 +33,7 @@ from posttrain.trainers.arguments import (
 from posttrain.trainers.distillation import DistillationTrainer
 from posttrain.types import Advantages
 
-ASKED_AT_ONCE = 16  # Maximum number of rollouts that teachers score concurrently.
+ASKED_AT_ONCE = 16  # Maximum number of rollouts that the teachers score concurrently.
 
 
 class TeachersAsked:

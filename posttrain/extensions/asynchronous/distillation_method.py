@@ -17,7 +17,7 @@ from posttrain.methods.distillation.objective import Distillation
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
-# Options of the policy loss, of rewards and of dataset answers, which this method does not use.
+# Options for the policy loss, for rewards and for dataset answers. This method does not use them.
 OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
     name: (default, "The loss is the divergence from a teacher on single-turn completions of the student.")
     for name, default in {
@@ -71,7 +71,7 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
             )
         self.teacher_model_server_url = named if urls is None else urls
         super().__post_init__()
-        self.teacher_server_urls = self.teacher_model_server_url  # Both fields have the resolved value.
+        self.teacher_server_urls = self.teacher_model_server_url  # Set both field names to the resolved value.
 
     def axes(self) -> Axes:
         """Return the properties of the loss.

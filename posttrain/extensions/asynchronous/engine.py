@@ -65,7 +65,7 @@ class WorkerEngine:
     def __init__(self, spec: EngineRecipe) -> None:
         self.spec, self.version, self.holders = spec, 0, None
         self.scored: list[list[float]] | None = None
-        # Copy of the policy. None if a custom engine or servers have the weights.
+        # Copy of the policy. It is None if the weights are in a custom engine or on servers.
         self.model: Any = None
         if spec.factory is not None:
             self.engine: Any = require_engine(spec.factory(), "engine_factory")
@@ -88,7 +88,8 @@ class WorkerEngine:
             holders: Servers that have this version, if the engine uses servers.
         """
         if self.spec.kind == "server" and holders is not None and holders is not self.holders:
-            self.engine.set_servers(holders)  # New servers may have joined since this version was pushed.
+            # Servers may have joined after this version was pushed.
+            self.engine.set_servers(holders)
             self.holders = holders
         if self.version >= wanted:
             return False
@@ -110,8 +111,8 @@ class WorkerEngine:
         return version
 
 
-# Seed offsets. After an interruption, a completion must not repeat random numbers of its beginning or of other
-# completions.
+# Offsets between seeds. They ensure that after an interruption, a completion does not reuse random numbers from its own
+# beginning or from other completions.
 SEED_STRIDE, INDEX_STRIDE = 1_000_003, 10_007
 
 
@@ -221,8 +222,8 @@ class ResumableGenerator:
             chosen = list(members)
             if fresh:
                 own = chosen[0].sampling
-                # Pass the sampling settings to the call: the engine then gives each request different random numbers.
-                # Equal settings in each request would give all requests the same random numbers.
+                # Pass no settings if they equal those of the call, so that the engine samples with different random numbers for
+                # each request. With settings per request, all requests would use the same seed.
                 sampling = None if own is common else own
                 requests.append(Request(chosen[0].prompt_ids, len(chosen), sampling, chosen[0].pictures))
             else:

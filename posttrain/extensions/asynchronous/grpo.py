@@ -126,7 +126,7 @@ class AsyncGRPOTrainer(AsyncTrainer):
             raise ConfigError(
                 "rollout_func runs in the trainer, but workers sample the rollouts here. Pass rollout_worker instead."
             )
-        # Images of tools and environments come after the prompt, but samples support only images in the prompt.
+        # Tools and environments may return images after the prompt, but samples support images only in the prompt.
         self._prompt_images = not (tools or environment_factory)
         self.sends(sent, rollout_worker, weight_transfer, processing_class)
         super().__init__(
@@ -152,7 +152,8 @@ class AsyncGRPOTrainer(AsyncTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        if self.run.progress.truncation.never:  # The workers' log-probs then include all sampling rules.
+        # In this case, the workers' log-probs include all sampling rules, so rules that the trainer cannot apply are rejected.
+        if self.run.progress.truncation.never:
             reject_reshaped_sampling(self.args)
         self.begins()
 
@@ -161,5 +162,5 @@ class AsyncGRPOTrainer(AsyncTrainer):
         the policy's weights.
         """
         logps = lambda run, batch: {"rollout_logp": logps_of_sampler(run, batch)}  # noqa: E731
-        # Log-probs of workers and of the evaluation engine are those of the sampled distribution.
+        # Both the workers and the evaluation engine return log-probs of the distribution they sampled from.
         return replace(super().make_online(), logps=logps, follows_truncation=True)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_URL = "http://localhost:8000"
 
-# Fields of synchronous training that are not supported, and the only value that each may have.
+# Fields of synchronous training that have no meaning here, each with the only value that is accepted.
 MEANINGLESS = {
     "num_iterations": 1,
     "dynamic_sampling": 0,
@@ -37,7 +37,8 @@ MEANINGLESS = {
     "vllm_tensor_parallel_size": 1,
     "balance_ranks": True,
     "check_reward_determinism": False,
-    "vllm_importance_sampling_correction": True,  # Always part of the loss; see the mode.
+    # The correction is always part of the loss. Only its mode can be set.
+    "vllm_importance_sampling_correction": True,
 }
 
 
@@ -177,11 +178,12 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     def __post_init__(self) -> None:
         self.check_fields()
         self._refuse_meaningless()
-        if self.rollout_engine == "server":  # The trainer's engine only evaluates.
+        # The trainer's own engine is used only for evaluation, so the server applies to the workers.
+        if self.rollout_engine == "server":
             self.rollout_engine, self.worker_engine = "auto", "server"
         self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
         self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
-        # Like TRL 1.18, use one timeout for all requests. The separate names of TRL 1.16 override it.
+        # As in TRL 1.18, one timeout applies to all requests. The separate options of TRL 1.16 override it.
         self._one_value(("request_timeout", "vllm_request_timeout"), max(600, self.vllm_server_timeout))
         names = ("weight_sync_timeout", "sync_timeout_s", "vllm_sync_timeout")
         self._one_value(names, max(1800, self.vllm_server_timeout))
@@ -194,8 +196,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             )  # fmt: skip
         check_truncation(self)
         if self._corrects_sampler and (self.truncation or self.resolved_engine == "server"):
-            # Log-probs of servers, and log-probs after truncation, include the effect of penalties and structured
-            # outputs.
+            # Reject penalties and structured outputs, because log-probs from servers and log-probs after truncation include
+            # their effect.
             reject_reshaped_sampling(self)
         if self.max_staleness_hard is None:
             self.max_staleness_hard = self.max_staleness
@@ -205,7 +207,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
                 "accepted rollouts would never be used for training. Raise max_staleness_hard, or set it to None."
             )
         self._resolve_inflight()
-        # The prompt stream continues from the checkpoint; there are no batches to skip.
+        # No batches are skipped after a resume, because the prompt stream continues from the checkpoint.
         self.ignore_data_skip = True
 
     def _one_value(self, names: tuple[str, ...], default: float) -> None:

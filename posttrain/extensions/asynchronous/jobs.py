@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of groups that wait for reward functions before generation waits.
+# If this many groups wait for their rewards, generation pauses.
 SCORE_BACKLOG = 16
-# Polling intervals in seconds: of the thread that interrupts the engine, and of an idle worker.
+# LOOK_S: polling interval of the thread that interrupts the engine. REST_S: polling interval of an idle worker. Both in
+# seconds.
 LOOK_S, REST_S = 0.05, 0.5
 
 
@@ -147,9 +148,9 @@ class GroupGenerator:
         self.driver, self.generator, self.tokenizer, self.reader = driver, generator, tokenizer, reader
         self.base, self.context = sampling, context
         driver.use_tokenizer(tokenizer)
-        # Whether groups may need several engine calls.
+        # Whether a group may need more than one engine call.
         self.episodic = driver.calls_tools or driver.pool is not None or driver.harness is not None
-        # Called regularly while a harness runs, to report progress. To stop the episodes, it raises an error.
+        # Callback that reports progress while a harness runs. It raises an error to stop the episodes.
         self.alive: Callable[[bool], bool] = bool
 
     def prompt(self, task: GroupTask) -> tuple[list[int], Sampling]:
@@ -396,7 +397,7 @@ def _sample(
     versions = [version for version, _ in rollout.spans or [(rollout.version, count)]]
     prompt = group.batch.examples[index]["prompt"]
     return RolloutSample(
-        # Decoded images are only for reward functions.
+        # Decoded images are needed only by reward functions, so they are not sent.
         prompt=without_pictures(prompt) if is_messages(prompt) else prompt,
         completion=group.batch.completions[index],
         input_ids=[*rollout.prompt_ids, *rollout.token_ids],
@@ -496,8 +497,7 @@ class RolloutWorkerLoop:
         """Return the tasks to begin now: as many as there are slots, and at least one if nothing is in progress."""
         taken: list[GroupTask] = []
         busy = sum(len(group.completions) for group in self.active)
-        # A task that requires newer weights starts only after they are loaded, so that its rollouts have the right
-        # version.
+        # A task that requires newer weights starts only after they are loaded, so that its rollouts have the correct version.
         while self.link.tasks and self.link.tasks[0].version <= self.handle.version:
             size = self.link.tasks[0].size
             if (busy or taken) and busy + sum(t.size for t in taken) + size > self.job.slots and not self.parallel:
@@ -602,7 +602,7 @@ class RolloutWorkerLoop:
         trajectories, alone = [], 0
         options: dict[str, Any] = {
             "mask_truncated": self.job.mask_truncated,
-            # Without rewards there is no importance ratio, and log-probs of the full distribution are logged.
+            # Without rewards, the loss has no importance ratio, so log-probs of the full distribution are logged.
             "truncation": self.job.sampling.truncation if self.rewards is None else self.job.sampling.left_out,
         }
         if len(group.batch.rollouts) >= min(2, size):
@@ -611,7 +611,8 @@ class RolloutWorkerLoop:
                     trajectories = unscored_group(group, **options)
                 else:
                     options |= {"method": self.job.method}
-                    with self._judging:  # Engine calls to servers end on several threads.
+                    # A lock is needed, because calls to servers end on several threads.
+                    with self._judging:
                         trajectories = score_group(group, self.rewards, self.job.tokenizer, **options)
             except Exception as error:
                 logger.warning("scoring failed: %s", error, exc_info=True)
@@ -626,5 +627,5 @@ class RolloutWorkerLoop:
         try:
             self.link.send("result", result=result)
         except OSError:
-            # The trainer has ended.
+            # The pipe is closed, because the trainer has ended.
             os._exit(0)

@@ -16,15 +16,16 @@ logger = logging.getLogger(__name__)
 
 # Reasons why a rollout was not used for training.
 DROP_REASONS = (
-    "stale_in_flight",  # its weights became too old during generation
-    "stale_in_queue",  # its weights became too old in the queue
+    "stale_in_flight",  # its weights were too old before its generation ended
+    "stale_in_queue",  # its weights became too old while it waited in the queue
     "failed",  # the engine, a tool, an environment or a reward function raised an error
-    "alone",  # fewer than two completions of its group remain, so there is nothing to compare
+    # its group has fewer than two completions left, so there is nothing to compare
+    "alone",
     "worker_lost",  # its worker process died
-    "too_long",  # longer than the maximum row
+    "too_long",  # it is longer than the maximum row length
     "untrainable",  # none of its tokens contributes to the loss
-    "skipped",  # the update was skipped, because policy and sampler differed too much
-    # it was in progress when the run ended, or when the checkpoint was written from which the run resumed
+    "skipped",  # its update was skipped, because policy and sampler differed too much
+    # it was in progress when the run ended, or when the checkpoint was written from which this run resumed
     "unfinished",
 )
 
@@ -167,8 +168,8 @@ class DropWatch:
         window: Number of rollouts per window.
     """
 
-    # Fraction of dropped rollouts in a window above which a warning is logged; fraction above which the window counts
-    # as bad; and number of consecutive bad windows after which the limit is halved.
+    # WARN: fraction of dropped rollouts in a window above which a warning is logged. CUT: fraction above which the window
+    # counts as bad. PATIENCE: number of consecutive bad windows after which the limit is halved.
     WARN, CUT, PATIENCE = 0.5, 0.3, 3
 
     def __init__(self, max_staleness: int, window: int = 100) -> None:
@@ -243,7 +244,8 @@ def balanced_shares(lengths: Sequence[int], world: int) -> list[list[int]]:
     [[0], [1, 2, 3]]
     """
     shares: list[list[int]] = [[] for _ in range(world)]
-    loads = [(0, target) for target in range(world)]  # A heap with the least loaded process first.
+    # This list is a heap whose first item is the process with the lowest load.
+    loads = [(0, target) for target in range(world)]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         load, target = loads[0]
         shares[target].append(index)

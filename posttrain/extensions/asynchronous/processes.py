@@ -21,8 +21,9 @@ from posttrain.extensions.asynchronous.worker import GAP_S, JOIN_S, ActiveClock,
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-RESTART_WINDOW_S = 600.0  # Time window of the restart limit in seconds. Rare failures never stop the run.
-# Maximum number of retries of a prompt if its worker died, or if its rollouts failed.
+# Restarts are counted over this number of seconds, so that rare failures never stop a run.
+RESTART_WINDOW_S = 600.0
+# Maximum number of retries of a prompt: LOST_ATTEMPTS if its worker died, FAILED_ATTEMPTS if its rollouts failed.
 LOST_ATTEMPTS, FAILED_ATTEMPTS = 3, 1
 
 
@@ -87,7 +88,7 @@ class PoolSettings:
 class _UnderWay:
     task: GroupTask
     worker: WorkerProcess
-    version: int | None = None  # Version of the weights at its beginning.
+    version: int | None = None  # Version of the weights when the task began.
 
 
 class WorkerPool:
@@ -118,14 +119,16 @@ class WorkerPool:
         self.source, self.settings, self.folder = source, settings, folder
         self.rollout_buffer, self.ledger = buffer, ledger
         self.budget = FailureBudget(settings.failure_budget)
-        self.max_inflight = settings.max_inflight  # The trainer lowers it if too many rollouts become stale.
+        # The trainer lowers this limit if too many rollouts become stale.
+        self.max_inflight = settings.max_inflight
         self.version, self._announced = 0, 0.0
-        self.holders: Any = None  # Servers that have the current version, if workers use servers.
-        self.clock = ActiveClock(GAP_S)  # This clock ignores time in which this process was suspended.
+        self.holders: Any = None  # Servers that have the current version. It is None if workers do not use servers.
+        # This clock does not count time during which this process was suspended.
+        self.clock = ActiveClock(GAP_S)
         self.workers: list[WorkerProcess] = []
         self.under_way: dict[int, _UnderWay] = {}
         self.loaded: dict[int, int] = {}
-        # Log-probs of probe sequences by worker and version, to be compared with the trainer's.
+        # Worker number, version, and log-probs of the probe sequences, to be compared with the trainer's log-probs.
         self.scored: deque[tuple[int, int, list[list[float]]]] = deque(maxlen=64)
         self.restarts = 0
         self.error: BaseException | None = None
@@ -254,7 +257,7 @@ class WorkerPool:
     def _take(self, worker: WorkerProcess, result: GroupResult) -> None:
         dispatched = self.under_way.get(result.group_id)
         if dispatched is None or dispatched.worker is not worker:
-            return  # The task was canceled.
+            return  # The task was canceled in the meantime.
         task = self.under_way.pop(result.group_id).task
         fine, failed = len(result.trajectories), len(result.errors)
         if fine + failed + result.untrainable + result.alone != task.size:
@@ -349,7 +352,8 @@ class WorkerPool:
         """Return whether another group may begin, given the rollouts in progress, the queue and the pace."""
         size, writing, waiting = self.settings.group_size, self.ledger.writing, len(self.rollout_buffer)
         if not writing and not waiting:
-            return True  # At least one group must be in progress, even if it exceeds small limits.
+            # At least one group must be in progress, even if it exceeds a limit.
+            return True
         reserved = (writing + size) * self.settings.rollout_tokens
         ahead = writing + waiting + self.ledger.held + size
         paced = self.settings.window is None or ahead <= self.settings.window

@@ -54,15 +54,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A warning is logged for reward models with more parameters, because they are slow on a CPU.
+# A warning is logged for reward models with more parameters than this, because they are slow on a CPU.
 BIG_MODEL = 50_000_000
-# If the context length is unknown, this multiple of the completion limit is reserved for the tokens of a rollout.
+# If the context length is unknown, a rollout may have up to this multiple of the maximum completion length.
 LONGEST_PROMPT = 2
-# Seconds for which the queue may be empty before the workers' health is checked.
+# If the queue has been empty for this number of seconds, the health of the workers is checked.
 LOOK_S = 5.0
-# Number of versions whose log-probs are kept for the comparison with workers.
+# Number of policy versions whose log-probs are stored, to compare them with the workers' log-probs.
 PROBES_KEPT = 8
-# Number of consecutive rollouts longer than a row of the batch after which the run stops.
+# The run stops after this number of consecutive rollouts that are longer than a batch row.
 TOO_LONG_IN_A_ROW = 100
 
 
@@ -168,7 +168,7 @@ class RolloutService:
         self.scoring: Scoring | None = None
         self.version = 0
         self._serving = False
-        # Step after which weights were last pushed.
+        # Training step after which the weights were last pushed.
         self._sent_at = -1
         self._probes: dict[int, Probe] = {}
 
@@ -216,7 +216,8 @@ class RolloutService:
             except Exception:
                 logger.exception("the %s could not be closed", name)
         left = {"writing": self.ledger.writing, "waiting": self.ledger.waiting, "held": self.ledger.held}
-        for place, count in left.items():  # Rollouts remain only if an error ended the run.
+        # Rollouts remain in the queue only if an error ended the run.
+        for place, count in left.items():
             self.ledger.drop(count, "unfinished", place)
 
     # Weights -----------------------------------------------------------------------------------------------------
@@ -233,7 +234,8 @@ class RolloutService:
         began = time.perf_counter()
         if isinstance(self.transfer, SharedWeights):
             self._probe_workers(self.transfer)
-        tensors = self.sync.outgoing(self.told.capabilities)  # Only one rank sends.
+        # All ranks read the tensors, but only one rank sends them.
+        tensors = self.sync.outgoing(self.told.capabilities)
         tries = self.args.vllm_sync_retries + 1 if self._engine_kind == "server" else 1
         whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
         self.version += not again
@@ -278,7 +280,8 @@ class RolloutService:
             for _ in tensors:
                 pass
         elif again:
-            self.transfer.send_again(tensors)  # These servers receive no requests yet, so nothing must be paused.
+            # These servers receive no requests yet, so generation is not paused.
+            self.transfer.send_again(tensors)
         else:
             self.transfer.pause()
             try:
@@ -412,7 +415,7 @@ class AsyncRollouts:
             with parallel.failing_together(self.accelerator):
                 self.service.compare_workers()
                 dealt = self._deal(n) if main else None
-            # Each process receives only its share. If the result is None, servers need their weights first.
+            # Each process receives only its share. A share of None means that servers need new weights first.
             share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)
             if share is not None:
                 samples = by_context(share)
@@ -429,7 +432,7 @@ class AsyncRollouts:
             return None
         waited = time.perf_counter() - began
         samples = [sample for trajectory in self.held for sample in trajectory.samples]
-        if self.service.pool is None:  # Samples of the worker pool were already validated in `score_group`.
+        if self.service.pool is None:  # The pool's samples have already been checked in `score_group`.
             for sample in samples:
                 sample.check()
         self._log_step(waited)
@@ -455,7 +458,8 @@ class AsyncRollouts:
                 tokens.
         """
         pending, self.held = self.held, []
-        for trajectory in pending:  # Rollouts from an earlier call that was interrupted to push weights.
+        # These rollouts were collected by an earlier call, which was interrupted to push weights.
+        for trajectory in pending:
             self._hold(trajectory, "held")
         while len(self.held) < count:
             trajectory = self._wait()
@@ -547,7 +551,7 @@ class AsyncRollouts:
             with self.service.pool.lock:
                 self.tasks.done(group_id)
 
-    # The ledger
+    # Methods that update the ledger.
 
     def book(self, *, skipped: bool) -> None:
         """Record the step's rollouts as used for training. If the update was skipped, record them and the whole queue
@@ -666,7 +670,7 @@ class AsyncRollouts:
 
     def _watch_rewards(self, watch: RewardWatch, first: list[RolloutSample], table: RewardTable) -> None:
         """Stop the run if rewards have no variance, as in synchronous training."""
-        # A custom worker may send only advantages, without rewards.
+        # A custom worker may send advantages only, without rewards.
         known = [i for i, s in enumerate(first) if any(f"rewards/{name}" in s.metrics for name in table.names)]
         table = replace(table, values=table.values[known])
         self.sync.run.log(unscorable(table.values))
@@ -693,7 +697,7 @@ def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
         known = ~values.isnan()
         metrics[name] = mean(values.nan_to_num(0.0), known)
         if name.startswith("rewards/") and name.endswith("/nan"):
-            metrics[name] = total(float(values.nansum()))  # A count of rows, as in synchronous training.
+            metrics[name] = total(float(values.nansum()))  # Unscored rows are counted, as in synchronous training.
         if name.startswith("rewards/") and name.count("/") == 1:
             metrics[f"{name}/mean"] = metrics[name]
     if not any("reward" in sample.metrics for sample in first):

@@ -172,7 +172,7 @@ class GroupTask:
 class RolloutWorkerProtocol(Protocol):
     """Methods of a rollout worker that the trainer calls."""
 
-    # Queue with ``get(timeout)``, which raises `queue.Empty`. It contains samples or trajectories.
+    # Queue of samples or trajectories. Its method ``get(timeout)`` raises `queue.Empty` if nothing arrives in time.
     rollout_buffer: Any
 
     def start(self) -> None: ...
@@ -252,10 +252,10 @@ class TaskSource:
 
     def __init__(self, prompts: PromptStream, group_size: int, seed: int = 0) -> None:
         self.prompts, self.group_size, self.seed = prompts, group_size, seed
-        # Number of groups so far. It is also the number of the next group.
+        # Number of groups that were created so far, which is the number of the next group.
         self.group = 0
         self._again: deque[tuple[GroupTask, Origin]] = deque()
-        # Positions in the dataset of groups in progress.
+        # Maps each group in progress to its position in the dataset.
         self._origin: dict[int, Origin] = {}
 
     def next(self) -> GroupTask:

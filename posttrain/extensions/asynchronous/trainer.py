@@ -190,7 +190,7 @@ class AsyncTrainer(OnlineTrainer):
             control.should_training_stop or self.state.global_step >= self.args.max_steps,
         )
         if (step % self.args.weight_sync_steps == 0 or self._skipping) and not last:
-            # Push weights before the step is recorded, so that new rollouts get the new version.
+            # Push the weights before the step is recorded, so that new rollouts are generated with the new version.
             self.source.service.push_weights()
         if main:
             self.source.book(skipped=self._skipping)

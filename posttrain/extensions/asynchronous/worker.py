@@ -53,11 +53,12 @@ class ActiveClock:
 
 
 BEAT_S = 1.0
-GAP_S = 3.0  # Maximum gap in seconds between two reads of the clock. In longer gaps this process was suspended.
+# If the time between two reads of the clock exceeds this number of seconds, the process was suspended in between.
+GAP_S = 3.0
 TAIL_LINES, TAIL_BYTES = 30, 16_384
-JOIN_S = 15.0  # Maximum number of seconds until a worker stops.
+JOIN_S = 15.0  # Maximum number of seconds for a worker to stop.
 
-# Environment variables that a worker must not inherit. With them it would join the trainer's process group or overwrite
+# Environment variables that a worker must not inherit. A worker with them would join the trainer's process group or overwrite
 # the trainer's logs.
 DISTRIBUTED = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -192,13 +193,14 @@ class Link:
                 self._take(self.connection.recv_bytes())
         except (EOFError, OSError):
             self._orphaned()
-        except BaseException:  # A worker that receives no more commands would never end.
+        # End the process, because a worker that receives no more commands would run forever.
+        except BaseException:
             traceback.print_exc()
             os._exit(1)
 
     def _orphaned(self) -> NoReturn:
         """End this process, because the trainer has ended."""
-        # The lock is never released, so that another thread cannot end the process at the same time.
+        # The lock is never released, because no other thread may end the process at the same time.
         self._ending.acquire()
         try:
             self.on_orphaned()
@@ -229,11 +231,11 @@ class Link:
 
 def worker_main(payload: bytes, connection: Connection, log: str, index: int) -> None:
     """Run the worker in the new process. Its output is written to ``log``."""
-    # The trainer handles these signals. It needs its workers to finish the step.
+    # Ignore these signals. The trainer handles them, and it needs its workers to finish the step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # The process ends with the trainer, but unlike a daemon it may start processes, for example in reward functions
-    # that run code.
+    # The process must end with the trainer, like a daemon. Unlike a daemon, it may start processes of its own (e.g. for reward
+    # functions that run code).
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process.
     os.dup2(file.fileno(), 2)
@@ -248,7 +250,7 @@ def worker_main(payload: bytes, connection: Connection, log: str, index: int) ->
         traceback.print_exc()
         file.flush()
         link.send("failed", error=f"{type(error).__name__}: {error}")
-        os._exit(1)  # Hanging threads of tools must not keep the process alive.
+        os._exit(1)  # Exit without waiting for threads, because threads of tools may hang.
     file.flush()
     os._exit(0)
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from posttrain.models.memory_estimate import Workload
 
 
-# Exit code EX_CONFIG of sysexits.h. It is also the exit code of a run that fails a check before training.
+# Exit code EX_CONFIG of sysexits.h. A run that fails a check before training exits with the same code.
 DOES_NOT_FIT = 78
-# Batches of up to this multiple of the configured batch are tried.
+# Largest batch size that is tried, as a multiple of the configured batch size.
 MOST_TIMES = 16
-# Number of examples to tokenize. The longest examples of the dataset, in characters, are selected.
+# Number of examples that are tokenized. The longest examples (in characters) are selected.
 EXAMPLES = 48
 
 
@@ -95,7 +95,8 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     memory = estimate_memory(work)
     available = available_memory(device, memory_limit(args))
     size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
-    # Estimate the peak for every batch size that keeps the effective batch size. Sizes with the same largest pass share it.
+    # Estimate the peak for every batch size that keeps the effective batch size. Sizes with the same largest pass share one
+    # estimate.
     known, peaks, limit = {_largest(work): memory.peak}, {}, int(PLANNED_SHARE * available.free)
     for other in batch_sizes(size, accumulation):
         changed = plan(subject.method, config, batch_size=other, **settings)
@@ -109,7 +110,8 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
         def make(rows: int) -> Workload:
             changed = plan(subject.method, config, batch_size=rows, **settings)
             calls = changed.generating
-            if calls is not None:  # A generation grows in proportion to the batch.
+            # The number of generated sequences grows in proportion to the batch size.
+            if calls is not None:
                 grown = {name: getattr(calls, name) * rows // whole for name in ("prompts", "sequences")}
                 calls = replace(calls, **grown)
             return replace(changed, passes=len(changed.batches), generating=calls)
@@ -153,7 +155,8 @@ def _larger(whole: int, peak: int, limit: int, step: int, make: Callable[[int], 
         works = [make(most), make(2 * most)]
         grows = _largest(works[0]) != _largest(works[1]) or works[0].generating != works[1].generating
         return (most, True) if grows else (None, False)
-    for _ in range(2):  # The peak grows almost linearly, so two steps of the secant method are sufficient.
+    # Two steps of the secant method are enough, because the peak grows almost linearly with the batch size.
+    for _ in range(2):
         size = int(low[0] + (limit - low[1]) / (high[1] - low[1]) * (high[0] - low[0])) // step * step
         if low[0] < size < high[0]:
             tried = size, estimate_memory(make(size)).peak

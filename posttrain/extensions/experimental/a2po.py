@@ -52,10 +52,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Reward transforms that depend on other rewards. They would give different results in the estimate of values and in
-# training.
-
-
 def optimal_value(rewards: Sequence[float], beta1: float) -> float:
     """Compute ``V* = beta1 log mean_i exp(r_i / beta1)`` over the rewards that are not NaN. Return NaN if all are NaN.
 
@@ -126,9 +122,9 @@ class ValueCache:
 
 
 FILE = "v_star.jsonl"
-# A reward counts as binary if it differs from 0 or 1 by at most this value.
+# Rewards count as binary if each of them differs from 0 or 1 by at most this value.
 TOLERANCE = 1e-6
-# Seed offset of the samples from which values are estimated.
+# Offset that is added to the seed when completions for the estimate of values are sampled.
 VALUE_SEED = 20_000_003
 
 
@@ -229,8 +225,10 @@ class A2POTrainer(OnlineTrainer):
             environment_factory=environment_factory,
         )
         disable_dropout_in_model(self.model)  # Dropout would add noise to the log-ratio.
-        self.cache: ValueCache | None = None  # Rewards of the reference by prompt, after they are estimated.
-        self._value_batch = 0  # Number of the batch of value samples, which determines its seed.
+        # Rewards of the reference's completions, by prompt. It is None until they are computed.
+        self.cache: ValueCache | None = None
+        # Number of the current batch of completions for values. It determines the batch's seed.
+        self._value_batch = 0
         self._restored: dict[str, Any] = {}
         self._filtered = False
 
@@ -284,7 +282,7 @@ class A2POTrainer(OnlineTrainer):
         n = self.args.num_value_samples
         examples = [row for _, row in part for _ in range(n)]
         if not examples:
-            # Sampling is a collective, so a rank without rows samples too.
+            # Sampling is a collective operation, so a rank without rows must also take part.
             self.sample([dict(self.spare_example)], self._value_settings())
             return {}
         generation = self.sample(examples, self._value_settings())
@@ -328,7 +326,7 @@ class A2POTrainer(OnlineTrainer):
     def _open_cache(self) -> ValueCache:
         model, sampling = self.reference.copy or self.model, self._value_settings().sampling
         run = fingerprint(
-            # The trained adapter is excluded, because the reference runs without it.
+            # Exclude the trained adapter from the hash, because the reference runs without it.
             model=hash_tensors({name: p for name, p in model.named_parameters() if not p.requires_grad}),
             sampling=sampling.unseeded(),
             samples=self.args.num_value_samples,

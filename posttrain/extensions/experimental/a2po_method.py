@@ -74,7 +74,7 @@ class A2POConfig(OnlineConfig):
 
     def __post_init__(self) -> None:
         self.top_k = self.top_k or 0
-        # Check this first, because the parent's error would suggest a beta, which is not supported either.
+        # Check this first, because the parent's error would suggest to set beta, which is not supported either.
         check_rules(
             self,
             [("sync_ref_model", not self.sync_ref_model, "must be False: values are estimated with a fixed reference")],

@@ -505,7 +505,7 @@ class SDPOTrainer(DistillationTrainer):
     def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
         """Return the teacher's prompt for each completion. The column ``active`` marks prompts with a hint."""
         size, rewards = rollouts.group_size, found.totals.tolist()
-        # Gather from all ranks, because a group may be on several ranks.
+        # Gather the texts of all ranks, because the completions of a group may be on several ranks.
         texts = parallel.all_gather_objects([rollout.text or "" for rollout in rollouts.rollouts], self.accelerator)
         draw = torch.Generator().manual_seed(self.args.seed + batch_number(self.run, rollouts.mode))
         prompts, active = [], []

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
 THINKING = re.compile(r"<think>.*?</think>\s*|(<think>.*)", re.DOTALL)
-SHORT = 10  # A completion of one line with fewer characters counts as empty (SSD).
-# Options of GRPO's trainer that these losses do not have.
+# In SSD, a completion that is a single line with fewer characters than this counts as empty.
+SHORT = 10
+# Options of the GRPO trainer that these losses do not have.
 OF_GRPO: dict[str, tuple[Any, str]] = {
     "cast_lm_head_to_fp32": (False, "Remove it: the loss computes the logits of both models in float32."),
     "entropy_coef": (0.0, "Use GRPOTrainer for an entropy bonus."),
@@ -41,7 +42,7 @@ OF_BUFFER: dict[str, tuple[Any, str]] = {
     ),
     "log_completions_steps": (100, "Use logging_steps."),
 }
-# Options of a teacher and its divergence, which SSD does not have.
+# Options for a teacher and its divergence. SSD has neither.
 OF_TEACHER: dict[str, tuple[Any, str]] = {
     name: (default, "Remove it: SSD trains on its own samples without a teacher.")
     for name, default in {

@@ -41,7 +41,7 @@ from posttrain.trainers.distillation import DistillationTrainer
 from posttrain.types import Advantages, Batch, Rollout, Row
 
 PROBE = "The quick brown fox."
-# Prefixes for encoding a text without the tokens that a tokenizer adds at its beginning.
+# A text is encoded after one of these prefixes, to avoid the tokens that a tokenizer adds at the beginning of a text.
 ANCHORS = ("\n", "x", ".", "0")
 
 
@@ -52,7 +52,7 @@ def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[r
     >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
     [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
     """
-    # For each sequence: maps the end of each token, in bytes, to the number of tokens up to this end.
+    # For each of the two sequences: maps the end position of each token (in bytes) to the number of tokens up to this position.
     mine, theirs = (dict(zip(accumulate(map(len, side)), count(1), strict=False)) for side in (first, second))
     groups, i, j = [], 0, 0
     for end in sorted(mine.keys() & theirs.keys()):
@@ -335,7 +335,8 @@ class GOLDTrainer(DistillationTrainer):
         stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
         groups_made = 0
         for example, rollout in zip(rollouts.examples, rollouts.rollouts, strict=True):
-            # The text after the stop token depends on the chat template, so the teacher's text may differ.
+            # Remove the stop token and everything after it, because this text depends on the chat template and the teacher's
+            # may differ.
             written = takewhile(lambda token: token not in stops, rollout.token_ids)
             spelled = [self._mine.get(token, b"") for token in written]
             text = b"".join(spelled)
@@ -369,7 +370,7 @@ class GOLDTrainer(DistillationTrainer):
         if isinstance(example["prompt"], str):
             special = set(self.processing_class.all_special_ids)
             text = _longest_text(b"".join(self._mine.get(i, b"") for i in rollout.prompt_ids if i not in special))
-            # Some tokenizers add a space before a text. Remove it, because the teacher's tokenizer adds a space itself.
+            # Some tokenizers add a space at the beginning of a text. Remove it, because the teacher's tokenizer adds its own.
             example = {"prompt": text if example["prompt"].endswith(text) else text.removeprefix(" ")}
         kwargs = self.args.chat_template_kwargs or {}
         return tokenize_prompts([example], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]

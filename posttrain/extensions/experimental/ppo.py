@@ -75,12 +75,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-TABLE_TEMPERATURE = 0.01  # Sampling temperature of sample tables.
-# A mean KL below KL_LOW for KL_UPDATES rollout batches cannot be explained by the noise of the k1 estimate.
+TABLE_TEMPERATURE = 0.01  # Sampling temperature for the tables of samples.
+# If the mean KL is below KL_LOW in KL_UPDATES consecutive rollout batches, noise of the k1 estimate cannot be the reason.
 KL_LOW, KL_UPDATES = -1.0, 5
 
 
-VALUE_FILE = "value_function.safetensors"  # This file is only in checkpoints. A saved policy does not contain the value function.
+# Only checkpoints contain this file. A saved policy does not include the value function.
+VALUE_FILE = "value_function.safetensors"
 
 
 class TokenPrompts(PromptSource):
@@ -232,7 +233,8 @@ class PPOTrainer(OnlineTrainer):
         args = copy.copy(as_config(PPOConfig, args or f"{Path(name).name or 'model'}-PPO"))
         self._given_collator, self._owns_tokenizer = data_collator, processing_class is None
         self._low_kl = 0
-        self._clock: tuple[float, float] | None = None  # Number of episodes and time at the beginning of this run.
+        # Number of episodes and time when this run began.
+        self._clock: tuple[float, float] | None = None
         model, self._given_reference, self._given_value = _opened(args, model, ref_model, value_model)
         args.plan(len(train_dataset) if isinstance(train_dataset, Sized) else None)
         self.reward_model, rewards = reward_model, _reward_functions(reward_model, args)
@@ -263,7 +265,8 @@ class PPOTrainer(OnlineTrainer):
             reward.pad_token_id = self.pad_token_id
         self.buffers["table"] = MetricBuffer()
         self.counters.setdefault("episode", 0.0)
-        self.end_ids = {self.processing_class.eos_token_id, *self.stops}  # Tokens that mark the end of a response.
+        # Ids of tokens that end a response.
+        self.end_ids = {self.processing_class.eos_token_id, *self.stops}
 
     def _token_rewards(self) -> list[TokenReward]:
         return [function for function in self.rewards.functions if isinstance(function, TokenReward)]
@@ -397,7 +400,8 @@ class PPOTrainer(OnlineTrainer):
         """Compute per-token values of every response with the training forward pass."""
         chunk = self.args.logits_chunk_size
         size, result = self.args.local_rollout_forward_batch_size, {name: [[]] * len(rows) for name in needs}
-        batches: list[tuple[Batch, list[int]]] = []  # Batches, with the indices of their responses among the rows.
+        # Batches, each with the row indices of its responses.
+        batches: list[tuple[Batch, list[int]]] = []
         for start in range(0, len(rows), size):
             part, places = share_prompts(rows[start : start + size])
             here = [start + place for place in places]
@@ -409,7 +413,7 @@ class PPOTrainer(OnlineTrainer):
                 model, batch.to(self.args.device), needs, temperature=self.method.temperature, chunk_size=chunk
             )
             for name in needs if counts else ():
-                # Copy all values to the host at once instead of once per response.
+                # Copy the values of all responses to the host in one transfer.
                 pieces = split_by_sequence(getattr(outputs, name).cpu(), batch.to("cpu"))
                 for origin, piece in zip(batch.origin, pieces, strict=True):
                     result[name][places[origin]] = piece.tolist()
@@ -461,7 +465,8 @@ class PPOTrainer(OnlineTrainer):
     # Saving and loading ----------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is not None:  # It also contains the value function. Keep only the policy's tensors.
+        # The state dict also contains the value function. Keep only the policy's tensors.
+        if state_dict is not None:
             state_dict = {k: v for k, v in state_dict.items() if "v_head." not in k and "value_model." not in k}
         with without_value(self.model):
             super()._save(output_dir, state_dict)
@@ -482,7 +487,8 @@ class PPOTrainer(OnlineTrainer):
 
     def _load_parts(self, folder: str, load_policy: Callable[[], None]) -> None:
         if parallel.shards_parameters(self.accelerator):
-            load_policy()  # A sharded state contains policy and value function.
+            # A sharded state contains both the policy and the value function.
+            load_policy()
             return
         with without_value(self.model):
             load_policy()
@@ -502,7 +508,8 @@ class PPOTrainer(OnlineTrainer):
         if not wanted or self.eval_dataset is None or self._table_of == step:
             return
         if step % max(1, self.state.max_steps // wanted) == 0:
-            self._table_of = step  # Remember the step, because the training loop calls this method again at the end.
+            # Store the step, so that the table is not logged again at the end of training.
+            self._table_of = step
             self.generate_completions(sampling=True)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:

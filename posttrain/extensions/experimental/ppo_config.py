@@ -14,7 +14,8 @@ from posttrain.rewards.runner import transform_names
 from posttrain.rollouts.engines import EXACT
 
 ESTIMATORS = ("k1", "k3")
-WHITEN_LEAST = 8  # Minimum number of responses per mini-batch and process for whitened rewards.
+# Minimum number of responses per mini-batch and process for which rewards can be whitened.
+WHITEN_LEAST = 8
 
 
 class _OneCompletion:
@@ -22,10 +23,12 @@ class _OneCompletion:
 
     num_generations = 1
     num_generations_eval = None
-    num_iterations = 1  # Passes over a micro-batch. The number of epochs is ``num_ppo_epochs``.
+    # Number of passes over a micro-batch. The number of epochs is ``num_ppo_epochs``.
+    num_iterations = 1
     dynamic_sampling = 0
     mask_truncated_completions = False
-    beta = 0.0  # The KL is part of the reward (``kl_coef``), not of the loss.
+    # The KL divergence is part of the reward (``kl_coef``), not of the loss.
+    beta = 0.0
     top_p = 1.0
     top_k = 0
     min_p = None

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from posttrain.rewards.runner import RewardTable
     from posttrain.types import LogProbs
 
-STATES = "states"  # Name of the count of states with a value. It differs from the number of tokens with loss.
+# Name of the count of states that have a value. It differs from the number of tokens in the loss.
+STATES = "states"
 
 
 def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
@@ -55,7 +56,7 @@ def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
     value = clipped_value_loss(out.values, old_values, returns, cliprange=cfg.cliprange_value)
     moved = log_ratio.detach()
     ratio = moved.exp()
-    excess = ratio - 1.0  # Centered, so that a variance of 1e-9 is representable in float32.
+    excess = ratio - 1.0  # Subtract 1, so that even a variance of 1e-9 is representable in float32.
     value_error = (out.values.detach() - returns).square() / 2
     metrics = {
         "loss/policy_avg": mean(policy, mask),

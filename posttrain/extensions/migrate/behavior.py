@@ -18,7 +18,7 @@ EOS = (
     "SFTTrainer: TRL 0.7 to 0.15 appended no EOS token to plain text that is not packed. posttrain appends one and trains it, as "
     "TRL has done since 0.16. To train without it, pass tokenized rows (input_ids)."
 )
-# Arguments that TRL removed before it had the option packing_strategy.
+# Arguments that no TRL release with the option packing_strategy has. A script that uses them was written for an older release.
 REMOVED = {"tokenizer", "max_seq_length", "evaluation_strategy", "num_of_sequences", "chars_per_token"}
 
 

@@ -26,11 +26,12 @@ from posttrain.extensions.migrate.note import Note
 from posttrain.methods.sft import OLD_DATASET_KWARGS
 
 PACKAGES = ("trl", "posttrain")
-SHARED = "TrainingArguments"  # A class of transformers that trainers of older TRL releases accepted.
-PLAIN_PARSER = "HfArgumentParser"  # A parser of transformers, which does not convert options of older releases.
+SHARED = "TrainingArguments"  # Class of transformers that trainers of older TRL releases accepted as config.
+# Parser of transformers. It does not convert options of older releases.
+PLAIN_PARSER = "HfArgumentParser"
 PARSERS = {"TrlParser", PLAIN_PARSER}
 COLLATOR = "DPODataCollatorWithPadding"
-TEXTS = ("formatting_func", "dataset_text_field")  # Arguments for rows of text.
+TEXTS = ("formatting_func", "dataset_text_field")  # Arguments that only apply to rows of plain text.
 
 ADDED_TOKENS = (
     "add_special_tokens: removed. Rows of messages get the tokens of the chat template alone, as before; for rows of text set "
@@ -304,7 +305,7 @@ class Script(cst.CSTVisitor):
         if self.imported.get(name) == COLLATOR:
             self.deleted.add(call)
             self.uses[name] -= 1
-            if self.uses[name] == 1:  # The import.
+            if self.uses[name] == 1:  # Only the import statement is left.
                 self.dropped.add(name)
                 self.notes = [note for note in self.notes if not note.text.startswith(f"{COLLATOR} does not exist")]
 
@@ -492,7 +493,7 @@ class Rewriter(cst.CSTTransformer):
             config = self.converted(original_node, kind.config_class, config)
             call = with_argument(call, cst.Arg(config, cst.Name("args"), equal=equal_sign(call)))
         for arg in self.script.added.get(original_node, ()):
-            # In TRL, the argument of the trainer replaced the option.
+            # In TRL, an argument passed to the trainer overrode the option.
             keyword = arg.keyword
             is_given = keyword is not None and keyword.value in by_name(call)
             call = (
@@ -821,7 +822,7 @@ def with_argument(call: cst.Call, arg: cst.Arg) -> cst.Call:
     elif not isinstance(between, cst.SimpleWhitespace) or not between.value:
         between = cst.SimpleWhitespace(" ")
     end: Any = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else None
-    if isinstance(end, cst.ParenthesizedWhitespace):  # A comment after the last argument stays on its line.
+    if isinstance(end, cst.ParenthesizedWhitespace):  # Keep the comment after the last argument on its line.
         inner = end.last_line if not isinstance(between, cst.ParenthesizedWhitespace) else between.last_line
         first = cst.Comma(
             whitespace_after=end.with_changes(last_line=inner, indent=getattr(between, "indent", end.indent))

@@ -14,20 +14,20 @@ from posttrain.compat.trl_names import value_row
 from posttrain.extensions.migrate.behavior import REMOVED
 from posttrain.extensions.migrate.note import Note
 
-# A command is at the start of a line, or follows another command or variable assignments.
+# A command starts a line, or follows another command or variable assignments.
 SETTINGS = r"(?:\w+=\S*[ \t]+)*"
 NAME = r"(?P<program>trl)[ \t]+(?P<name>[\w-]+)"
 COMMAND = re.compile(rf"(?:^|[;&|(]|\bthen\b|\bdo\b)[ \t]*{SETTINGS}{NAME}", re.MULTILINE)
 IN_NOTEBOOK = re.compile(rf"^[ \t]*!(?:.*[;&|])?[ \t]*{SETTINGS}{NAME}", re.MULTILINE)
 SCRIPT = re.compile(r"(?:trl[/.]|examples/)scripts[/.](\w+?)(?:\.py)?(?=\s|$)")
-# An option with its values, or the end of a command.
+# These patterns match an option with its values, or the end of a command.
 SPACE = r"(?:\\\n|[ \t])+"
 WORD = r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|[^\s;&|<>'"\\#])+"""
 FLAG = re.compile(
     rf"(?P<space>{SPACE})--(?P<name>[\w-]+)(?P<values>(?:={WORD})?(?:{SPACE}(?!-{{1,2}}[A-Za-z]){WORD})*)"
 )
 WORDS = re.compile(rf"(?:{SPACE}(?:-{{1,2}}[A-Za-z])?{WORD}|=)*")
-SAME = ("env", "vllm-serve")  # Commands with the same name and without options of configs.
+SAME = ("env", "vllm-serve")  # Commands that have the same name in posttrain and do not take options of configs.
 
 
 def migrate_shell(text: str, *, notebook: bool = False) -> tuple[str, list[Note]]:

@@ -29,8 +29,8 @@ from posttrain.report.progress import MAIN, logged_labels
 from posttrain.report.record import flat
 from posttrain.report.templates import environment
 
-LONGEST = 4000  # Maximum number of characters of a completion. The middle of longer completions is omitted.
-TAIL = 0.1  # Fraction of the latest points over which the final value of a metric is averaged.
+LONGEST = 4000  # Maximum number of characters of a completion. The middle of a longer completion is omitted.
+TAIL = 0.1  # The final value of a metric is the mean over this fraction of its latest points.
 ABSENT = "—"
 BESIDE_THE_POINT = ("config.output_dir", "config.logging_dir", "config.run_name", "started", "first_started")
 TITLES = {
@@ -44,9 +44,9 @@ TITLES = {
 }
 
 
-MOST_POINTS = 1500  # Maximum number of points per curve in the page.
+MOST_POINTS = 1500  # Maximum number of points per curve on the page.
 
-# Panels of the page in order: heading -> {title with the unit: pattern of metric names}.
+# Panels of the page, in order: heading -> {panel title with unit: pattern of metric names}.
 LAYOUT: dict[str, dict[str, str]] = yaml.safe_load((TEMPLATES / "layout.yaml").read_text(encoding="utf-8"))
 OTHER = "More"
 
@@ -190,7 +190,7 @@ def figures(panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Seq
             text = f"{finding.code}: {finding.what}"
             marks[key].append({"run": at, "step": mark.step, "severity": finding.severity, "text": text})
         for verdict in verdicts[at]:
-            # Shade a panel once, even if two of its metrics are affected.
+            # Use a set, so that a panel is shaded only once even if two of its metrics are affected.
             for key in {of_metric[name].key for name in verdict.rule.metrics if verdict.spans and name in of_metric}:
                 spans[key].append({"run": at, "text": verdict.title, "spans": verdict.spans})
     drawn = [
@@ -239,7 +239,7 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
     kept = {0, size - 1}
     for start in range(0, size, stretch):
         places = [at for at in range(start, min(start + stretch, size)) if math.isfinite(series.values[at])]
-        places = places or [start]  # Keep a gap visible.
+        places = places or [start]  # Keep a point without a value, so that the gap remains visible.
         kept |= {min(places, key=series.values.__getitem__), max(places, key=series.values.__getitem__)}
     order = sorted(kept)
     return Series([series.steps[i] for i in order], [series.values[i] for i in order], [series.times[i] for i in order])

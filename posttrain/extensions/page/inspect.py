@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).with_name("templates")
 
 BINS = 12
-TAIL = 3  # If the maximum length is this multiple of the 99th percentile, the longest sequences share the last bin.
+# If the maximum length exceeds the 99th percentile by this factor, the longest sequences are merged into the last bin.
+TAIL = 3
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
-SCREEN_TOKENS = 400  # Maximum number of tokens per row on a terminal (about one screen). The middle is omitted.
+# Maximum number of tokens per row on a terminal (about one screen). The middle of a longer row is omitted.
+SCREEN_TOKENS = 400
 FILE_TOKENS = 2000  # Maximum number of tokens per row in a file (about ten screens).
 BAR = 40
-STYLES = {  # (trained, special)
+STYLES = {  # The key is (trained, special).
     (True, False): "bold green",
     (False, False): "dim",
     (True, True): "bold magenta underline",
@@ -300,7 +302,7 @@ def _special_tokens(flat: list[TokenSequence], tokenizer: Tokenizer, roles: dict
     counts = [Counter(i for i in item.ids if i in roles) for item in flat]
     trained = Counter(i for item in flat for i, flag in zip(item.ids, item.trained, strict=True) if flag)
     totals = sum(counts, Counter())
-    # Always list bos and eos, because their absence is useful information.
+    # Always list bos and eos, because it is useful to see that they do not occur.
     listed = set(totals) | {i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None}
     tokens = [
         SpecialToken(
@@ -356,7 +358,8 @@ def pieces_of(ids: list[int], trained: list[bool], tokenizer: Tokenizer, roles: 
     characters are complete.
     """
     size = len(tokenizer)
-    whole = [token in roles or not 0 <= token < size for token in ids]  # Whether a token is shown separately.
+    # Whether a token is shown separately instead of merged with its neighbors.
+    whole = [token in roles or not 0 <= token < size for token in ids]
     before: list[int] = []
     pending: list[int] = []
     for position, (token, flag) in enumerate(zip(ids, trained, strict=True)):

@@ -20,10 +20,12 @@ NOT_CURVES = {"step", "time", "epoch"}
 FILES = ("manifest.json", "metrics.jsonl", "findings.jsonl", "preflight.json", "data.json", "completions.parquet")
 
 SEVERITIES = ("error", "warning", "info")
-SHADED = 4000  # Maximum number of tokens of a completion.
-STEPS = 16  # Maximum number of steps shown, evenly spaced, including the first and the last.
+SHADED = 4000  # Maximum number of tokens of a completion that are shaded.
+# Maximum number of steps that are shown. They are evenly spaced and include the first and the last step.
+STEPS = 16
 GROUPS = 2  # Maximum number of prompts per step.
-MEMBERS = 4  # Maximum number of completions per prompt, evenly spaced from the best to the worst.
+# Maximum number of completions per prompt. They are evenly spaced from the best to the worst.
+MEMBERS = 4
 KNOWN = (
     "step", "prompt", "completion", "advantage", "tokens", "logps", "image_digests", "image_sizes", "thumbnails",
     "episode",
@@ -109,7 +111,7 @@ class Sample:
         return [(token.replace("\n", "↵\n"), logp, d) for (token, logp), d in zip(pairs, depths, strict=True)]
 
 
-Moment = tuple[int, list[list[Sample]]]  # A step, and its completions grouped by prompt.
+Moment = tuple[int, list[list[Sample]]]  # A step, with its completions grouped by prompt.
 
 
 @dataclass
@@ -250,8 +252,8 @@ def _json(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, 
     return {name: value for name, value in content.items() if name not in odd}
 
 
-# Schema of the files that the page reads. A dict contains the expected keys. A list contains the schema of each of its items. A
-# tuple contains one schema per item.
+# Expected schema of the files that the page reads. A dict lists the required keys. A list holds the schema that each item must
+# have. A tuple holds one schema per item.
 SHAPES: dict[str, dict[str, Any]] = {
     "manifest.json": {"command": [str], "config": {}},
     "data.json": {
@@ -346,7 +348,8 @@ def _state(run: Run) -> str:
         FolderLock(run.folder).check()
     except ConfigError:
         return "running"
-    except OSError:  # The lock cannot be tested without write permission.
+    # Without write permission, the lock cannot be tested, so the state is derived from the files.
+    except OSError:
         return "running" if (run.folder / LOCK).exists() else "finished" if run.summary else "stopped"
     return "finished" if run.summary else "stopped"
 
@@ -368,7 +371,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
     for part in _spread(parts, STEPS):
         try:
             rows = read_rows(part)
-        except Exception as error:  # A damaged file of any kind must not hide the other files.
+        except Exception as error:  # Catch all exceptions, because a damaged file must not hide the other files.
             notes.append(f"{part.name} cannot be read: {type(error).__name__}.")
             continue
         for row in rows:

@@ -30,15 +30,15 @@ from posttrain.extensions.vllm.engine import vllm_command
 from posttrain.integrations import is_available, require
 from posttrain.integrations.network import host_and_port
 
-# Prefixes of environment variables that are passed to tasks. Ray itself passes none.
+# Prefixes of the environment variables that are passed to tasks. By default, Ray passes none.
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")
-# 128 plus SIGINT and SIGTERM, as in shells.
+# Exit codes after SIGINT and SIGTERM: 128 plus the signal number, as in shells.
 INTERRUPTED, TERMINATED = 130, 143
-# EX_TEMPFAIL of sysexits.h. It means that the same command may be run again.
+# Exit code EX_TEMPFAIL of sysexits.h. It means that the same command may be started again.
 LOST = 75
-# Maximum number of seconds for the trainer to save after Ctrl-C, and for a server to end.
+# Maximum number of seconds for the trainer to save after Ctrl-C, and for a server to stop.
 SAVE_SECONDS = 15.0
-# linux/prctl.h: set the signal that a child gets when its parent dies.
+# Option number from linux/prctl.h. It sets the signal that a child process gets when its parent dies.
 PR_SET_PDEATHSIG = 1
 
 
@@ -71,7 +71,7 @@ class RayRun:
         self.name, self.argv = name, list(argv)
         parser = PosttrainArgumentParser((RayArguments, _Trained), prog=f"posttrain {name} --launcher ray")
         self.options, self.trained, _ = parser.parse_args_and_config(self.argv, return_remaining_strings=True)
-        # Use vLLM's own server if vLLM is installed.
+        # Use vLLM's own server if vLLM is installed. Otherwise use `posttrain serve`.
         self.serving = "vllm-serve" if is_available("vllm") else "serve"
         if not self.options.rollout_servers:
             return
@@ -87,7 +87,7 @@ class RayRun:
                 )
         if not self.trained.model_name_or_path:
             raise ConfigError("--model_name_or_path is missing. Fix: name the model to serve and train.")
-        # Reject wrong server arguments before any task is placed.
+        # Reject invalid server arguments before any task is placed.
         if self.serving == "vllm-serve":
             vllm_command(self.serve_arguments(), cpu=False)
         else:
@@ -131,20 +131,20 @@ def _address() -> tuple[str, int]:
 
 def _run_command(arguments: Sequence[str], folder: str) -> int:
     """Run ``posttrain ARGUMENTS`` until it ends. Cancelling the task interrupts it like Ctrl-C."""
-    # Ray blocks SIGINT in its workers, and children would inherit the mask.
+    # Ray blocks SIGINT in its workers, and the command would inherit the blocked signal.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "posttrain.cli.main", *arguments]
     process = subprocess.Popen(command, cwd=folder, preexec_fn=_end_with_parent, start_new_session=True)
     try:
         while process.poll() is None:
-            # Ray's cancellation interrupts Python code, but not a blocking system call.
+            # Wait in short steps, because Ray's cancellation interrupts Python code but not a blocking system call.
             time.sleep(0.2)
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
         process.wait(SAVE_SECONDS)
     finally:
-        # Also kill the processes that the command started.
+        # Also kill all processes that the command has started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -170,7 +170,7 @@ def run(name: str, argv: list[str], served: bool) -> int:
     job = RayRun(name, argv, served)
     ray: Any = require("ray", "--launcher ray")
     address = job.options.ray_address
-    # Do not merge equal log lines of several servers.
+    # Turn off Ray's deduplication, so that equal log lines of several servers are all shown.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     try:
         ray.init(address=address, **({"include_dashboard": False} if address == "local" else {}))
@@ -183,7 +183,7 @@ def run(name: str, argv: list[str], served: bool) -> int:
     try:
         return _Placed(ray, job).run()
     finally:
-        # Ray forwards the last output lines shortly after the commands end.
+        # Wait, because Ray forwards the last lines of output shortly after the commands end.
         time.sleep(1.0)
         ray.shutdown()
 
@@ -194,12 +194,12 @@ class _Placed:
     def __init__(self, ray: Any, job: RayRun) -> None:
         self.ray, self.job = ray, job
         env = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON) and key != ranks.EXIT_CODES}
-        # The token prevents other users of the cluster from replacing the servers' weights.
+        # Set an API key, so that other users of the cluster cannot replace the servers' weights.
         env |= {API_KEY_VARIABLE: os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32), STARTED: "1"}
         self.options = {"max_retries": 0, "runtime_env": {"env_vars": env}}
         self.bundles = job.bundles(ray.cluster_resources().get("GPU", 0) > 0)
         self.group = ray.util.placement_group(self.bundles, strategy=job.options.ray_placement)
-        # Meanwhile, an autoscaling cluster adds machines.
+        # While this call waits, an autoscaling cluster adds machines.
         if not self.group.wait(job.options.ray_timeout):
             cpus, gpus = (sum(bundle[kind] for bundle in self.bundles) for kind in ("CPU", "GPU"))
             free = ray.available_resources()
@@ -223,21 +223,21 @@ class _Placed:
             places = self.ray.get([self.start(index, _address) for index in range(len(self.bundles))])
             urls = []
             for index, (host, port) in enumerate(places[1:], start=1):
-                # On the trainer's own machine, weights are transferred through shared memory.
+                # For servers on the trainer's own machine, weights are transferred through shared memory.
                 host = "127.0.0.1" if host == places[0][0] else host
                 urls.append(f"http://{host_and_port(host, port)}")
                 words = [self.job.serving, *self.job.serve_arguments(host, port)]
                 task = self.start(index, _run_command, words, os.getcwd())
                 servers[task] = f"rollout server {index} ({urls[-1]})"
                 print(f"posttrain: {servers[task]}", file=sys.stderr)
-            # The trainer itself waits for the servers, up to vllm_server_timeout.
+            # The trainer itself waits for its servers, for up to vllm_server_timeout seconds.
             trainer = self.start(0, _run_command, self.job.trainer_arguments(urls), os.getcwd())
             return self.follow(trainer, servers)
         except KeyboardInterrupt:
             print("posttrain: interrupted; the trainer finishes its step and saves a checkpoint", file=sys.stderr)
             return INTERRUPTED
         finally:
-            # End the trainer first, because saving may still need the servers.
+            # End the trainer first, because it may still need the servers while it saves.
             self.end([trainer] if trainer is not None else [])
             self.end(list(servers))
 

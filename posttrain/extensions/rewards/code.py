@@ -31,7 +31,7 @@ EXAMPLES = (
     "sandbox='bubblewrap', sandbox='container:docker run --rm -i --network none --memory 2g --pids-limit 64 "
     "python:3.12-slim', or the URL of a SandboxFusion service"
 )
-# Code that runs in the sandbox. It reads the program from stdin unbuffered, so the program can read the rest of stdin.
+# Loader that runs in the sandbox. It reads the program from unbuffered stdin, so that the program can read the rest of stdin.
 LOADER = """
 import os, resource, sys
 size, cpu, memory, file, processes = map(int, sys.argv[1:])
@@ -45,14 +45,15 @@ sys.argv = ["completion.py"]
 exec(compile(program, "completion.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 """
 PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
-# Additional seconds for a container or a service to start.
+# Additional seconds that a container or a service may take to start.
 START_SECONDS = 60.0
-# First part of the fix in the error about a sandbox that cannot run Python, by type of sandbox.
+# First part of the suggested fix if a sandbox cannot run Python, by type of sandbox.
 REPAIRS = {
     "bubblewrap": "install bubblewrap 0.8 or later and allow user namespaces, or ",
     "container": "use a command that starts a container with `python3` and `timeout` and forwards stdin (-i), or ",
 }
-# Trial program. It fails if code in the sandbox can write to kernel settings or has capabilities, which would allow mounts.
+# Test program. It fails if sandboxed code can write to kernel settings, or has capabilities, with which it could mount file
+# systems.
 TRIAL = """
 import os, sys
 for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/overcommit_memory"):
@@ -67,14 +68,15 @@ if int(held[0], 16):
     sys.exit(f"code in it holds the capabilities {held[0]}")
 print(input())
 """
-# System calls refused in bubblewrap, per machine: audit architecture, call numbers (shmget, semget, msgget, memfd_create,
-# memfd_secret, io_uring_setup), and the number of `socket`. The memory calls allocate memory outside the process limits, and
-# io_uring can open sockets that bypass the filter.
+# System calls that are refused in bubblewrap. For each machine: audit architecture, numbers of the refused calls (shmget,
+# semget, msgget, memfd_create, memfd_secret, io_uring_setup), and number of `socket`. The memory calls would allocate memory
+# that process limits do not count. io_uring could open sockets that bypass the filter.
 CALLS = {
     "x86_64": (0xC000003E, (29, 64, 68, 319, 447, 425), 41),
     "aarch64": (0xC00000B7, (194, 190, 186, 279, 447, 425), 198),
 }
-# Allowed socket families (unix, inet, inet6, netlink). A network namespace isolates them. vsock (40) would reach the host.
+# Socket families that are allowed (unix, inet, inet6, netlink), because the network namespace isolates them. vsock (40) is not
+# allowed, because it would reach the host.
 FAMILIES = (1, 2, 10, 16)
 # Folders and files that Python needs to start. All other files of the machine are hidden.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
@@ -143,16 +145,17 @@ def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
     """Run in bubblewrap (``bwrap`` 0.8+): new namespaces, no network, an in-memory folder, read-only system files and Python."""
     bwrap = _program("bwrap", "apt-get install bubblewrap, or dnf install bubblewrap")
     room = str(limits.file_mb << 22)
-    # Without a size limit, the in-memory folders could use all of the machine's memory.
+    # Set a size limit. Without one, the in-memory folders could use all of the machine's memory.
     folder = ("--size", room, "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--size", room, "--tmpfs", "/tmp")
     folder += ("--dir", "/tmp/work", "--chdir", "/tmp/work")
     visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
     names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
     variables = [part for name, value in names.items() for part in ("--setenv", name, value)]
-    # Code that can create namespaces could mount in-memory folders without a size limit.
+    # Forbid new namespaces, because code in a new namespace could mount in-memory folders without a size limit.
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *variables]
-    # A capability could make /proc/sys writable again. The root user can write to its own files even without capabilities.
+    # Mount /proc/sys read-only: root can write to files that it owns, even without capabilities. Drop all capabilities, because
+    # they would allow making it writable again.
     command += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev", *folder, *visible]
     command += ["--remount-ro", "/"]
     with tempfile.TemporaryFile() as calls:
@@ -161,7 +164,7 @@ def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
             calls.seek(0)
             command += ["--seccomp", str(calls.fileno())]
         command += ["--", sys.executable, *PYTHON_FLAGS]
-        # Process 1 of the sandbox is bwrap. Code can read its environment, so it must not contain secrets.
+        # Pass no secrets. Process 1 of the sandbox is bwrap, and sandboxed code can read its environment.
         environment = {"PATH": os.defpath}
         return _execute(command, program, stdin, limits, 2 * limits.timeout, environment, (calls.fileno(),))
 
@@ -174,10 +177,11 @@ def _call_filter(machine: str) -> bytes:
     if machine not in CALLS:
         return b""
     architecture, refused, socket = CALLS[machine]
-    load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06  # Operation codes of classic BPF.
-    # Each line has: operation, jump target if the condition holds, jump target otherwise (None is the next line), operand.
+    load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06  # Instruction codes of classic BPF.
+    # Each instruction is a tuple: code, jump target if true, jump target if false (None means the next instruction), operand.
     lines = [(load, None, None, 4), (equal, None, "refuse", architecture), (load, None, None, 0)]
-    lines += [(at_least, "refuse", None, 0x40000000)]  # The x32 ABI of x86_64 has separate call numbers.
+    # Refuse call numbers of the x32 ABI of x86_64, which are numbered separately.
+    lines += [(at_least, "refuse", None, 0x40000000)]
     lines += [(equal, "refuse", None, number) for number in refused]
     lines += [(equal, None, "allow", socket), (load, None, None, 16)]
     lines += [(equal, "allow", None, family) for family in FAMILIES]
@@ -281,7 +285,7 @@ def _execute(
     timeout, memory_mb, file_mb, processes = astuple(limits)
     most = file_mb << 20
     bounds = map(str, (len(code), max(1, round(timeout + 0.5)), memory_mb << 20, most, processes))
-    # Limit the output of a container's client. `ulimit -f` counts blocks of 512 bytes.
+    # Limit the output of the container's client. `ulimit -f` takes the size in blocks of 512 bytes.
     command = ["/bin/sh", "-c", f'ulimit -f {most // 512} && exec "$@"', "sh", *command, *bounds]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -299,7 +303,8 @@ def _execute(
     return Outcome(status if status is None or status >= 0 else 128 - status, *texts)
 
 
-# A line that opens a code block: indent, backticks and language. A line that closes a block has no text after its backticks.
+# Matches a line that opens a code block: indent, backticks and language. A line that closes a block has no text after the
+# backticks.
 FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)")
 LANGUAGES = {"python": "python", "python3": "python", "py": "python", "": "none"}
 
@@ -314,7 +319,7 @@ def code_block(text: str) -> str | None:
     """
     lines = text.rpartition("</think>")[2].split("\n")
     fences = {at: match for at, line in enumerate(lines) if (match := FENCE.fullmatch(line))}
-    # For each fence, find the next line that consists of the same number of backticks.
+    # Maps each fence to the next line that consists of the same number of backticks and no other text.
     below: dict[int, int] = {}
     ends: dict[int, int | None] = {}
     for at in reversed(fences):
@@ -332,7 +337,7 @@ def code_block(text: str) -> str | None:
     if not (block := blocks.get("python") or blocks.get("none")):
         return None
     indent, code = block
-    # In Markdown the indent of the fence is not part of the code.
+    # Remove the indent of the fence from each line, because it is not part of the code (Markdown).
     return "\n".join(re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", line) for line in code)
 
 
@@ -357,7 +362,7 @@ def read_tests(value: object) -> list[dict[str, str]]:
     if isinstance(value, str):
         return [{"code": value}] if value.strip() else []
     if isinstance(value, Mapping):
-        # Arrow adds the keys of all rows to each row. Keys that a row does not have are None.
+        # Drop keys that are None. Arrow adds the keys of all rows to each row, with the value None.
         known = {name: part for name, part in value.items() if part is not None}
         return _programs(known) if known else []
     if isinstance(value, Sequence):
@@ -443,7 +448,7 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     word = secrets.token_hex(16)
     program = source if "code" not in test else TESTED.format(source=source, test=test["code"], word=word)
     outcome = run_program(sandbox, program, test.get("input", ""), limits)
-    # These statuses mean that the container or `timeout` did not start, or that the program itself exited with this status.
+    # With these statuses, either the container or `timeout` did not start, or the program itself exited with this status.
     if sandbox.startswith("container:") and outcome.status in (125, 126, 127):
         open_sandbox.__wrapped__(sandbox)
     reason = _reason(outcome, limits)
@@ -458,7 +463,7 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     return CaseResult(True) if written == wanted else CaseResult(False, f"wrote {outcome.output[:100]!r}")
 
 
-# The random word is printed last. Code that exits early with status 0 does not print it.
+# Test program that prints a random word at its end. Code that exits early with status 0 does not print the word.
 TESTED = """
 scope = {{"__name__": "__main__"}}
 exec(compile({source!r}, "<completion>", "exec"), scope)
@@ -506,7 +511,8 @@ class CodeTestsReward:
     """
 
     __name__ = "code_tests_reward"
-    runs_in_thread = True  # Same as `parallel`: this function waits for processes, so other rewards can run meanwhile.
+    # The call waits for other processes, so other rewards can be computed meanwhile (like `parallel`).
+    runs_in_thread = True
 
     def __init__(
         self,
@@ -521,7 +527,7 @@ class CodeTestsReward:
         if workers is not None and workers < 1:
             raise ConfigError(f"workers={workers} must be at least 1, or None for one worker per CPU core.")
         self.column, self.partial, self.limits, self.sandbox = column, partial, limits or Limits(), sandbox
-        # CPU cores that this process may use.
+        # Number of CPU cores that this process may use.
         usable = usable_processors()
         self.workers = workers or max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
@@ -539,13 +545,14 @@ class CodeTestsReward:
                 f"code_tests_reward needs the column {self.column!r}, but the columns are {sorted(columns)}."
             )
         tests = [self._read(row, value) for row, value in enumerate(columns[self.column])]
-        open_sandbox(self.sandbox)  # Needed even without code, so that the dry run detects a missing sandbox.
+        # Open the sandbox even if there is no code to run, so that the dry run detects a missing sandbox.
+        open_sandbox(self.sandbox)
         sources = [code_block(completion_text(completion)) for completion in completions]
         keys = [json.dumps((s, t)) for s, t in zip(sources, tests, strict=True)]
         jobs = {k: (s, t) for k, s, t in zip(keys, sources, tests, strict=True) if s is not None and t}
         with ThreadPoolExecutor(self.workers) as pool:
             run = functools.partial(run_tests, limits=self.limits, sandbox=self.sandbox, stop=not self.partial)
-            # After the first exception, jobs that have not started are canceled.
+            # If a call raises an exception, jobs that have not started are canceled.
             done = dict(zip(jobs, pool.map(lambda job: run(*job), jobs.values()), strict=True))
         results = [done.get(key, [CaseResult(False, "no code block")]) for key in keys]
         if log_extra is not None:

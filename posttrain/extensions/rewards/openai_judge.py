@@ -123,7 +123,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         if images is not None:
             shown_as = [[{"type": "image_url", "image_url": {"url": url}} for url in urls] for urls in images]
             asked = [[*blocks, {"type": "text", "text": text}] for blocks, text in zip(shown_as, texts, strict=True)]
-        # After the first exception, requests that have not started are canceled.
+        # If a request raises an exception, requests that have not started are canceled.
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(asked))), "judge") as pool:
             verdicts = [self._verdict(answer) for answer in pool.map(self._ask, asked)]
         return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]

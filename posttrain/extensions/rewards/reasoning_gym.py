@@ -13,7 +13,8 @@ from posttrain.integrations import require
 from posttrain.rewards.math import boxed
 from posttrain.rewards.texts import completion_text
 
-# reasoning-gym samples row i with seed + i. Without spacing, seeds 0 and 1 would share all rows except one.
+# Distance between the seeds of two data sets. reasoning-gym samples row i with seed + i, so consecutive seeds would share
+# almost all rows.
 SPACING = 10_000_019
 EXTRACT = ("auto", "tag", "last_number", "text")
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -40,7 +41,7 @@ def extract_answer(text: str, how: str = "auto") -> str | None:
     if how == "last_number":
         numbers = NUMBER.findall(text)
         return numbers[-1].replace(",", "") if numbers else None
-    # Ignore text after the last closing tag. Otherwise each opening tag after it would cause a search to the end of the text.
+    # Ignore text after the last closing tag. In this text, each opening tag would cause a search up to the end of the text.
     end = max((match.end() for match in CLOSE.finditer(text)), default=0)
     tags = TAG.findall(text, 0, end)
     if tags or how == "tag":
@@ -101,7 +102,8 @@ class ReasoningGymReward:
             return 0.0
         try:
             return float(self.task.score_answer(answer=reply, entry=entry))
-        except Exception:  # Scorers parse model output, and some raise an error if they cannot.
+        # A scorer may raise any exception for model output that it cannot parse.
+        except Exception:
             return 0.0
 
 

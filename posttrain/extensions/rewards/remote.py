@@ -16,11 +16,11 @@ from posttrain.integrations.network import CONNECTIONS, network_advice
 
 logger = logging.getLogger(__name__)
 
-# HTTP status codes after which a request is retried: the server is busy, starting or overloaded. Other errors are final.
+# HTTP status codes after which a request is retried, because the server is busy, starting or overloaded.
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 BUSY = "send fewer concurrent requests (concurrency), increase retries, or increase the server's request limit."
 BROKEN = "check the server's log. If the server is still starting, increase retries."
-# Maximum pause before a retry in seconds, even if the server requests a longer pause.
+# Maximum number of seconds to wait before a retry, even if the server requests a longer wait.
 LONGEST_WAIT = 60.0
 
 
@@ -102,7 +102,7 @@ def _post(url: str, body: dict[str, Any], headers: dict[str, str], who: str, tim
     what = f"HTTP {response.status_code} {response.reason_phrase}: {response.text.strip()[:200]}"
     if response.status_code in RETRIED:
         after = response.headers.get("Retry-After", "")
-        # A Retry-After header is used only if it is a number of seconds. Dates are ignored.
+        # Use a Retry-After header only if it is a number of seconds. Dates are ignored.
         fix = BUSY if response.status_code == 429 else BROKEN
         raise _Busy(what, fix, float(after) if after.replace(".", "", 1).isdigit() else None)
     fix = "check the API key" if response.status_code in (401, 403) else "check the URL and the model's name"

@@ -216,7 +216,7 @@ class TokenSplit:
         inputs |= {name: inputs[name][..., columns] for name in ("input_ids", "position_ids")}
         head, own = _piece(head, columns, self, owner, compares=asked.compares)
         result = call(model, asked.batch, head, inputs)
-        # Values that were compared have already been gathered.
+        # Compared values are already complete, because they were gathered for the comparison.
         return result if asked.compares else _at_owner(result, own, self, owner)
 
     def turns(self, last: bool) -> Iterator[tuple[int | None, bool]]:
@@ -317,7 +317,7 @@ class _AtOwner(torch.autograd.Function):
         torch.distributed.all_reduce(flat, group=split.group)
         pieces = flat.split([x.numel() for x in tensors])
         outputs = tuple(y.view_as(x).to(x.dtype) for x, y in zip(tensors, pieces, strict=True))
-        # Copy the views. A view cannot be modified in place while autograd needs another view of the same storage.
+        # Copy the views, because a view cannot be modified in place while autograd needs another view of the same storage.
         outputs = tuple(x.clone() for x in outputs)
         ctx.mark_non_differentiable(*(x for x, learns in zip(outputs, ctx.learns, strict=True) if not learns))
         return outputs
@@ -383,7 +383,7 @@ def _compared_at_owner(head: TokenHead, own: tuple[Tensor, int], split: TokenSpl
         if owner == split.rank:
             assert head.compare is not None
             return head.compare(whole, layer, rule, head)
-        # Every weight needs a gradient, because gradient averaging waits for all of them.
+        # Include every weight of the layer, because gradient averaging waits until each weight has a gradient.
         weights = () if layer is None else [p for p in layer.parameters() if p.requires_grad]
         return {"hidden": whole, **{f"weight {i}": p.flatten()[:1] for i, p in enumerate(weights)}}
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Config fields that do not work with sequence parallelism, with the reason.
+# Config fields that do not work with sequence parallelism, each with the reason.
 WITHOUT = {
     "neftune_noise_alpha": "the noise would be equal on all processes",
     "top_entropy_quantile": "the quantile is computed over all processes, but each pass is run by only one group",
@@ -189,7 +189,8 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
         ModelError: They differ, because a layer mixes tokens outside the exchanged attention.
     """
     parameters = list(model.parameters())
-    if any(p.is_meta for p in parameters):  # One process loads the weights. The others receive them with their shards.
+    # Only one process loads the weights. The other processes receive their shards from it.
+    if any(p.is_meta for p in parameters):
         return
     config: Any = causal_lm(model).config
     first, second, third = random_prompts(config.get_text_config().vocab_size, (2 * size + 3, 7, 5))

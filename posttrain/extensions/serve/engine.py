@@ -21,12 +21,12 @@ from posttrain.rollouts.base import RolloutEngine
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout
 
-# Waiting requests start if no new request arrives for this number of seconds. Clients send the prompts of a step one
-# by one.
+# Requests are collected until no new request has arrived for this number of seconds, because clients send the prompts of a step
+# one by one.
 GATHER_S = 0.01
 NOT_WHOLE = "the weights are incomplete, because an update failed. Push all weights again."
 UPDATING = "the weights are incomplete, because an update is still running. End the update, or push all weights again."
-# Number of positions per chunk of logits during scoring.
+# Number of positions whose logits are computed at once during scoring.
 CHUNK = 256
 
 
@@ -76,13 +76,13 @@ class ServedEngine:
         self.waiting: deque[Job] = deque()
         self.running = 0
         self.called: Sequence[Job] = ()
-        # Lock that is held while the current call is interrupted, so that the interruption cannot reach the next call.
+        # This lock is held while a call is interrupted, so that the interruption cannot reach the next call.
         self._calling = threading.Lock()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._known: dict[str, Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
         self._known |= dict(self.model.named_parameters(remove_duplicate=False))
         self._loaded: set[int] = set()
-        # Original values, by name, of the weights to which an adapter was added.
+        # Original values of the weights to which an adapter was added, by name.
         self._bases: dict[str, Tensor] = {}
 
     # Generation. All methods except `submit` and `let_go` are called in the engine's thread.
@@ -121,7 +121,7 @@ class ServedEngine:
         for job in everyone:
             self.waiting.remove(job)
         self._write([job for job in everyone if job.rollouts.set_running_or_notify_cancel()])
-        # Run after any pauses, updates and scores that were queued during the call.
+        # Schedule the next call behind pauses, updates and scores that were queued during this call.
         self.thread.submit(self.write_waiting)
 
     def _write(self, jobs: Sequence[Job]) -> None:
@@ -133,7 +133,7 @@ class ServedEngine:
             self.called = jobs
         call = jobs[0].request.sampling
         if self.engine.capabilities.per_request_sampling:
-            # Requests without a seed must not use the seed of the first request.
+            # Remove the first request's seed from the call, so that requests without a seed do not use it.
             call = replace(call, seed=None)
         try:
             stream = iter(self.engine.generate([job.request for job in jobs], call))
@@ -142,7 +142,8 @@ class ServedEngine:
             if len(jobs) == 1:
                 jobs[0].rollouts.set_exception(error)
                 return
-            # An invalid request, for example with a guide that does not compile, must not affect other requests.
+            # Run each request alone, so that an invalid request (e.g. a guide that does not compile) does not affect other
+            # requests.
             for job in jobs:
                 self._write([job])
             return
@@ -154,7 +155,7 @@ class ServedEngine:
             job.version = version
             job.rollouts.set_result(rollouts)
 
-    # Weights
+    # Methods that update the weights.
 
     def begin_update(self) -> None:
         """Begin a weight update. Nothing is sampled until the update is complete."""
@@ -184,7 +185,7 @@ class ServedEngine:
         Raises:
             ModelError: A parameter is missing.
         """
-        # Tied weights are a single parameter with two names.
+        # Compare parameters, not names, because tied weights are one parameter with two names.
         missing = [name for name, parameter in self.model.named_parameters() if id(parameter) not in self._loaded]
         if missing:
             raise ModelError(
@@ -241,11 +242,11 @@ class ServedEngine:
         self._weights_moved()
 
     def _weights_moved(self) -> None:
-        # The engine's caches were computed with the old weights.
+        # Loading no weights with a new version clears the engine's caches, which were computed with the old weights.
         self.engine.load_weights((), self.engine.version + 1)
         self.thread.submit(self.write_waiting)
 
-    # Other
+    # Scoring of given sequences, and properties of the engine.
 
     def score(
         self, prompts: Sequence[Sequence[int]], top: int, left: threading.Event | None = None
@@ -291,7 +292,7 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
     """
     inner: Any = causal_lm(model)
     rule, tokens = LogitRule.of(inner.config), torch.tensor(list(ids), device=next(model.parameters()).device)
-    # No token precedes the first token, so it has no log-prob.
+    # The first token has no log-prob, because no token precedes it.
     entries: list[dict[str, Any] | None] = [None]
     with evaluating(model):
         if vars(inner).get("own_logits"):  # See `posttrain.models.probe.probe_head`.
@@ -302,7 +303,7 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
         for logits, own in zip(parts, tokens[1:].split(CHUNK), strict=True):
             logps = logits.log_softmax(-1)  # (c, V)
             told = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
-            # JSON has no minus infinity. vLLM uses -9999 instead.
+            # JSON cannot represent minus infinity, so use -9999 like vLLM.
             found = logps.gather(1, told).clamp(min=-9999.0)
             lines = zip(told.tolist(), found.tolist(), strict=True)
             entries += [{str(i): {"logprob": logp} for i, logp in zip(*line, strict=True)} for line in lines]

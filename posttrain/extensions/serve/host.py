@@ -43,23 +43,23 @@ from posttrain.types import Rollout, Sampling
 if TYPE_CHECKING:
     from torch import nn
 
-# Validation of a list stops at the first error. Otherwise the errors about a long list would be 100 times as long as
-# the list.
+# Validation of a list stops at the first error. Without this, the error messages could be 100 times as long as the list.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1, fail_fast=True)]
-# Range of allowed divisors of logits, such as the temperature. Smaller numbers would make logits infinite.
+# Allowed range for divisors of logits, such as the temperature. A smaller divisor would make logits infinite.
 LEAST_DIVISOR, MOST_DIVISOR = 1e-5, 1e5
 MOST_BIAS = 1e9
-# Maximum size of an image in encoded bytes and in pixels. A small file can contain an image that would fill the memory.
+# Maximum size of an image: MOST_BYTES encoded bytes and MOST_PIXELS pixels. Both are needed, because a small file can contain
+# an image that would fill the memory.
 MOST_BYTES, MOST_PIXELS = 32 * 2**20, 64 * 10**6
-# Number of seconds between two attempts to interrupt an engine call after all of its clients have disconnected.
+# After all clients of an engine call have disconnected, an interruption of the call is attempted at this interval in seconds.
 LET_GO_S = 0.05
 # Maximum rounding error of a sum of float32 probabilities.
 MASS_ROUNDING = 1e-5
 
 
 MOST_PICTURES = 1024
-# Maximum number of characters of a guide. Compiling a guide blocks the engine's thread, for one second with 20,000
-# characters and for eleven seconds with 100,000.
+# Maximum number of characters of a guide. Compiling a guide blocks the engine's thread: for 1 s with 20,000 characters, and for
+# 11 s with 100,000 characters.
 MOST_GUIDE_CHARACTERS = 2**15
 
 
@@ -242,7 +242,7 @@ def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
 
 def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
     """Return log-probs under the sampled distribution (vLLM's ``processed_logprobs``). Tokens are named ``token_id:ID``."""
-    # For greedy sampling, vLLM returns log-probs at temperature 1 without truncation.
+    # For greedy sampling, return log-probs at temperature 1 without truncation, like vLLM.
     greedy = sampling.temperature == 0 and not reshapes(sampling)
     drawn = (not greedy and rollout.processed_logp) or rollout.logp
     best, never = rollout.top_logps or [[]] * len(drawn), sampling.left_out.never
@@ -275,7 +275,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# The endpoints
+# Endpoints of the server.
 
 logger = logging.getLogger(__name__)
 
@@ -304,14 +304,14 @@ class Host:
         self.completed = prometheus_client.Counter("posttrain_completions", "Completions", registry=self.registry)
         running = prometheus_client.Gauge("posttrain_running", "Completions being written", registry=self.registry)
         running.set_function(lambda: served.running)
-        # Bodies are parsed in this thread, one after the other, so that the event loop can handle other requests.
+        # Request bodies are parsed one by one in this thread, so that the event loop can handle other requests.
         self.reading = ThreadPoolExecutor(1, thread_name_prefix="reading")
 
     async def do(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function in the engine's thread, after the current call."""
         return await asyncio.wrap_future(self.served.thread.submit(function, *args))
 
-    # State
+    # Endpoints that report the server's state.
 
     async def health(self) -> Response:
         """Return status 200."""
@@ -335,7 +335,7 @@ class Host:
         known = {"model": self.config.model, "revision": self.config.revision, "max_model_len": self.context}
         return {"results": [self.facts | known | {"logprobs_mode": "processed_logprobs"}]}
 
-    # Generation
+    # Endpoints that generate completions.
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts, or only score them with ``prompt_logprobs``. If the client disconnects, its jobs are canceled.
@@ -395,7 +395,7 @@ class Host:
         self.served.submit([])
         return {"status": "resumed"}
 
-    # Weights
+    # Endpoints that update the weights.
 
     async def reset_prefix_cache(self) -> dict[str, Any]:
         """Do nothing and return success, because nothing is cached between calls."""
@@ -403,7 +403,8 @@ class Host:
 
     async def start_weight_update(self, request: Request) -> dict[str, Any]:
         """Begin a weight update. No completions are sampled until `finish_weight_update`."""
-        # Read the body. With ``Connection: close``, a connection with an unread body is reset and the response is lost.
+        # Read the body before responding. With ``Connection: close``, an unread body resets the connection, and the response is
+        # lost.
         await request.body()
         await self.do(self.served.begin_update)
         return {"message": "Weight update started"}
@@ -482,7 +483,7 @@ async def _unless_gone(request: Request, awaitable: Awaitable[Any]) -> Any:
         left.cancel()
     if not wanted.done():
         wanted.cancel()
-        # Without this, asyncio would log that the exception was never retrieved.
+        # Wait for the canceled task. Otherwise asyncio would log that its exception was never retrieved.
         await asyncio.gather(wanted, return_exceptions=True)
         return None
     return await wanted
@@ -567,7 +568,8 @@ def make_host(config: ServeConfig) -> Host:
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or "main"}
     tokenizer = load_tokenizer(config.model, **options)
     model: Any = create_model_from_path(config.model, dtype=config.dtype, **options).requires_grad_(False).eval()
-    # The weights are memory-mapped from the checkpoint. Copy them now, because the first write to each page is slow.
+    # Copy the weights into memory now. They are memory-mapped from the checkpoint, and the first write to each page would be
+    # slow.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -579,7 +581,7 @@ def make_host(config: ServeConfig) -> Host:
         engine.max_slots = config.max_num_seqs
     limits = (config.max_model_len, context_length(model.config.get_text_config()))
     context = min((limit for limit in limits if limit is not None), default=None)
-    # Only the stop tokens of the checkpoint's generation config are used, not its sampling settings.
+    # Use only the stop tokens of the checkpoint's generation config, not its sampling settings.
     stops = terminal_token_ids(tokenizer, model.generation_config)
     return Host(ServedEngine(engine), config, stops=stops, context=context)
 

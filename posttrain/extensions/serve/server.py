@@ -16,7 +16,7 @@ from posttrain.integrations.network import host_and_port
 logger = logging.getLogger(__name__)
 
 
-# Maximum number of seconds that a shutdown waits for running requests to finish.
+# Maximum number of seconds that a shutdown waits for running requests.
 DRAIN_S = 120
 
 
@@ -38,7 +38,7 @@ def run_server(config: ServeConfig) -> int:
 
     raise_file_limit()
     host = make_host(config)
-    # uvicorn raises the signal again after all requests have ended. A signal before that stops the loading of the model.
+    # uvicorn raises a caught signal again after all requests have ended. Ignore it then, so that the cleanup below runs.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     listener, token = _listen(config), None
@@ -54,7 +54,7 @@ def run_server(config: ServeConfig) -> int:
     finally:
         if token is not None:
             token.unlink(missing_ok=True)
-    # The process ends together with the engine's thread. Requests that are still unfinished are dropped.
+    # Stop the engine, because the process ends only after the engine's thread. Unfinished requests are dropped.
     host.served.paused = True
     host.served.engine.interrupt()
     return 0

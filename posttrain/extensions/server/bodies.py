@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from posttrain.errors import BadRequest
 
-# Maximum number of validation errors, and of characters, in an error message.
+# Maximum number of validation errors in a message, and maximum number of characters of the message.
 SHOWN, MOST_CHARACTERS = 3, 1000
 
 
@@ -40,6 +40,6 @@ def first_errors(errors: Sequence[Mapping[str, Any]]) -> str:
 def _line(error: Mapping[str, Any]) -> str:
     place = ".".join(str(part)[:100] for part in error["loc"])
     value = error.get("input")
-    # If a field is missing, the input is the whole body, which is not shown.
+    # Do not show the input if a field is missing, because it is then the whole body.
     came = f" ({value!r:.60})" if isinstance(value, str | int | float) else ""
     return f"{place + ': ' if place else ''}{error['msg'][:500]}{came}"

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
 
-SAME_MODE = 1e-3  # If log-probs at two temperatures differ by less than this, they do not depend on the temperature.
+# Log-probs at two temperatures count as equal if they differ by less than this number of nats.
+SAME_MODE = 1e-3
 PROBE_TOP = 5
 
 
@@ -169,7 +170,8 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     try:
         choices = [client.complete([prompt], seeds=[0], **sampling_body(setting))[0] for setting in settings]
     except WeightSyncError:
-        return  # The server's weights are incomplete, so it does not sample before the first push.
+        # The server does not sample before the first push, because its weights are incomplete.
+        return
     pairs = [{i: v for i, v in ranked(choice)[0] if math.isfinite(v)} for choice in choices]
     common = pairs[0].keys() & pairs[1].keys()
     if not common or max(abs(pairs[0][i] - pairs[1][i]) for i in common) >= SAME_MODE:

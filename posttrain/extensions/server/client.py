@@ -56,18 +56,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Timeout in seconds for connecting, and for responses that need no computation (health, versions).
+# Timeout in seconds for connecting, and for requests that need no computation (health, versions).
 QUICK_SECONDS = 5.0
 GENERATE_TIMEOUT, PAUSE_TIMEOUT, UPDATE_TIMEOUT = 600.0, 300.0, 720.0
-# The timeout of a generation is 30 s plus this number of seconds per requested token.
+# The timeout of a generation request is 30 s plus this number of seconds per requested token.
 SECONDS_PER_TOKEN = 0.02
-# Maximum number of concurrent requests of one call. Servers batch them.
+# Maximum number of requests that one call sends at the same time. Servers batch them.
 AT_ONCE = 256
-# Seconds to wait before the second attempt, and maximum. The time is doubled for each further attempt.
+# BACK_OFF: seconds to wait before the second attempt. The wait is doubled for each further attempt, up to LONGEST_WAIT seconds.
 BACK_OFF, LONGEST_WAIT = 0.5, 8.0
 # Status codes after which a request is retried.
 UNMADE = (429, 502, 503, 504)
-# Phase of `WeightSyncError` by path.
+# Maps each path of a weight update to the phase that `WeightSyncError` reports.
 PHASES = {
     "/init_weight_transfer_engine": "init",
     "/start_weight_update": "begin",
@@ -77,9 +77,9 @@ PHASES = {
 }
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 ROLES = {"rollout": "vllm_server_base_url", "teacher": "teacher_model_server_url"}
-# Neutral sampling settings. All of them are sent, so that the model's generation config has no effect.
+# Neutral values of sampling settings. All of them are always sent, so that the model's generation config has no effect.
 NEUTRAL = {"temperature": 1.0, "max_tokens": 16, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-# Additional fields of a request.
+# Further fields that a request may have.
 FURTHER = {"ignore_eos", "stop_token_ids", "min_tokens", "stop", "logit_bias", "structured_outputs", "seed"}
 FURTHER |= {"frequency_penalty", "presence_penalty"}
 
@@ -126,28 +126,31 @@ class VLLMClient:
         try:
             parts = urlsplit(self.base_url)
             valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # The port is not a number, or a bracket is not closed.
+        except ValueError:  # The URL's port is not a number, or a bracket is not closed.
             valid = False
         if not valid:
             raise ConfigError(
                 f"base_url={base_url!r} is not a server address. Use an address like 'http://10.0.0.5:8000'."
             )
-        # 0.0.0.0 is an address to listen on. It cannot be used to connect.
+        # Replace 0.0.0.0 and [::], because they are addresses to listen on, not to connect to.
         self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1).replace("//[::]", "//[::1]", 1)
         self.host = str(urlsplit(self.base_url).hostname)
-        # Remove the user and the password from the address, so that errors and logs do not contain them.
+        # Remove user name and password from the address, so that errors and logs do not contain them.
         user, _, password = urlsplit(self.base_url).netloc.rpartition("@")[0].partition(":")
         self.base_url = re.sub(r"(?<=://)[^/]*@", "", self.base_url)
         self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
-        self.communicator: Any = None  # `posttrain.extensions.server.weight_sync.NcclSender`
+        # Object of class `posttrain.extensions.server.weight_sync.NcclSender`, once it is created.
+        self.communicator: Any = None
         self.facts: dict[str, Any] = {}
-        self.adapter = ""  # For vLLM: name of the LoRA adapter to sample from, which contains its version.
+        # On vLLM, name of the LoRA adapter to sample from. The name contains the version of the weights.
+        self.adapter = ""
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self.session = httpx2.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             auth=self._auth(unquote(user), unquote(password), api_key),
             limits=CONNECTIONS,
-            trust_env=not self.is_local,  # A proxy from the environment could not reach this machine.
+            # For a server on this machine, ignore proxies from the environment, because they could not reach it.
+            trust_env=not self.is_local,
         )
         self.check_server(connection_timeout)
         self.info()
@@ -165,7 +168,7 @@ class VLLMClient:
         """Whether the server runs on this machine, so that weights can be sent through shared memory."""
         return self.host in LOOPBACK
 
-    # HTTP
+    # HTTP requests.
 
     def call(
         self,
@@ -202,21 +205,22 @@ class VLLMClient:
 
     def _once(self, method: str, path: str, body: Any, timeout: float) -> dict[str, Any]:
         url, limit = self.base_url + path, httpx2.Timeout(timeout, connect=QUICK_SECONDS)
-        # Requests of an update are not retried, and vLLM closes the connection after an error. So each of these
-        # requests uses a new connection.
+        # Use a new connection for each request of a weight update. These requests are not retried, and vLLM closes a connection
+        # after an error.
         headers = {"Connection": "close"} if path in PHASES else None
         body = {} if body is None and method == "POST" else body
         try:
             response = self.session.request(method, url, timeout=limit, headers=headers, json=body)
-            # Some endpoints respond with status 200 and an empty body or null. Adapter endpoints respond with text.
+            # Parse only responses with content. Some endpoints respond with an empty body or null, and adapter endpoints
+            # respond with text.
             said = response.status_code == 200 and response.content and path not in ADAPTER_PATHS
             answer = (response.json() if said else None) or {}
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
             text = f"{url} did not respond within {timeout:g} s. {network_advice(error, url)}"
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
         except (httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
-            # A ValueError means that the JSON is incomplete. A RuntimeError means that the server was removed from the
-            # list, so that its connections were closed.
+            # A ValueError means that the JSON is incomplete. A RuntimeError means that the connections were closed, because the
+            # server was removed from the list.
             raise ServerUnreachable(
                 f"{url} could not be reached, or its response was incomplete: {error}. {network_advice(error, url)}",
                 url=self.base_url,
@@ -263,10 +267,10 @@ class VLLMClient:
 
     def health(self) -> None:
         """Raise an error if the server is not healthy."""
-        # Retry once, because vLLM closes the connection after an error.
+        # Retry once, because vLLM may have closed the connection after an earlier error.
         self.call("GET", "/health", timeout=QUICK_SECONDS, retries=1)
 
-    # Properties of the server
+    # Properties of the server.
 
     def info(self) -> dict[str, Any]:
         """Return the server's model, limits and ``weight_version``. If weights cannot be pushed, the value of
@@ -317,7 +321,7 @@ class VLLMClient:
         try:
             self.call("POST", GENERATE, {}, timeout=QUICK_SECONDS)
         except BadRequest:
-            return True  # The error is about the missing token ids, so the endpoint exists.
+            return True  # The endpoint exists, because the error is about the missing token ids.
         except ServerUnreachable:
             raise
         except RolloutServerError:
@@ -336,7 +340,7 @@ class VLLMClient:
         """
         if self.adapter:
             cards = self.call("GET", "/v1/models", timeout=QUICK_SECONDS, retries=2).get("data") or []
-            # After a restart, the adapter is missing. The server then uses the base model.
+            # After a restart, the server no longer has the adapter. It then samples from the base model.
             self.adapter = self.adapter if self.adapter in [card.get("id") for card in cards] else ""
         return self.adapter or self._weight_info()[0]
 
@@ -356,7 +360,7 @@ class VLLMClient:
         except RolloutServerError:
             return "", ""
 
-    # Generation
+    # Methods that request completions and scores.
 
     def complete(
         self,
@@ -387,7 +391,7 @@ class VLLMClient:
             WeightSyncError: The weights are incomplete. Or they changed during sampling, and the server does not report
                 the version of each choice.
         """
-        # For greedy decoding, vLLM does not allow n above 1.
+        # vLLM does not allow n > 1 with greedy decoding, so sample one completion and repeat it.
         drawn = 1 if body.get("temperature") == 0 else n
         adapter = self.adapter
         body = {"model": adapter or self.facts.get("served"), "n": drawn, "logprobs": 0, "max_tokens": 16} | body
@@ -416,7 +420,8 @@ class VLLMClient:
             choices = [choice for choices_of_reply in answers for choice in choices_of_reply]
         if tells:
             return choices
-        if adapter:  # The server samples from this adapter, which is selected by name. Its base weights do not change.
+        # The request selects this adapter by name, and the base weights do not change, so its version is known.
+        if adapter:
             return [choice | {"weight_version": adapter} for choice in choices]
         after = self._whole_version()
         if after != before:
@@ -471,7 +476,7 @@ class VLLMClient:
             BadRequest: A field is not known to servers.
         """
         body = NEUTRAL | sampling | dict(generation_kwargs or {})
-        # vLLM would silently ignore unknown fields.
+        # Check the names, because vLLM would silently ignore unknown fields.
         if unknown := sorted(body.keys() - NEUTRAL.keys() - FURTHER):
             raise BadRequest(f"{', '.join(unknown)}: unknown fields.", url=self.base_url)
         if structured_outputs_regex is not None:
@@ -512,7 +517,7 @@ class VLLMClient:
             raise ConfigError(
                 f"score got {len(sequences)} sequences, but {len(prompt_lengths)} prompt_lengths. Fix: pass one per sequence."
             )
-        # vLLM also generates one token, which must fit into the context as well.
+        # Reserve one position, because vLLM also generates one token, which must fit into the context.
         most = int(self.facts.get("max_model_len") or 10**9) - 1
 
         def ask(ids: Sequence[int], begin: int) -> Scores:
@@ -529,7 +534,7 @@ class VLLMClient:
         with ThreadPoolExecutor(max_workers=16) as pool:
             return list(pool.map(ask, sequences, prompt_lengths))
 
-    # State
+    # Methods that change or read the server's state.
 
     def reset_prefix_cache(self) -> None:
         """Clear the server's prefix cache.
@@ -548,7 +553,7 @@ class VLLMClient:
         """Resume generation after `pause`. It has no effect if generation is not paused."""
         self.call("POST", "/resume", retries=3)
 
-    # Weights
+    # Methods that update the server's weights.
 
     def begin_update(self) -> None:
         """Pause generation and begin a weight update. Until `end_update`, the weights count as incomplete.
@@ -567,9 +572,10 @@ class VLLMClient:
                 phase="begin",
                 url=self.base_url,
             )
-        # Detect a server that hangs now, because later calls have a longer timeout.
+        # Check the server's health first, because later calls would wait longer for a server that hangs.
         self.health()
-        # The push either replaces all weights, or updates the base model before the next adapter is loaded.
+        # Stop using the adapter: either all weights are replaced, or the base model is updated before the next adapter is
+        # loaded.
         self.adapter = ""
         if self.facts.get("transfer") == "nccl" and self.communicator is None:
             self.init_communicator()
@@ -581,7 +587,7 @@ class VLLMClient:
         except WeightSyncError as error:
             if "already active" not in str(error):
                 raise
-            # An update is already running. The trainer that began it has ended.
+            # End the update of another trainer that ended during its update.
             self.call("POST", "/finish_weight_update", {}, timeout=self.sync_timeout)
             start()
 
@@ -630,9 +636,8 @@ class VLLMClient:
                 self.send_part(complete=True)
             self.call("POST", "/finish_weight_update", {"weight_version": version}, timeout=self.sync_timeout)
             self.reset_prefix_cache()
-            if (
-                "placeholder" in self.facts and self.facts["engine"] == "vllm"
-            ):  # Clear the features of images, which were computed with the old weights.
+            # Clear the image features, because they were computed with the old weights.
+            if "placeholder" in self.facts and self.facts["engine"] == "vllm":
                 self.call("POST", "/reset_encoder_cache")
         except WeightSyncError as error:
             error.phase = "end"

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL_RETRIES = 3
-# Seconds between two checks for an unavailable server.
+# Interval in seconds at which unavailable servers are checked.
 LOOK_SECONDS = 2.0
 # Fields of `Sampling` that servers do not support.
 UNKNOWN = ("no_repeat_ngram",)
 Found = TypeVar("Found")
 Answers = dict[VLLMClient, WeightSyncError | None]
-# Requests with their indices in the call. All requests of a chunk have the same number of completions and the same
-# sampling settings, except for seeds.
+# Part of a call's requests, each with its index in the call. All requests of a chunk have the same number of completions and
+# the same sampling settings except for seeds.
 Chunk = list[tuple[int, Request]]
 
 
@@ -136,13 +136,13 @@ class ServerEngine(RolloutEngine):
 
         self.patience, self.run = patience, secrets.token_hex(4)
         self.pushed = False
-        # Whether to assume that the weights each server loaded at its start are the trainer's base model. Set to False
-        # after a failed comparison.
+        # Whether the weights that each server loaded at its start count as the trainer's base model. A failed comparison sets
+        # it to False.
         self.trusts_bases = True
         self._adapters: list[str] = []
         self.pusher = Pusher(bucket_mb * 2**20)
         self.fleet = ServerPool(urls, connect, timeout=connection_timeout, pushes=pushes)
-        # Also clean up if the process ends without a call of `close`.
+        # Clean up even if the process ends without calling `close`.
         self._ending = weakref.finalize(self, _end, self.fleet, self.pusher)
 
     @classmethod
@@ -162,7 +162,7 @@ class ServerEngine(RolloutEngine):
         shared = parallel.all_gather_objects([] if engine is None else [engine.capabilities], accelerator)[0]
         return engine or NonMainRankEngine("server", shared)
 
-    # Properties
+    # Properties of the engine.
 
     def findings(self, model: nn.Module, args: PostTrainingConfig) -> list[Finding]:
         """Compare the properties of the servers with the requirements of the run."""
@@ -235,7 +235,7 @@ class ServerEngine(RolloutEngine):
         self.fleet.refresh()
         return not self.pushed or any(s.holds != self.version_name(self.version) for s in self.fleet.live)
 
-    # Generation
+    # Methods that generate and score.
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """Sample completions; see `RolloutEngine.generate`.
@@ -292,7 +292,7 @@ class ServerEngine(RolloutEngine):
         """Return the rollouts of a chunk from the first server that succeeds."""
         failed: dict[Server, RolloutServerError] = {}
         wanted = self.version_name(self.version) if self.pushed else None
-        # Maximum number of tokens to compute.
+        # Upper bound on the number of tokens that the chunk requires.
         tokens = sum(len(r.prompt_ids) + r.n * r.sampling.max_new_tokens for _, r in chunk if r.sampling)
         while (server := self.fleet.acquire(tokens, wanted, failed)) is not None:
             try:
@@ -302,7 +302,7 @@ class ServerEngine(RolloutEngine):
             except RolloutServerError as error:
                 failed[server] = error
                 if isinstance(error, WeightSyncError):
-                    # The server's weights must be pushed again before it is used.
+                    # Mark the server's weights as unknown, so that they are pushed again before the server is used.
                     server.holds = ""
                 else:
                     self.fleet.failed(server, error)
@@ -312,7 +312,7 @@ class ServerEngine(RolloutEngine):
 
     def _nobody(self, failed: dict[Server, RolloutServerError]) -> RolloutServerError:
         """Return an error with the reasons why none of the servers is available."""
-        # Include servers that failed for other chunks of the same call.
+        # Include servers that failed in other chunks of the same call.
         down = {s: s.down for s in self.fleet.all if s.down is not None}
         errors = [*(down | failed).values()]
         stale = next((e for e in errors if isinstance(e, WeightSyncError)), None)
@@ -364,7 +364,7 @@ class ServerEngine(RolloutEngine):
             )
         return self.version if self.pushed else 0
 
-    # Weights
+    # Methods that push weights.
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Push a version to every server that does not have it. Servers that fail are excluded if others succeed.
@@ -384,7 +384,8 @@ class ServerEngine(RolloutEngine):
         try:
             outdated = self.patiently(lambda: self._outdated(name))
         except RolloutServerError:
-            # Read all tensors even if nothing is sent, because reading can be a collective operation.
+            # Read all tensors even if none is sent, because reading can be a collective operation in which all ranks must take
+            # part.
             for _ in named_tensors:
                 pass
             raise
@@ -618,5 +619,5 @@ class FollowingEngine(ServerEngine):
         because servers get it slightly before it is announced to workers.
         """
         run, _, number = name.rpartition("-")
-        # The name of an adapter's base model has no number, because this run never samples from the base model.
+        # If the name has no number, it is the name of an adapter's base model, from which this run does not sample.
         return int(number) if run == self.run and number.isdigit() else super()._version_of(server, name)

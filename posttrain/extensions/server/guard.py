@@ -20,12 +20,11 @@ from posttrain.errors import ConfigError
 from posttrain.extensions.server.replies import API_KEY_VARIABLE, LOOPBACK, error_body
 from posttrain.extensions.server.tokens import token_pattern
 
-# Maximum size of a request body in bytes. The first value is for prompts without images, the second for prompts with
-# images.
+# Maximum size of a request body in bytes, for prompts without images and for prompts with images.
 MOST_BYTES, MOST_BYTES_WITH_IMAGES = 8 * 2**20, 64 * 2**20
-# When the body of a rejected request is read and discarded: maximum number of bytes, and maximum number of seconds.
+# The body of a rejected request is read and discarded, up to DRAIN_BYTES bytes and for up to DRAIN_S seconds.
 DRAIN_BYTES, DRAIN_S = 2**20, 1.0
-# Paths of endpoints that receive prompts. Bodies of all other endpoints are small.
+# Paths of the endpoints that receive prompts. Request bodies for other endpoints are small.
 GENERATION_PATHS = ("/v1/", "/inference/")
 
 
@@ -50,7 +49,7 @@ class Guard:
         ConfigError: There is no token.
     """
 
-    # Host names that the Host header of a request may contain. None allows all host names.
+    # Host names that a request may have in its Host header. None allows all names.
     hosts: tuple[str, ...] | None = None
 
     def __init__(self, app: Any, api_key: str | None = None, images: bool = True) -> None:

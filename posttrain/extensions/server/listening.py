@@ -9,10 +9,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# Maximum number of seconds until all headers of a request have arrived. Clients send them immediately.
+# Maximum number of seconds until all headers of a request must have arrived. Clients send them immediately.
 HEADER_S = 20.0
-# Number of seconds for which an idle connection is kept open. Clients reuse connections between training steps, and a
-# closed connection would cost a retry.
+# Number of seconds for which an idle connection is kept open. Clients reuse connections between training steps, and a request
+# on a closed connection would have to be retried.
 KEEP_ALIVE_S = 120
 
 

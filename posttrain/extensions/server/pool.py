@@ -22,9 +22,9 @@ from posttrain.redaction import hide_secrets
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two checks for new and removed servers.
+# Interval in seconds at which the list of servers is checked for new and removed servers.
 REFRESH_SECONDS = 5.0
-# Errors after which a server may become available again.
+# Errors after which a server is expected to become available again.
 AWAY = (ServerUnreachable, ServerBusy)
 
 Urls = str | Path | Sequence[str] | Callable[[], Sequence[str]]
@@ -98,7 +98,7 @@ class ServerPool:
         if timeout is not None:
             self._wait_until_ready(timeout)
 
-    # Availability
+    # Methods that check which servers are available.
 
     def urls(self) -> list[str]:
         """Return the current addresses."""
@@ -161,7 +161,7 @@ class ServerPool:
         if not self.pushes:
             return
         if server.lock is None and server.client.is_local:
-            # The key contains only the port, because localhost and 127.0.0.1 refer to the same server.
+            # Use only the port in the file name, because localhost and 127.0.0.1 refer to the same server.
             path = Path(tempfile.gettempdir(), f"posttrain-server-{urlsplit(server.url).port or 80}.lock")
             lock = FileLock(path, thread_local=False)
             try:
@@ -179,7 +179,7 @@ class ServerPool:
                 )
                 raise ServerBusy(text, held=True, url=server.url) from None
             server.lock = lock
-        # vLLM has this endpoint only in developer mode.
+        # Ignore errors, because vLLM has this endpoint only in developer mode.
         with contextlib.suppress(RolloutServerError):
             server.client.resume()
 
@@ -197,7 +197,7 @@ class ServerPool:
             for url in [u for u in self.servers if u not in wanted]:
                 logger.warning("rollout server %s was removed from the list.", hide_secrets(url))
                 self._let_go(url)
-            # An error of a new server (e.g. a wrong token, or use by another trainer) must not stop the run.
+            # An error from a new server (e.g. because of a wrong token) must not stop the run.
             for url, error in self._admit_new(wanted, RolloutServerError).items():
                 if isinstance(error, ServerUnreachable):
                     logger.debug("%s is still not available: %s", hide_secrets(url), error)
@@ -217,7 +217,7 @@ class ServerPool:
         try:
             if server.down is not None:
                 server.client.health()
-                # The server may have been restarted with other options, so its properties are requested again.
+                # Request the server's properties again, because the server may have been restarted with different options.
                 server.client.facts = {}
                 self._acquire_lease(server)
             server.info = server.client.info()
@@ -230,7 +230,7 @@ class ServerPool:
             server.down = None
             logger.warning("rollout server %s is available again.", server.url)
 
-    # Selection
+    # Methods that select servers.
 
     @property
     def all(self) -> list[Server]:

@@ -16,15 +16,15 @@ from posttrain.types import NEVER, Request, Rollout, Sampling
 if TYPE_CHECKING:
     from posttrain.pictures.processors import PictureProcessor
 
-# Environment variable with the token. A command-line argument would be visible in process lists.
+# Environment variable that contains the token. A command-line argument would be visible in process lists.
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
-# Loopback addresses. Servers on them can share memory with this process.
+# Loopback addresses. A server at one of them can share memory with this process.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Version name of the weights while an update is running and after a failed update.
+# Version name of a server's weights during an update and after a failed update.
 INCOMPLETE = "incomplete"
-# Value that vLLM returns for a log-prob of minus infinity.
+# Value that vLLM returns instead of a log-prob of minus infinity.
 NO_LOGP = -9999.0
-# vLLM's endpoint for token ids with images, which ``/v1/completions`` does not support.
+# vLLM's endpoint for token ids together with images. ``/v1/completions`` does not support images.
 GENERATE = "/inference/v1/generate"
 # Request fields that are not sampling parameters.
 BESIDE_SAMPLING = ("model", "token_ids", "content_parts", "return_token_ids")
@@ -60,14 +60,15 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
         "min_p": sampling.min_p or 0.0,
         "repetition_penalty": sampling.repetition_penalty,
         "logprobs": sampling.top_logps or 0,
-        "ignore_eos": True,  # Stop only at the trainer's stop tokens, not at the eos token of the server's tokenizer.
+        # The server stops only at the trainer's stop tokens. Its own tokenizer's eos token is ignored.
+        "ignore_eos": True,
         "stop_token_ids": list(sampling.stop_token_ids),
-        # vLLM rejects a min_tokens above max_tokens, and max_tokens can be small in a late turn of an episode.
+        # vLLM rejects min_tokens > max_tokens, which could occur in a late turn of an episode with few tokens left.
         "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
         "stop": list(sampling.stop_strings),
     }
     if sampling.logit_bias:
-        # JSON has no infinity, so the bias is limited.
+        # JSON cannot represent infinity, so use a finite bias.
         body["logit_bias"] = {str(token): max(value, NEVER) for token, value in sampling.logit_bias}
     if sampling.guide is not None:
         kind, text = sampling.guide
@@ -109,7 +110,7 @@ def content_parts(request: Request, reader: PictureProcessor) -> dict[str, Any]:
 def generate_body(sent: Mapping[str, Any]) -> dict[str, Any]:
     """Convert fields of ``/v1/completions`` and `content_parts` to fields of `GENERATE`."""
     sampling = {k: v for k, v in sent.items() if k not in (*BESIDE_SAMPLING, "return_tokens_as_token_ids")}
-    # The sampled token counts as one of the requested log-probs, so request one more.
+    # Request one log-prob more, because the sampled token counts as one of them.
     sampling["logprobs"] += bool(sampling["logprobs"])
     return {k: sent[k] for k in BESIDE_SAMPLING} | {"sampling_params": sampling}
 
@@ -201,7 +202,7 @@ def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
     tops = logprobs.get("top_logprobs") or [None] * len(choice["token_ids"])
     lines = []
     for token, own, at in zip(choice["token_ids"], logprobs["token_logprobs"], tops, strict=True):
-        # The sampled token is found by its id, because the first entry is the most likely token.
+        # Find the sampled token by its id, because the first entry is the most likely token.
         pairs = {int(name.removeprefix("token_id:")): _number(value) for name, value in (at or {}).items()}
         pairs[token] = _number(own)
         lines.append(sorted(pairs.items(), key=lambda pair: -pair[1] if math.isfinite(pair[1]) else math.inf))

@@ -49,8 +49,7 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
 
 
 BUCKET_BYTES = 512 * 2**20
-# Size of buckets in shared memory. Small buckets take no extra time, because there are no round trips, and writing
-# overlaps better with loading.
+# Size of buckets in shared memory, in bytes. Small buckets let writing overlap with loading, and cost no round trips.
 SHARED_BYTES = 64 * 2**20
 Step = Callable[["VLLMClient"], None]
 Result = WeightSyncError | None
@@ -108,7 +107,7 @@ class Pusher:
                 for number, bucket in enumerate(buckets(iterator, limit)):
                     if all(results.values()):
                         break
-                    # The servers have loaded the bucket that was in this file, so the file can be overwritten.
+                    # The file of this bucket can be overwritten now, because the servers have loaded its previous content.
                     sent = start(self._sender(bucket, number, by_memory))
                     settle(earlier)
                     earlier = sent
@@ -188,7 +187,7 @@ class NcclSender:
             "rank_offset": 1,
             "world_size": workers + 1,
         }
-        # vLLM 0.27 expects this option with each bucket, and later versions expect it here.
+        # vLLM 0.27 expects this option with each bucket. Later versions expect it when the transfer is initialized.
         self.told = {"packed": True}
         if "packed" in inspect.signature(common.NCCLWeightTransferInitInfo).parameters:
             info, self.told = info | self.told, {}
@@ -196,7 +195,7 @@ class NcclSender:
         with ThreadPoolExecutor(max_workers=1) as pool:
             body, limit = {"init_info": info}, client.sync_timeout
             answer = pool.submit(client.call, "POST", "/init_weight_transfer_engine", body, timeout=limit)
-            # The trainer and the server join the group here.
+            # In this call, the trainer and the server form a process group.
             self.group: Any = common.trainer_init(info)
             answer.result()
 
@@ -207,7 +206,8 @@ class NcclSender:
         part["dtype_names"] = [str(t.dtype).removeprefix("torch.") for _, t in bucket]
         part |= self.told
         pairs = ((name, tensor.cuda()) for name, tensor in bucket)
-        torch.cuda.synchronize(self.device)  # vLLM packs on its own streams, which do not synchronize.
+        # vLLM packs tensors on its own streams, which do not wait for the streams of this process.
+        torch.cuda.synchronize(self.device)
         with ThreadPoolExecutor(max_workers=1) as pool:
             answer = pool.submit(self.client.send_part, **part)
             packed.packed_nccl_broadcast_producer(

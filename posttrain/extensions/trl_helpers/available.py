@@ -10,7 +10,7 @@ from posttrain.integrations import is_available
 
 logger = logging.getLogger(__name__)
 
-# Minimum version from the table of requirements, used as the default of `is_liger_kernel_available`.
+# Minimum version from the table of requirements. It is the default of `is_liger_kernel_available`.
 LIGER_MINIMUM = "0.8.0"
 
 

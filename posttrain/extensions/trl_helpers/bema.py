@@ -68,8 +68,7 @@ class BEMACallback(transformers.TrainerCallback):
     (0.1, 0.398107)
     """
 
-    # Reference model that is updated with `update_ref_model`. Used if the trainer passes no ``ref_model`` to its
-    # callbacks.
+    # Reference model that `update_ref_model` updates, if the trainer passes no ``ref_model`` to its callbacks.
     ref_model: Any = ABSENT
 
     def __init__(
@@ -116,11 +115,10 @@ class BEMACallback(transformers.TrainerCallback):
             raise ConfigError(f"min_ema_multiplier={self.min_ema_multiplier} must be between 0 and 1.")
 
     def _forget(self) -> None:
-        self._start: dict[str, Tensor] = {}  # theta_0, in the dtype of the parameter.
-        self._ema: dict[str, Tensor] = {}  # E, at least float32.
-        self._result: dict[
-            str, Tensor
-        ] = {}  # Result of the last update. It is stored only if the reference model is updated from it.
+        self._start: dict[str, Tensor] = {}  # Initial weights theta_0, in the dtype of the parameter.
+        self._ema: dict[str, Tensor] = {}  # Moving average E, in float32 or a wider dtype.
+        # Result of the last update. It is stored only if the reference model is updated from it.
+        self._result: dict[str, Tensor] = {}
         self._final: tuple[int, dict[str, Tensor]] | None = None
         self._moved_reference = False
 
@@ -152,7 +150,8 @@ class BEMACallback(transformers.TrainerCallback):
         self._refuse(model)
         reference = self._reference(model, kwargs) if self.update_ref_model else None
         if not (state.is_world_process_zero or self.update_ref_model):
-            return  # Weights are equal on all ranks, so one rank averages them.
+            # Without a reference model, one rank is enough, because the weights are equal on all ranks.
+            return
         self._snapshot(model)
         if state.global_step > self.update_after:
             self._load(resumed_from(args, state), state.global_step, reference)

@@ -253,12 +253,13 @@ def _message_text(value: object) -> str:
     return "\n".join(filter(None, ("\n".join(filter(None, one)) for one in texts)))
 
 
+# Roles whose text is wrapped in a content block. Their messages contain no image placeholders.
 WRAPPED = (
     "assistant",
     "system",
     "developer",
     "tool",
-)  # Roles whose text is wrapped in a block, and which have no image placeholders.
+)
 
 
 def prepare_multimodal_messages(

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-# Model id, model with one output, or function of prompts, completions and columns (docs/rewards.md).
+# A model id, a model with one output, or a function of prompts, completions and dataset columns (docs/rewards.md).
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
-# Function of prompts and trainer that returns token ids and log-probs of completions (docs/environments.md).
+# A function of prompts and trainer that returns token ids and log-probs of completions (docs/environments.md).
 RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
 
 
@@ -30,7 +30,7 @@ class _Resettable(Protocol):
     def reset(self, **columns: Any) -> str | None: ...
 
 
-# Function that creates an environment, called once per completion. Public methods of the environment are tools
+# A function that creates an environment. It is called once per completion. The environment's public methods are tools
 # (docs/environments.md).
 EnvironmentFactory = Callable[[], _Resettable]
 

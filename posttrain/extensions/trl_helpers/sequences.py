@@ -98,9 +98,10 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Gener
     return {name: shuffled(value) if _is_sized(value) else value for name, value in seq_dict.items()}
 
 
-JUDGED = ("chosen", "rejected", "completion", "completions", "label", "labels")  # Every conversion removes them.
+# Columns that every conversion removes.
+JUDGED = ("chosen", "rejected", "completion", "completions", "label", "labels")
 ANSWERS = ("language-modeling", "prompt-completion", "prompt-only")
-# Types, and the types that they can be converted to.
+# Maps each dataset type to the types it can be converted to.
 CONVERSIONS = {
     "prompt-completion": ("language-modeling", "prompt-only"),
     "preference": (*ANSWERS, "implicit-preference", "unpaired-preference"),

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
-WHITEN_EPS = 1e-8  # Avoids division by zero if all values are equal.
+WHITEN_EPS = 1e-8  # Constant that avoids division by zero if all values are equal.
 
 
 def pad(
@@ -286,8 +286,8 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     return whitened if shift_mean else whitened + mean
 
 
-# Maximum bytes of float32 logits per chunk. On a CPU 1 to 16 MiB are equally fast and 64 MiB take twice as long. An
-# accelerator needs fewer, larger launches.
+# Maximum number of bytes of float32 logits per chunk. On a CPU, 1 to 16 MiB are equally fast and 64 MiB take twice as long. An
+# accelerator needs larger chunks, so that it launches fewer kernels.
 CHUNK_BYTES = {"cpu": 16 * 2**20}
 ACCELERATOR_CHUNK_BYTES = 256 * 2**20
 
@@ -297,7 +297,7 @@ def _chunk_of(logits: Tensor, index: Tensor, temperature: float) -> tuple[Tensor
     x = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     x = x - x.amax(-1, keepdim=True).detach()
     log_z = x.logsumexp(-1)
-    # A logit of -inf has probability 0. Its contribution must be 0 instead of NaN.
+    # A logit of -inf has probability 0. Replace it with 0, because 0 * -inf would be NaN.
     weighted = x.softmax(-1) * x.masked_fill(x == -math.inf, 0.0)
     return x.gather(-1, index) - log_z.unsqueeze(-1), log_z - weighted.sum(-1)
 

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Worker extension for weights through shared memory, by its documented path (`posttrain.compat.paths.MOVED`).
+# Worker extension that receives weights through shared memory, under its documented path (`posttrain.compat.paths.MOVED`).
 EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
 TRANSFER = '{"backend": "posttrain"}'
 GUARDS = "posttrain.extensions.server.guard"
 TRANSFERS = ("posttrain", "nccl")
-# Options of vLLM for which training supports only one value: the value, and the problem with all other values.
+# vLLM options for which training supports only one value. Each entry has this value and the problem with other values.
 CHECKED = {
     "logprobs-mode": ("processed_logprobs", "log-probs would be those before the temperature and truncation"),
     "generation-config": ("vllm", "sampling settings of the model's folder would change what is sampled"),
@@ -50,15 +50,16 @@ CHECKED = {
 }
 # Adapter ranks for which vLLM has kernels.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Layers for which vLLM supports adapters. The output layer is excluded: with an adapter on it, vLLM 0.32 selects wrong
-# rows of logits when it scores given sequences, and trainers need these scores to compare log-probs after a push.
+# Layers for which vLLM supports adapters. The output layer is excluded: with an adapter on it, vLLM 0.32 selects the wrong rows
+# of logits when it scores given sequences. The trainer needs these scores to compare log-probs after a push.
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Size of the KV cache on a CPU in GB. vLLM's default would use most of the machine's memory.
+# Size of the KV cache on a CPU in GB. With vLLM's default, the cache would use most of the machine's memory.
 CPU_CACHE_GB = "4"
 
 State = Literal["awake", "asleep1", "asleep2"]
 LEVELS = ("auto", "1", "2")
-ROOM = 1.2  # Host memory that sleep level 1 needs, as a multiple of the size of the weights of all ranks on the host.
+# Host memory that sleep level 1 needs, as a multiple of the weights of all ranks on the host.
+ROOM = 1.2
 
 
 class Sleeps(Protocol):
@@ -144,7 +145,7 @@ class Sleeper:
         self.valid = self.valid and self.level == 1
 
 
-# Maximum tokens per batch, for which vLLM reserves memory. vLLM's default would need most of a shared GPU's memory.
+# Maximum number of tokens per batch. vLLM reserves memory for them, and its default would use most of a shared GPU's memory.
 BATCHED_TOKENS = 4096
 NAMES_SHOWN = 5
 UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that vLLM does not support.
@@ -184,11 +185,10 @@ class VLLMEngine(RolloutEngine):
         adapter_rank: int | None = None,
     ) -> None:
         self.encoder = encoder
-        # The current adapter, in a folder of its own. None: there is no adapter.
+        # The current adapter, which has its own folder. None means that there is no adapter.
         self._adapter: Any = None
         self._folder: SharedFolder | None = None
-        # Whether to assume that the weights loaded at the start are the base model. Set to False after a failed
-        # comparison.
+        # Whether the weights that were loaded at the start count as the base model. A failed comparison sets it to False.
         self._base_known = True
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
         self.capabilities = Capabilities(
@@ -222,7 +222,8 @@ class VLLMEngine(RolloutEngine):
             MissingDependencyError: vLLM is not installed.
             ConfigError: Sleep mode is requested, but this build does not support it.
         """
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # Weights are passed without a copy.
+        # Run vLLM in this process, so that weights are passed without a copy.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
         vllm = require("vllm", "rollouts by vLLM in this process (vllm_mode='colocate')")
         if sleep_level is not None and not sleep_available():
@@ -234,7 +235,7 @@ class VLLMEngine(RolloutEngine):
         fixed = {
             **_prefill(),
             "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",  # Ignore the sampling settings of the checkpoint.
+            "generation_config": "vllm",  # Ignore the sampling settings in the checkpoint's generation config.
             "enable_sleep_mode": sleep_level is not None,
         }
         if adapter_rank is not None:
@@ -301,7 +302,8 @@ class VLLMEngine(RolloutEngine):
             enforce_eager=None if accelerator.device.type == "cuda" else True,
         )
         engine.check_pictures(base)
-        engine.sleeper.valid = False  # The weights on disk may differ from the policy.
+        # Mark the engine's weights as invalid, because the weights on disk may differ from the policy's.
+        engine.sleeper.valid = False
         return engine
 
     # Interface of engines
@@ -350,7 +352,7 @@ class VLLMEngine(RolloutEngine):
     def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
         """Convert a completion of vLLM to a rollout. Its log-probs are those of the sampled distribution."""
         ids, most = list(completion.token_ids), sampling.top_logps
-        # vLLM lists the sampled token first at each position, then the most likely tokens.
+        # At each position, vLLM lists the sampled token first, and then the most likely tokens.
         logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
         pairs = [[(i, float(x.logprob)) for i, x in at.items()] for at in completion.logprobs] if most else []
         tops = [sorted(at, key=lambda pair: -pair[1])[:most] for at in pairs] if most else None
@@ -430,7 +432,7 @@ class VLLMEngine(RolloutEngine):
             (missing,) = self.llm.collective_rpc(worker.reload, args=(pairs,))
             self.sleeper.pushed()
         self.llm.reset_prefix_cache()
-        if self.encoder is not None:  # Clear image features that were computed with the old weights.
+        if self.encoder is not None:  # Clear the image features, because they were computed with the old weights.
             self.llm.llm_engine.reset_encoder_cache()
         self.version = version
         return missing
@@ -439,7 +441,7 @@ class VLLMEngine(RolloutEngine):
         """Compute the log-probs of given sequences after their prompts. The result has one list per sequence."""
         vllm = require("vllm", "scoring")
         self.sleeper.before_generate()
-        # vLLM also generates one token, which must fit into the context.
+        # Reserve one position, because vLLM also generates one token, which must fit into the context.
         settings = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         prompts = [{"prompt_token_ids": list(ids)[: (self.context or 10**9) - 1]} for ids in sequences]
         outputs = self.llm.generate(prompts, settings, use_tqdm=False, lora_request=self._adapter)
@@ -492,7 +494,7 @@ def server_options(cpu: bool) -> dict[str, str | None]:
         cpu: Whether vLLM runs on a CPU, where seeds need unchunked prefill.
     """
     options: dict[str, str | None] = {name: value for name, (value, _) in CHECKED.items()}
-    # No limit on log-probs, because teachers need many.
+    # Set no limit on the number of log-probs, because scores for teachers need many.
     options |= {"max-logprobs": "-1", "weight-transfer-config": TRANSFER}
     return options | ({"no-enable-chunked-prefill": None} if cpu else {})
 
@@ -502,7 +504,7 @@ def generates_from_pictures() -> bool:
     try:
         options = require("vllm.entrypoints.launchers.cli_args", "options of vLLM's server").FrontendArgs
     except (MissingDependencyError, AttributeError):
-        return False  # Another version.
+        return False  # Other versions of vLLM lack this module or class.
     return hasattr(options, "enable_scale_out")
 
 
@@ -544,7 +546,7 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
         words += ["--lora-target-modules", *ADAPTED]
     words += ["--enable-scale-out"] if pictures and not {"--enable-scale-out", "--enable_scale_out"} & set(argv) else []
     words += [] if parsed.host else ["--host", "127.0.0.1"]
-    # Referenced by name, because its module needs fastapi, which is installed with vLLM.
+    # Refer to the class by name. Its module needs fastapi, which is installed only with vLLM.
     guard = "LoopbackGuard" if (parsed.host or "127.0.0.1") in LOOPBACK else "Guard"
     return [*words, "--middleware", f"{GUARDS}.{guard}"]
 
@@ -622,10 +624,11 @@ def run_server(argv: Sequence[str]) -> int:
     words = vllm_command(argv, cpu=on_cpu(), pictures=generates_from_pictures())
     _set_token(words)
     if {"--enable-lora", "--enable_lora"} & set(argv):
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # Adapters are pushed while the server runs.
+        # Allow loading adapters at runtime, because adapters are pushed while the server runs.
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
-    # The command `vllm` requires a distribution named "vllm", but that of the CPU build is "vllm-cpu".
+    # Start the module, because the command `vllm` requires a distribution named "vllm", but the CPU build is named "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
     logger.info("starting %s", " ".join(hide_secrets(command)))
     sys.stdout.flush()
@@ -639,7 +642,8 @@ def _prefill() -> dict[str, Any]:
     support this, and the engine would stop (``CPU Generator does not use offset``).
     """
     if on_cpu():
-        return {"enable_chunked_prefill": False}  # vLLM then allows a whole context per step.
+        # Without chunks, vLLM allows as many tokens per step as a whole context.
+        return {"enable_chunked_prefill": False}
     return {"max_num_batched_tokens": BATCHED_TOKENS}
 
 

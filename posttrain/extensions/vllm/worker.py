@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "posttrain"  # Name of the backend in ``--weight-transfer-config``.
+# Name of the backend that is passed in ``--weight-transfer-config``.
+BACKEND = "posttrain"
 ADAPTERS_MAY_COME = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() in ("1", "true")
 Pair = tuple[str, Tensor]
 
@@ -67,11 +68,12 @@ class Reload:
         """Repack weights for vLLM's kernels, and return the names of parameters that were not received."""
         finalize_layerwise_reload(self.model, self.config.model_config)
         for module in self.model.modules():
-            # A tied output layer receives no weights itself, so vLLM's CPU kernels would keep a packed copy of its old
-            # weights.
+            # Repack a tied output layer explicitly. It receives no weights itself, so vLLM's CPU kernels would keep a packed
+            # copy of its old weights.
             if hasattr(module, "cpu_linear") and type(module).__name__ == "ParallelLMHead":
                 module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
-        # Layers that support adapters have their weights under ``base_layer``; adapters are loaded separately.
+        # Ignore adapter weights, because adapters are loaded separately. Layers that support adapters store their weights under
+        # ``base_layer``.
         names = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters() if ".lora_" not in name}
         return sorted(names - {name.replace(".base_layer.", ".") for name in self.loaded})
 
@@ -139,7 +141,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ModelError("no update was started.")
         if update_info.complete:
             update, self._update = self._update, None
-            # vLLM fuses layers, and would use uninitialized memory for a missing part.
+            # Reject an incomplete update. vLLM fuses layers, and a missing part of a fused layer would be uninitialized memory.
             if missing := update.end():
                 raise ModelError(
                     f"vLLM still has old values of {len(missing)} weights: {', '.join(missing[:5])}. Fix: serve the model that "
@@ -147,7 +149,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 )
             return
         tensors = file_tensors(shared_path(update_info.path), update_info.checksum)
-        # Copy the tensors: vLLM keeps them until a layer is complete, but the file will be overwritten.
+        # Copy the tensors, because vLLM stores them until a layer is complete, but the file will be overwritten before.
         self._update.load((name, tensor.clone()) for name, tensor in tensors.items())
 
     def finish_weight_update(self) -> None:
@@ -195,7 +197,7 @@ def model_facts(config: PretrainedConfig) -> dict[str, Any]:
         "checkpoint_names": True,
     }
     lora, replicas = config.lora_config, config.parallel_config.data_parallel_size
-    # Adapters are loaded in one replica; see `posttrain.extensions.vllm.engine.ADAPTED` for the layers.
+    # Adapters are loaded into a single replica. `posttrain.extensions.vllm.engine.ADAPTED` lists the supported layers.
     if lora is not None and ADAPTERS_MAY_COME and replicas == 1 and lora.target_modules:
         facts |= {"adapter_rank": int(lora.max_lora_rank), "adapter_layers": sorted(lora.target_modules)}
     if backend not in (BACKEND, "nccl"):

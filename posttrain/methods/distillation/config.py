@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FLAT = 0.05  # Distance of beta from 0 or 1 below which the divergence has almost no gradient.
+# If beta is closer to 0 or 1 than this, the divergence has almost no gradient.
+FLAT = 0.05
 Support = Literal["none", "full", "teacher_topk", "student_topk", "union_topk", "sampled", "top1_pair", "aligned"]
 
 
@@ -46,10 +47,10 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
         bases = [base for base in cls.__mro__[:0:-1] if dataclasses.is_dataclass(base)]
         known: dict[str, Any] = {f.name: f for base in bases for f in dataclasses.fields(base)}
         kinds: dict[str, Any] = {}
-        for base in (OnlineConfig, *cls.__bases__[::-1]):  # Type hints include inherited fields.
+        for base in (OnlineConfig, *cls.__bases__[::-1]):  # Type hints of a class include those of inherited fields.
             kinds |= get_type_hints(base, include_extras=True)
         explained = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
-        # Collect fields of all bases, not only of the first.
+        # Collect the fields of all base classes, not only of the first one.
         inherited = [vars(base).get("_refused", {}) for base in cls.__mro__[:0:-1]]
         cls._refused = dict(pair for of_base in (*inherited, unread or {}) for pair in of_base.items())
         for name, value in (defaults | explained).items():
@@ -251,11 +252,12 @@ class DistillationFields:
         "have different meanings. 'warn': log a warning. 'off': do not compare the tokenizers.",
     )
 
-    if TYPE_CHECKING:  # Attributes of the config classes that inherit these fields.
+    # Attributes that are defined in the config classes that inherit these fields.
+    if TYPE_CHECKING:
         beta: float
         use_liger_kernel: bool
 
-    # Source of the divergence's beta and temperature in the loss: the name of a config field, or a number.
+    # Names of the config fields (or numbers) from which the loss takes beta and temperature of the divergence.
     _beta: ClassVar[str | float] = "beta"
     _loss_temperature: ClassVar[str | float] = "temperature"
     _least_generations: ClassVar[int] = 1
@@ -263,7 +265,8 @@ class DistillationFields:
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *OnlineConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs", "teacher_weights",
     ]  # fmt: skip
-    _refused: ClassVar[dict[str, tuple[Any, str]]] = {}  # See `preset`.
+    # The argument ``unread`` of `preset`, including that of base classes.
+    _refused: ClassVar[dict[str, tuple[Any, str]]] = {}
 
     def __post_init__(self) -> None:
         for name in ("teacher_model_name_or_path", "teacher_model_server_url"):
@@ -271,7 +274,7 @@ class DistillationFields:
             if isinstance(value, str) and value.startswith("{"):
                 setattr(self, name, read_mapping(name, value))
         super().__post_init__()  # type: ignore[misc]
-        # `SyncRefModelCallback` reads these names.
+        # `SyncRefModelCallback` reads these two attributes.
         self.ref_model_mixup_alpha, self.ref_model_sync_steps = self.teacher_update_rate, self.teacher_sync_steps
         check_rules(self, self._rules())
         self._check_sources()
@@ -309,7 +312,7 @@ class DistillationFields:
             "teacher_model_kind": self.teacher_model_kind,
         }
         sources = {name: value for name, value in named.items() if value not in (None, "model")}
-        # With a server, teacher_model_name_or_path may also be set. The server must then have the model with this name.
+        # With a server, teacher_model_name_or_path may be set too. It is the name of the model that the server must have.
         if len(sources) > 1 and set(sources) != {"teacher_model_server_url", "teacher_model_name_or_path"}:
             raise ConfigError(
                 f"{sources} are all set, but only one source of the teacher is possible. Fix: set one of them."
@@ -346,7 +349,7 @@ class DistillationFields:
         return Axes(support, beta, k, self.loss_add_tail, student_temperature=t, teacher_temperature=t)
 
 
-# Options of rewards and of importance ratios, which distillation losses do not have.
+# Options for rewards and importance ratios. Distillation losses have neither.
 OF_REWARDS: dict[str, tuple[Any, str]] = {
     name: (default, "Remove it: the loss is the divergence from a teacher, without rewards and without a clipped ratio.")
     for name, default in {

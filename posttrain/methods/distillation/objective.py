@@ -140,7 +140,7 @@ def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) 
         return {"teacher": HiddenTeacher(rule.logits(layer(hidden)))}
     weight, device = layer.weight, hidden.device.type
     if type(layer) is nn.Linear and torch.is_autocast_enabled(device):
-        # Use the student's precision, because a difference in rounding would otherwise become part of the divergence.
+        # Use the student's precision. Otherwise, rounding differences would become part of the divergence.
         weight = weight.to(torch.get_autocast_dtype(device))
     return {"teacher": HiddenTeacher(hidden, weight, layer.bias, rule)}
 
@@ -210,7 +210,7 @@ class Comparison:
         The backward pass computes only the first two columns.
         """
         targets, axes = self.targets[part, None], self.axes
-        # The backward pass computes the chunk again for the two differentiable columns.
+        # The backward pass computes the chunk again, but only its two differentiable columns.
         again = x.is_leaf and x.requires_grad
         x = kept(x, self.columns, self.without)
         log_q = (x if axes.student_temperature == 1 else x / axes.student_temperature).log_softmax(-1)
@@ -223,7 +223,8 @@ class Comparison:
             if share.teacher is None:
                 continue
             at, theirs = share.within(part)
-            if isinstance(at, Tensor) and not len(at):  # No token of the chunk belongs to a row of this teacher.
+            # No token of this chunk belongs to a row of this teacher.
+            if isinstance(at, Tensor) and not len(at):
                 continue
             here = _Beside(axes, share.teacher, theirs, log_q[at], targets[at])
             here.ask(self.columns, self.without)
@@ -267,7 +268,8 @@ def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor,
     Raises:
         ConfigError: The function does not return a scalar.
     """
-    lowest = torch.finfo(student.dtype).min  # The KL would be NaN if both logits were -inf.
+    # Use a finite minimum, because the KL would be NaN if both logits were -inf.
+    lowest = torch.finfo(student.dtype).min
     options = {} if axes.student_temperature == 1 else {"temperature": axes.student_temperature}
     logits = {"student_logits": student.clamp_min(lowest)[None], "teacher_logits": teacher.clamp_min(lowest)[None]}
     loss = own(**logits, labels=labels[None], beta=axes.beta, **options)
@@ -329,7 +331,7 @@ class _Beside:
         if kind == "student_topk":
             return mine, torch.zeros_like(mine, dtype=torch.bool)
         theirs = self.teacher.ids[self.part] if log_p is None else log_p.topk(k, -1).indices
-        # The model of a server may have logits for ids that are not tokens. Their probability is outside the support.
+        # A server's model may have logits for ids that are not tokens. These ids are excluded from the support.
         beyond = theirs >= log_q.shape[1]
         theirs = theirs.masked_fill(beyond, 0)
         if kind == "teacher_topk":
@@ -561,7 +563,7 @@ class Distillation(Method[Any]):
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
         self.axes: Axes = cfg.axes()
-        # 'bnpo' averages over the tokens of the micro-batch, which must be one pass.
+        # 'bnpo' averages over the tokens of a micro-batch, so the micro-batch must be computed in one pass.
         self.traits = replace(self.traits, single_pass=self.takes_rewards and cfg.loss_type == "bnpo")
 
     @property

@@ -223,7 +223,7 @@ def shares_of_batch(
         members = [k for k, one in enumerate(numbers) if one == number]
         rows = torch.isin(places, places.new_tensor(members)).nonzero().flatten()
         whole = len(members) == len(numbers)
-        # A teacher without a sequence in this batch is not run, but is counted in its fraction of all tokens.
+        # A teacher without sequences in this batch is not run, but it still counts in its fraction of all tokens.
         shares[name] = TeacherShare(say(name, None if whole else members) if members else None, rows)
     return shares
 
@@ -238,7 +238,8 @@ def scores_of_batch(
     score_parts, keyed = [], list(_keyed(batch))
     for key, ids, mask in keyed if members is None else [keyed[k] for k in members]:
         one = scores(key)
-        if not ids:  # An excluded completion has no tokens in the batch.
+        # A completion without ids was excluded, so its tokens are masked.
+        if not ids:
             mask = [0] * len(one.actual)
         kept = torch.tensor(mask, dtype=torch.bool)
         if len(one.actual) != len(kept):
@@ -281,8 +282,8 @@ class ServerTeacher:
                 f"loss_top_k={axes.top_k} with beta={axes.beta}: a server returns its own most likely ids and the "
                 "sampled token, but this loss needs other ids. Fix: set beta=0 with any loss_top_k, or loss_top_k=1."
             )
-        # `posttrain serve` has no limit other than the vocabulary. vLLM's limit is an option: -1 means no limit. If a
-        # server does not report its limit, it is assumed to be 20.
+        # vLLM's limit is an option of the server, and -1 means no limit. It is assumed to be 20 if the server does not report
+        # it. `posttrain serve` is limited only by the vocabulary size.
         most = int(facts.get("max_logprobs") or 20)
         cap = int(facts["vocab_size"]) if most < 0 or facts.get("engine") in IN_WORKERS else most
         if self.top_k > cap:
@@ -296,7 +297,7 @@ class ServerTeacher:
                 "temperature 1, so they cannot be compared with the student's. Fix: set temperature=1.0, or use a "
                 "teacher model in this process."
             )
-        # vLLM generates one token after the scored text, which must fit into the context too.
+        # Reserve one position, because vLLM generates one token after the scored text, which must fit into the context.
         self.most = None if facts.get("max_model_len") is None else int(facts["max_model_len"]) - 1
         self.score([probe[:1]], [probe[1:]])
 
@@ -350,7 +351,7 @@ def teacher_servers(
 # Files with the teacher's top-k log-probs, so that training does not need the teacher model ---------------------------
 
 FORMAT = "posttrain teacher scores 2"
-POSITIONS = 256  # Number of positions whose logits exist at the same time.
+POSITIONS = 256  # Number of positions whose logits are in memory at the same time.
 COLUMNS = {"ids": pa.int32(), "logps": pa.float32(), "actual": pa.float32()}
 
 

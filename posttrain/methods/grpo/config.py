@@ -20,13 +20,13 @@ from posttrain.methods.online_config import (
 logger = logging.getLogger(__name__)
 
 
-# A warning is logged if more optimizer steps than this lie between sampling and training. Beyond it, even a clipped
-# ratio is mostly noise.
+# A warning is logged if sampling and training are separated by more optimizer steps than this, because even a clipped ratio is
+# then mostly noise.
 OLD_UPDATES = 16
 # Losses that average over tokens. With sequence-level ratios, they weight each sequence by its length.
 BY_LENGTH = ("bnpo", "dr_grpo", "dapo", "cispo")
 LOW_TEMPERATURE = 0.1
-# Options that GMPO cannot use, because its loss has one ratio per completion.
+# Options that GMPO does not support, because its loss has one ratio per completion. Each has the only allowed value.
 WITHOUT_IN_GMPO = {
     "importance_sampling_level": "token",
     "delta": None,
@@ -176,7 +176,7 @@ SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
-# Published methods that correspond to a combination of options.
+# Maps names of published methods to the combination of options that is equivalent.
 OTHER_NAMES = {
     "dapo+": "loss_type='dapo', epsilon_high=0.28, dynamic_sampling and mask_truncated_completions=True",
     "gspo": "loss_type='grpo' and importance_sampling_level='sequence'",
@@ -331,7 +331,7 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         if (settings := OTHER_NAMES.get(str(self.loss_type).lower().replace("-", "_"))) is not None:
             raise ConfigError(f"loss_type={self.loss_type!r} is a combination of options. Fix: set {settings}.")
         if self.loss_type == "bnpo":
-            # 'bnpo' averages over each rank's own rows, so exchanging rows would change the loss.
+            # Do not exchange rows between ranks, because 'bnpo' averages over each rank's own rows.
             self.balance_ranks = False
         super().__post_init__()
         self._check_ranges()
@@ -343,7 +343,8 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     def _resolve_liger(self) -> None:
         if self.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
-            # Most users enable Liger for its loss. Our loss does not materialize the logits either, for every option.
+            # Log a warning only. Most users enable Liger for its loss, and the loss used here does not materialize all logits
+            # either.
             logger.warning(
                 "use_liger_kernel=True: liger_kernel is not installed, so its layers are not used. The loss is "
                 "computed in chunks without it."

@@ -118,7 +118,7 @@ def grpo_objective(
     )
     if cfg.entropy_coef or cfg.use_adaptive_entropy:
         coefficient = cfg.entropy_coef if entropy_coef is None else entropy_coef
-        # The entropy filter is computed per pass, so the average over its tokens is too.
+        # If the entropy filter excludes tokens, average per pass, because the filter is computed per pass too.
         reduction = "token" if uncertain is batch.loss_mask else "local_token"
         loss.extra.append(LossTerms(-coefficient * out.entropy, uncertain, reduction))
     return loss
@@ -128,8 +128,8 @@ def _vespo(
     log_ratio: Tensor, advantages: Tensor, logp: Tensor, batch: Batch, cfg: GRPOConfig, weight: Tensor | None
 ) -> tuple[Tensor, dict[str, Metric]]:
     if weight is not None and batch.rollout_logp is not None:
-        # A missing log-prob does not affect its sequence. A weight that is masked to 0 sets the weight of its whole
-        # sequence to 0.
+        # A missing log-prob must not affect its sequence, so its weight becomes 1. A weight that is masked to 0 sets the weight
+        # of its whole sequence to 0.
         weight = weight.masked_fill(batch.rollout_logp.isnan(), 1.0)
     phi = vespo_weight(
         log_ratio,
@@ -198,7 +198,7 @@ def _kept(logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig) -
 
 
 STATE_FILE = "entropy_ctrl_state.json"
-# Number of optimizer steps without a bonus after which a warning is logged.
+# A warning is logged after this number of optimizer steps without an entropy bonus.
 STEPS_UNTIL_WARNING = 50
 
 
@@ -282,7 +282,7 @@ class GRPO(Method[Config]):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        # The entropy threshold and the average of 'bnpo' are over the micro-batch, which must be one pass.
+        # The entropy threshold and the average of 'bnpo' are computed over the micro-batch, so it must be one pass.
         single = cfg.top_entropy_quantile < 1.0 or cfg.loss_type == "bnpo"
         head = cfg.cast_lm_head_to_fp32
         self.traits = replace(self.traits, needs=grpo_needs(cfg), single_pass=single, float32_head=head)
@@ -296,7 +296,8 @@ class GRPO(Method[Config]):
         cfg, size, metrics, left_out = self.cfg, rollouts.group_size, {}, frozenset()
         stats = group_advantages(rewards.values, rewards.weights, size, **group_options(cfg))
         if cfg.mask_zero_variance_groups and size > 1:
-            flat = self.without_signal(rewards, size)  # This includes groups without any reward.
+            # Groups without any reward also count as having no signal.
+            flat = self.without_signal(rewards, size)
             mine = flat.repeat_interleave(size)[rewards.start : rewards.start + len(rollouts.rollouts)]
             left_out, metrics = frozenset(mine.nonzero().flatten().tolist()), {"groups/masked": mean(flat.float())}
         return within_groups(
@@ -366,6 +367,6 @@ class GRPO(Method[Config]):
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `grpo_objective`."""
-        # In evaluation ranks have different numbers of passes, so they cannot use a collective.
+        # Do not gather in evaluation, because ranks run different numbers of passes, but a collective needs all ranks.
         gather = state.ranks.join if state.ranks.size > 1 and torch.is_grad_enabled() else None
         return grpo_objective(outputs, batch, self.cfg, entropy_coef=state.own.applied(self.cfg), gather=gather)

@@ -59,9 +59,9 @@ def chunks_of(segments: Sequence[Segment], shape: torch.Size, device: torch.devi
     """
     rows, width = shape
     count = rows * width
-    # For each depth: first token, number of tokens, and index of the parent in the previous depth.
+    # For each depth, a list of chunks: first token, number of tokens, and index of the parent chunk in the previous depth.
     levels: list[list[tuple[int, int, int]]] = []
-    # For each segment: depth and index of its last chunk, or of the preceding chunk if the segment is empty.
+    # For each segment: depth and index of its last chunk. For an empty segment, these belong to the preceding chunk.
     last: list[tuple[int, int]] = []
     for one in segments:
         depth, parent = last[one.parent] if one.parent >= 0 else (-1, 0)

@@ -94,7 +94,7 @@ def state_space(
     """Compute the state space of ``(B, T, heads, d)`` hidden states along each path, in float32 like the original."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    # Some tests replace float() by float64.
+    # Use the method float(), because some tests replace it with float64.
     x, dt = hidden_states.float(), dt.float()
     out = paths.scan(C, B, x * dt[..., None], A * dt, None)
     return out if D is None else out + D[:, None] * x

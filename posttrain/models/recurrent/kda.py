@@ -22,7 +22,7 @@ from posttrain.models.recurrent.chunks import Chunks
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-SIZE = 16  # Number of tokens per chunk.
+SIZE = 16  # Number of tokens in a chunk.
 
 
 def kda(

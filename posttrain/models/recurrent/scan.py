@@ -113,7 +113,7 @@ def _inside(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | N
     assert values.shape[3] == repeats
     total = grouped(log_decay).transpose(2, 3).cumsum(-1)  # (N, G, r, C)
     upper = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
-    # Mask before exp, because positive exponents overflow.
+    # Apply the mask before exp, because positive exponents would overflow.
     decays = (total[..., :, None] - total[..., None, :]).masked_fill_(upper, -torch.inf).exp_()
     scores = (queries @ keys.transpose(2, 3))[:, :, None] * decays
     last = total[..., -1:]
@@ -169,7 +169,8 @@ class _Scan(torch.autograd.Function):
         updates = x.v if updates is None else updates
         out = chunks.gather(grad.flatten(0, 1).unflatten(1, (x.k.shape[1], -1))).transpose(1, 2)
         direct, into = _mixed(x.scores.mT, out), _outer(x.q, x.start * out)
-        # Gradients of updates, of the right-hand side of M^-1, and of the states after and before each chunk. Leaves come first.
+        # Gradients of the updates (dupdates), of the right-hand side of M^-1 (dright), and of the states after each chunk
+        # (leaving). The loop starts at the leaves of the tree.
         dupdates, dright, leaving = torch.empty_like(direct), torch.empty_like(direct), torch.zeros_like(states)
         for level, parents in zip(reversed(chunks.levels), [None, *reversed(chunks.parents)], strict=True):
             if parents is not None:
@@ -219,7 +220,7 @@ def _shares(
         dk += (dkk + dkk.mT) @ x.k - back(x.start * dv, states)
         between += x.beta[..., None] * weighted
         before -= (dv * read).sum(-1)
-    # The log decay at position t affects pairs of tokens i and j with i >= t > j.
+    # The log decay at position t affects all pairs of tokens i and j with i >= t > j.
     ones = torch.ones(between.shape[-2:], dtype=between.dtype, device=between.device)
     spanned = ((between @ ones.triu(1)) * ones.tril()).sum(-2).transpose(2, 3)
     whole = (x.whole[..., 0] * (states * leaving).sum((2, 4))[:, :, None]).expand_as(before)

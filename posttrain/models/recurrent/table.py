@@ -31,7 +31,7 @@ STATE_SPACE = {
     "mamba2_split_conv1d_scan_combined": functions.no_fused_kernel,
 }
 KIMI = {**CONVOLUTION, "chunk_kimi_delta_attention": functions.kimi_delta_attention}
-# Folders of transformers' modeling files, and functions in them that mix tokens, apart from attention.
+# Maps each folder of transformers' modeling files to those functions in it that mix tokens, apart from attention.
 FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
@@ -48,8 +48,8 @@ FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {
     "bailing_hybrid": KIMI,
     "minimax": {"MiniMaxLightningAttention.forward": functions.lightning_attention},
 }
-KINDS = ("linear_attention", "conv")  # Names of masks for recurrent layers.
-# Arguments with which optional kernels separate packed sequences.
+KINDS = ("linear_attention", "conv")  # Types of recurrent layers for which a model passes a mask.
+# Arguments by which optional kernels separate the sequences of a packed row.
 PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
 
@@ -60,7 +60,8 @@ def replaced(model: nn.Module) -> str:
     library, _, rest = file.partition(".models.")
     if library != "transformers" or rest.split(".")[0] not in FAMILIES:
         return ""
-    # In other versions of transformers, a function may be missing, or layers may pass other keyword arguments to it.
+    # Check the functions, because in other versions of transformers one may be missing, or layers may pass other arguments to
+    # it.
     found = all(callable(getattr(holder, last, None)) for holder, last in _places(file).values())
     return file if found and _passes_arguments(file) else ""
 

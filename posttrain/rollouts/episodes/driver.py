@@ -140,7 +140,7 @@ class EpisodeDriver:
         if factory is not None:
             self.pool = EnvironmentPool(factory, self.runner, setup.environment_retries)
             for probe in self.pool.probes:
-                # This raises for duplicate names of tools.
+                # This call raises an error if two tools have the same name.
                 self.pool.toolbox(probe, self.toolbox)
 
     @property
@@ -428,7 +428,7 @@ def _chosen(returned: dict[str, Any], row: int, position: int, value: object, to
     if not isinstance(value, list | tuple):
         return value
     if "logprob_token_ids" not in returned:
-        return value[0] if value else None  # Engines list the sampled token first.
+        return value[0] if value else None  # The sampled token is first in the lists that engines return.
     names = listed(returned["logprob_token_ids"][row], _at("logprob_token_ids", row))
     candidates = listed(
         names[position] if position < len(names) else None, f"{_at('logprob_token_ids', row)} position {position},"

@@ -144,7 +144,7 @@ class EnvironmentPool:
         if not named:
             raise ConfigError("environment_factory is an empty dict. Pass at least one name and factory.")
         self.kinds = {name: _probe(name, factory) for name, factory in named.items()}
-        # Instances with a call that did not return. Their get_reward is not called.
+        # Instances in which a call has not returned. Their method get_reward is not called.
         self.lost: list[Any] = []
         self._warned = False
         # A lock is needed, because groups that use servers begin and end on different threads.
@@ -277,7 +277,7 @@ class EnvironmentPool:
         if self.routed:
             row.pop("environment", None)
         if row.get("prompt") is not None:
-            # Completions of a group share the dataset row, so copy its prompt.
+            # Copy the prompt, because all completions of a group share the dataset row.
             row["prompt"] = copy.deepcopy(row["prompt"])
         arguments = {"group_seed": seed, **row}
         for attempt in range(self.retries + 1):

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Default maximum number of rounds of tool calls.
+# Default of the maximum number of rounds of tool calls.
 MAX_ITERATIONS = 32
-# Offsets that make all seeds of an episode batch different. One separates later engine calls from the first call. The
-# other separates the batches of a call from other ranks, because ranks have consecutive seeds.
+# Offsets between seeds, so that all seeds of a batch of episodes differ. SEED_STRIDE separates later engine calls from the
+# first one. BATCH_STRIDE separates further batches of a call from those of other ranks, whose seeds are consecutive.
 SEED_STRIDE, BATCH_STRIDE = 7_919, 15_485_863
-# Rollouts share an engine call only if the call's token limit is at most this multiple of each rollout's budget.
+# Rollouts share an engine call only if the call's token limit is below this multiple of each rollout's remaining budget.
 TURN_WASTE = 2
 
 Batches = list[tuple[list[list[int]], Sampling]]
@@ -277,7 +277,8 @@ class ToolLoop:
         while waiting:
             most = left[waiting[0]]
             fits = [i for i in waiting if TURN_WASTE * left[i] > most and self._room(episodes[i]) >= most]
-            groups.append((sorted(fits), most))  # Keep the order, so that consecutive equal prompts are computed once.
+            # Keep the order of prompts, so that consecutive equal prompts are computed only once.
+            groups.append((sorted(fits), most))
             waiting = [i for i in waiting if i not in fits]
         return groups
 
@@ -300,10 +301,10 @@ class ToolLoop:
         message = self.parse(self.tokenizer, ids, prefix=before, tools=episode.tools.schemas or None)
         episode.messages.append(message)
         if self.reader is not None and self.reader.token_id in ids:
-            # Engines should never sample an image placeholder. The next turn would contain a placeholder without an
-            # image.
+            # End the episode. Its next turn would contain a placeholder without an image. Engines should never sample a
+            # placeholder.
             return
-        # A truncated turn has used up the budget, so there is no space for results.
+        # After a truncated turn, do not call tools, because there is no budget left for their results.
         if episode.finish_reason == "stop":
             episode.waiting = list(message.get("tool_calls") or [])
 

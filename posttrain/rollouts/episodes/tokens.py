@@ -106,7 +106,8 @@ class PlainText:
         for index, part in enumerate(self.hidden.split(text)):
             if index % 2:
                 token = self.special[int(part)]
-                pieces = [token[:1], token[1:]]  # Split the token in two, so that it is not encoded as a special token.
+                # Split the token's text in two parts, so that it is not encoded as a special token.
+                pieces = [token[:1], token[1:]]
             else:
                 pieces = [part]
             for piece in filter(None, pieces):
@@ -193,7 +194,8 @@ class ToolSuffix:
         ends = [i for i, token in enumerate(before) if token in self.stop_ids]
         cut = ends[-1] + 1 if ends else len(before)
         if self.tokenizer.decode(before[cut:]).strip():
-            cut = len(before)  # This end token belongs to the question. The template writes no end token after a call.
+            # The template writes no end token after a call, so this end token belongs to the question.
+            cut = len(before)
         if common_prefix(before, after) < cut:
             raise ModelError(
                 "the chat template renders a tool call differently if its result follows, so the tokens of the "

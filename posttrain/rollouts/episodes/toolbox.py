@@ -20,9 +20,10 @@ from posttrain.pictures.picture import Background, is_image, observed_blocks
 from posttrain.values import BadValue
 
 T = TypeVar("T")
-# Maximum number of characters of a result. Longer results would not fit into any context, and take long to tokenize.
+# Maximum number of characters of a tool result. A longer result would not fit into any context, and take long to tokenize.
 LONGEST = 1_000_000
-GRACE = 1.0  # Seconds that an event loop has to report a timeout before it counts as blocked.
+# If an event loop does not report a timeout within this number of seconds, it counts as blocked.
+GRACE = 1.0
 
 
 class TooSlow(Exception):
@@ -249,7 +250,7 @@ def as_text(value: object) -> str:
     text = value if isinstance(value, str) else str(value)
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
-    return text.encode("utf-8", "replace").decode()  # An unpaired surrogate cannot be tokenized.
+    return text.encode("utf-8", "replace").decode()  # An unpaired surrogate cannot be tokenized, so replace it.
 
 
 def shows_images(value: object) -> bool:
@@ -391,15 +392,16 @@ class ToolRunner:
                 return future.result(None if limit is None else limit + GRACE)
             except concurrent.futures.TimeoutError:
                 if future.done():
-                    raise  # The tool itself raised it.
-                self._loop = None  # The coroutine blocks the event loop, so later calls use a new loop.
+                    raise  # The tool itself raised a TimeoutError.
+                # The coroutine blocks this event loop, so later calls must use a new one.
+                self._loop = None
                 raise TooSlow from None
 
         return wait
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            # A blocking call can unset the loop at any time without this lock.
+            # Hold the lock while the loop is read and created, because a blocking call can unset it at any time.
             loop = self._loop
             if loop is None:
                 loop = self._loop = asyncio.new_event_loop()
@@ -414,7 +416,7 @@ async def _itself(value: object) -> Any:
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            raise  # This runner cancelled the task.
+            raise  # Raise it again, because this runner canceled the task.
         raise _cancelled(error) from error
     except (Exception, KeyboardInterrupt):
         raise
@@ -433,7 +435,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
     def work() -> None:
         try:
             box.append((call(), None))
-        except BaseException as error:  # Raised again in the waiting thread.
+        except BaseException as error:  # The waiting thread raises this exception again.
             box.append((None, error))
 
     thread = threading.Thread(target=work, daemon=True, name="tool")

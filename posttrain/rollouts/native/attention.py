@@ -58,7 +58,7 @@ class Rule(NamedTuple):
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
-Sight = tuple[int | None, int | None]  # Window and chunk of a layer.
+Sight = tuple[int | None, int | None]  # Sliding window and chunk size of a layer, each None if the layer has none.
 
 
 @dataclass(slots=True)
@@ -93,7 +93,8 @@ class Block:
         source = torch.where(columns < known[:, None], columns, columns - known[:, None] + room)
         for memory in (self.keys, self.values):
             for layer, tensor in memory.items():
-                last = tensor.shape[2] - 1  # Columns after the end of a short prompt are never read.
+                # Limit the index, because columns after the end of a short prompt are never read.
+                last = tensor.shape[2] - 1
                 index = source.clamp_max(last)[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
                 memory[layer] = tensor.gather(2, index)
 
@@ -164,7 +165,8 @@ class Group:
 
 
 NAME = "posttrain_native"
-FIRST_BLOCK = 64  # Number of suffix positions that are allocated first. The number is doubled when they are used up.
+# Number of suffix positions that are allocated at first. When they are used up, the number is doubled.
+FIRST_BLOCK = 64
 
 
 @dataclass(slots=True)
@@ -432,7 +434,7 @@ def native_attention(
     if module.config.model_type == llama4.MODEL_TYPE:
         query, chunk = llama4.placed(module, query, store.positions)
     rule = Rule(scale, softcap, sliding_window, chunk, s_aux)
-    # Under autocast, queries and keys are float32 after the rotary embedding, but values are in half precision.
+    # Under autocast, queries and keys are float32 after the rotary embedding, but values are in half precision. Use one dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
     return store.attend(store.layer_of(module), query, key, value, rule), None
 
@@ -448,7 +450,8 @@ def _prefill(fill: Fill, query: Tensor, key: Tensor, value: Tensor, rule: Rule) 
     hidden = fill.unseen((rule.window, rule.chunk), width, whole, query.device)
     if rule.plain and query.device.type == "cpu":
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale, enable_gqa=True)
-    # CUDA has no kernel for a mask with shared key-value heads and would materialize all scores.
+    # Repeat keys and values, because CUDA has no kernel for a mask with shared key-value heads and would materialize all
+    # scores.
     key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
     if rule.plain:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=rule.scale)

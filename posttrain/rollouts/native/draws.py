@@ -63,7 +63,7 @@ def ends_with_string(tokens: Sequence[int], sampling: Sampling, tokenizer: Token
     """Return whether the last token of a completion completed a stop string."""
     if not sampling.stop_strings:
         return False
-    # A token may be one byte of a character, which has up to 4 bytes. Decode enough tokens for the longest string.
+    # A token may be a single byte, and a character has up to 4 bytes. Decode enough tokens for the longest stop string.
     text = tokenizer.decode(tokens[-4 * max(map(len, sampling.stop_strings)) - 8 :])
     return any(string in text for string in sampling.stop_strings)
 
@@ -109,9 +109,10 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min(0)), 0.0)
     chosen = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1).double()
     inner = torch.searchsorted(chosen.cumsum(-1), target - before, right=True).clamp_max(BLOCK - 1)
-    # Rounding may select an index after the last positive weight of the block. Use the last positive weight then.
+    # Because of rounding, the index may be after the last position with a positive weight. In this case, use that last
+    # position.
     last = (BLOCK - 1) - (chosen.flip(-1) > 0).int().argmax(-1, keepdim=True)
-    # A row with NaN gets an arbitrary token. `SampledTokens.rows` raises the error later.
+    # In a row with NaN, the token is arbitrary. `SampledTokens.rows` raises the error later.
     return (block * BLOCK + torch.minimum(inner, last)).squeeze(1).clamp_max(size - 1)
 
 
@@ -176,7 +177,8 @@ def draw_tokens(
         drawn = _shaped(x, best, sampling, uniform, history, change)
         drawn.top = top
         return drawn
-    weights = x.sub_(best).exp_()  # In place, because for small tensors allocation takes longer than arithmetic.
+    # Compute in place, because for small tensors an allocation takes longer than the arithmetic.
+    weights = x.sub_(best).exp_()
     token = draw(weights, uniform)
     logp = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
     return SampledTokens(token, logp, top=top)
@@ -207,7 +209,7 @@ def _shaped(
         y = change(y)
     if greedy:
         token = y.argmax(-1)
-        # The result is NaN if no token is allowed, as below.
+        # The log-prob is NaN if no token is allowed, as in sampling below.
         processed = torch.zeros_like(log_z).masked_fill_(y.amax(-1).isneginf(), torch.nan)
     else:
         y = truncate(y, sampling.truncation)

@@ -43,10 +43,12 @@ from posttrain.types import Request, Rollout, Row, Sampling
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-# Short prompts share a prefill pass. Long prompts are split into chunks of this size, and only the attention within a
-# chunk is causal, so smaller chunks take more time.
+# Number of tokens per prefill pass. Short prompts share a pass, and long prompts are split into chunks of this size. Attention
+# between two chunks is not causal, so smaller chunks take more time.
 PREFILL_TOKENS = 2048
-KEEP_BYTES = 2 * 10**9  # 43,000 tokens with 135M parameters in float32, 35,000 of Qwen2.5-7B in bfloat16.
+# Default size of the prefix cache in bytes. It holds 43,000 tokens of a model with 135M parameters in float32, or 35,000 tokens
+# of Qwen2.5-7B in bfloat16.
+KEEP_BYTES = 2 * 10**9
 FAILURE = "rollout_failure.json"
 
 
@@ -147,7 +149,7 @@ class NativeEngine(RolloutEngine):
             finally:
                 self.counts = run.counts()
                 if packed is not None and packed is not self._held:
-                    # Free the copies now and not at the next garbage collection, because the update needs the memory.
+                    # Free the copies now instead of at the next garbage collection, because the update needs their memory.
                     packed.weights.clear()
 
     def _resolved(self, products: Products, device: torch.device) -> Products:
@@ -187,7 +189,7 @@ class NativeEngine(RolloutEngine):
         Up to ``keep_bytes`` are kept. The least recently used entries are removed first. A change of weights or
         adapters is detected at the next call and clears the cache. Leaving the context frees it.
         """
-        if self.kept is not None:  # An outer `prefix_cache` context is active.
+        if self.kept is not None:  # An outer `prefix_cache` context is active, and its cache is used.
             yield
             return
         self.kept, self._weights = PrefixCache(self.keep_bytes, stateful=self.recurrent), None
@@ -199,7 +201,7 @@ class NativeEngine(RolloutEngine):
     def _packed(self) -> Packed | None:
         """Return packed copies of the weights. Copies of an earlier call are reused if the weights have not changed."""
         if torch.is_autocast_enabled("cpu"):
-            return None  # Autocast rounds the weights itself.
+            return None  # Pack no weights, because autocast rounds them itself.
         if self._held is not None:
             return self._held
         lower = self.products == "bfloat16"
@@ -268,8 +270,7 @@ def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -
 
 
 VERDICTS: dict[str, str | None] = {}
-# Tolerance of `native_is_exact`, relative to the standard deviation of the true log-probs. In half precision it is
-# 0.05.
+# Tolerance of `native_is_exact`, as a fraction of the standard deviation of the true log-probs. In half precision, it is 0.05.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
 
 
@@ -281,7 +282,7 @@ def native_is_exact(model: nn.Module) -> str | None:
     if key not in VERDICTS:
         try:
             VERDICTS[key] = _compare(model)
-        except Exception as error:  # Any failure means that the engine does not support this model.
+        except Exception as error:  # Any exception means that the engine does not support this model.
             VERDICTS[key] = f"{type(error).__name__}: {error}"
     return VERDICTS[key]
 
@@ -325,7 +326,7 @@ def _compare(model: nn.Module) -> str | None:
     inner: Any = causal_lm(model)
     share, encoder = TOLERANCE.get(coarsest_dtype(inner), 0.05), picture_encoder(inner)
     vocabulary = inner.config.get_text_config().vocab_size
-    # Placeholders and markers of images are neither in prompts nor sampled.
+    # Placeholders and markers of images do not occur in these prompts, and must not be sampled.
     never = encoder.processor.never(vocabulary) if encoder is not None else []
     sampling = Sampling(max_new_tokens=6, seed=0, logit_bias=tuple((token, -math.inf) for token in never))
     for longest, context in probe_cases(model):

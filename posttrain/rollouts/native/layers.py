@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 SOURCE = Path(__file__).with_name("layer.c")
-# Sums may be reordered only where the source says so (`omp simd reduction`). -ffast-math is not used, so NaN is
-# preserved.
+# The compiler may reorder sums only where the source allows it (`omp simd reduction`). -ffast-math is not used, because it
+# would not preserve NaN.
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
-LIMIT = 60  # Time limit of the compiler in seconds. It usually takes one second.
+LIMIT = 60  # Maximum number of seconds for the compiler, which usually takes one second.
 LONG, FLOAT, ADDRESS, INT = ctypes.c_long, ctypes.c_float, ctypes.c_void_p, ctypes.c_int
 
 
@@ -106,7 +106,7 @@ def build(command: list[str], path: Path) -> None:
 
 def folder() -> Path:
     """Return the cache folder of compiled libraries of this user."""
-    # Without a home directory this is a folder named "~", as in huggingface_hub. `Path.home` would raise.
+    # Without a home directory, use a folder named "~" like huggingface_hub. `Path.home` would raise an error.
     base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "posttrain", "compiled")
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
     return base
@@ -126,19 +126,22 @@ def fingerprint(command: list[str]) -> str:
 
 Products = Literal["exact", "bfloat16"]
 
-# Measured in float32 with 2 threads, all 210 weights of SmolLM2-135M in sequence: F.linear takes 62.7 ms for 16 rows
-# and 91 ms for 32 rows, weight @ rows.T 44 and 61 ms. They are equal from 64 rows on. The product streams the larger
-# operand and repacks the smaller one.
+# Maximum number of rows for which weight @ rows.T is used instead of F.linear. The product streams the larger operand and
+# repacks the smaller one. Measured in float32 with 2 threads, for all 210 weights of SmolLM2-135M: with 16 rows, F.linear takes
+# 62.7 ms and the product 44 ms. With 32 rows, they take 91 and 61 ms. From 64 rows on, both take the same time.
 MOST_ROWS = 64
-# oneDNN selects the layout of a packed weight for this number of rows. The packed weight works with any number.
+# Number of rows for which oneDNN selects the layout of a packed weight. The packed weight can be used with any number of rows.
 ROWS_HINT = 16
-# Measured in milliseconds with one thread, for 88M parameters at 1, 16, 64 and 1024 rows: F.linear 41, 70, 161,
-# 2365; packed float32 28, 39, 118, 1734; packed bfloat16 18, 26, 63, 899. Packing takes 207 ms, rounded to bfloat16 114
-# ms. With 2 threads, a decoding step of 8 rows takes 61 ms without packed weights and 37 ms with them.
-PACK_FROM = 8  # Number of decoding steps after which packing saves time.
-PACK_STEPS = 16  # Packing at the start saves time if at least this many steps are requested.
-PACK_TOKENS = 1024  # Packing at the start saves time if at least this many tokens are requested, including prompts.
-PACK_SHARE = 4  # A packed copy may use up to 1 / PACK_SHARE of the free memory.
+# Times of products with 1, 16, 64 and 1024 rows, in milliseconds with one thread, for 88M parameters: F.linear takes 41, 70,
+# 161 and 2365; packed float32 28, 39, 118 and 1734; packed bfloat16 18, 26, 63 and 899. Packing takes 207 ms, or 114 ms if
+# weights are rounded to bfloat16. With 2 threads, a decoding step of 8 rows takes 61 ms without packed weights and 37 ms with
+# them.
+PACK_FROM = 8  # Weights are packed after this number of decoding steps.
+# Weights are packed at the start if at least this number of decoding steps is requested.
+PACK_STEPS = 16
+# Weights are packed at the start if at least this number of tokens is requested, including prompts.
+PACK_TOKENS = 1024
+PACK_SHARE = 4  # Packed copies of weights may use up to 1 / PACK_SHARE of the free memory.
 
 
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -250,8 +253,8 @@ def worth_packing(model: nn.Module) -> bool:
 
 
 def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:
-    # With ``target_parameters``, peft replaces a layer's weight and changes its class during the forward pass. A packed
-    # copy would not contain the adapter.
+    # Use the plain product. With ``target_parameters``, peft replaces a layer's weight and changes its class during the forward
+    # pass, and a packed copy would not contain the adapter.
     if torch.is_autocast_enabled("cpu") or type(layer) is not nn.Linear:
         return F.linear(x, layer.weight, layer.bias)
     if packed is not None and (layer,) in packed.weights:
@@ -274,12 +277,13 @@ def quick_products(model: nn.Module, packed: Packed | None = None) -> Iterator[N
             del layer.forward
 
 
-# RMS norm, rotary embedding, attention, RMS norm and SwiGLU, with two residual connections. Qwen3 also normalizes
-# queries and keys.
+# Decoder layers that consist of RMS norm, rotary embedding, attention, RMS norm and SwiGLU, with two residual connections.
+# Qwen3 also normalizes queries and keys.
 KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-# Maximum number of rows in a chunk. One thread processes a chunk, and reads the keys of the chunk's prompt once.
+# Maximum number of rows in a chunk. A chunk is processed by one thread, which reads the keys of the chunk's prompt only once.
 CHUNK = 8
-ITEMS = 2  # Minimum number of chunks per thread. With fewer chunks, the chunk size is halved.
+# Minimum number of chunks per thread. If there are fewer, the chunk size is halved.
+ITEMS = 2
 
 
 @dataclass(slots=True)
@@ -382,7 +386,7 @@ class Layer:
         self.index, self.size, self.scale = attention.layer_idx, attention.head_dim, attention.scaling
         self.heads = attention.q_proj.out_features // self.size
         self.kv = attention.k_proj.out_features // self.size
-        # Llama's attention has no sliding window, even if its config has one.
+        # Ignore a sliding window in a Llama config, because Llama's attention does not use it.
         config = None if type(layer).__name__ == "LlamaDecoderLayer" else attention.config
         self.window = getattr(attention, "sliding_window", sliding_window(config))
         self.norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -402,7 +406,7 @@ class Layer:
         decoding = store.filling is None
         attended = self.attended(qkv, store, threads) if decoding else self.filled(qkv, store, hidden_states.shape[1])
         x = self.packed.product((layer.self_attn.o_proj,), attended)
-        # This also adds the residual to x.
+        # This call also adds the residual to x, in place.
         normal = self.normalised(x, residual, layer.post_attention_layernorm, threads)
         both = self.packed.product(self.gates, normal)
         gated = both.new_empty(len(both), both.shape[1] // 2)
@@ -494,7 +498,9 @@ def fused_layers(model: nn.Module, packed: Packed) -> Iterator[None]:
             del layer.forward
 
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "quota period" in microseconds, or "max period" (Linux cgroup v2).
+# File of cgroup v2 (Linux) with the CPU quota. It contains "quota period" in microseconds, or "max period" if there is no
+# quota.
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def processors(quota: Path = QUOTA) -> int:

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
 Layers = dict[int, tuple[Tensor, Tensor]]
-# Number of cached tokens of a prompt, their keys and values, and the recurrent states after them.
+# A cached prefix: number of tokens, their keys and values, and the recurrent states after them.
 Known = tuple[int, list[Layers], list[Tensor]]
-SAMPLES = 64  # Number of values per parameter that are compared, to detect writes that autograd does not count.
+# Number of values of each parameter that are compared, to detect writes that autograd does not count.
+SAMPLES = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -220,10 +221,11 @@ def fingerprint(model: nn.Module) -> tuple:
     return (tuple(written), tuple(torch.stack(samples).tolist()) if samples else (), tuple(adapters))
 
 
-# Cost of an additional pass, in tokens. A pass must read all weights, which takes about as long as computing this many
-# tokens.
+# Minimum number of shared tokens for which an additional prefill pass saves time. A pass must read all weights, which takes
+# about as long as computing this many tokens.
 STEM_LEAST = 32
-STEM = -1  # Index of a common prefix of several prompts, which is not itself a prompt of the call.
+# Number that identifies a common prefix of several prompts. The prefix is not itself a prompt of the call.
+STEM = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -411,7 +413,7 @@ class Prefiller:
         stem.block = block
         tokens = self.shared + stem.ids
         self.kept.add(tokens, self.layers_of(stem), block.states_of(STEM))
-        # The cache is full, so other prompts compute the prefix themselves.
+        # The prefix was not added because the cache is full, so each prompt computes the prefix itself.
         if self.kept.find(tokens, len(tokens))[0] < len(tokens):
             for prompt in self.prompts:
                 prompt.shares = 0

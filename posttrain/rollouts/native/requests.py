@@ -68,7 +68,7 @@ def check_requests(
                 f"request {index}: a prompt of {length} tokens and max_new_tokens={most} do not fit the "
                 f"model's context of {context} tokens."
             )
-        # There may be no logit for a placeholder, because it is never sampled.
+        # Ignore placeholders, because they are never sampled and may have no logit.
         largest = max((token for token in request.prompt_ids if token != placeholder), default=0)
         if vocabulary is not None and largest >= vocabulary:
             raise RolloutError(

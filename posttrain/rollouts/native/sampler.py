@@ -92,7 +92,7 @@ class Guides:
         }[kind]
         try:
             return make(text)
-        except Exception as error:  # The compiler raises errors of many types.
+        except Exception as error:  # The compiler of guides raises exceptions of many types.
             raise ConfigError(f"Sampling.guide=({kind!r}, {text[:80]!r}...) cannot be compiled: {error}") from error
 
     def mask(self, logits: Tensor, guides: list[Guide]) -> Tensor:
@@ -100,7 +100,8 @@ class Guides:
         bitmask = self.xgrammar.allocate_token_bitmask(len(guides), self.vocabulary)
         for row, guide in enumerate(guides):
             if guide.done:
-                bitmask[row] = -1  # All bits are set, because the completion has ended.
+                # Set all bits to allow all tokens, because the completion has ended.
+                bitmask[row] = -1
             else:
                 guide.matcher.fill_next_token_bitmask(bitmask, row)
         self.xgrammar.apply_token_bitmask_inplace(logits, bitmask.to(logits.device))
@@ -258,7 +259,8 @@ class TokenSampler:
     def _draw_alike(self, logits: Tensor, completions: list[Completion]) -> Tensor:
         sampling = completions[0].asked.sampling
         uniform = torch.tensor([c.uniform[len(c.tokens)] for c in completions], dtype=torch.float64)
-        uniform = uniform.to(logits.device, non_blocking=True)  # A blocking copy would wait for the forward pass.
+        # Copy without blocking. A blocking copy would wait for the forward pass.
+        uniform = uniform.to(logits.device, non_blocking=True)
         history = None
         if sampling.repetition_penalty != 1.0 or sampling.no_repeat_ngram:
             history = [list(c.asked.request.prompt_ids) + c.tokens for c in completions]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
 UNBOUNDED = 2**62
-SHARED_LEAST = 16  # For a shorter common prefix, the overhead exceeds the savings.
+# Minimum length in tokens of a shared prefix. For a shorter prefix, sharing costs more than it saves.
+SHARED_LEAST = 16
 
 
 class Run:
@@ -29,7 +30,7 @@ class Run:
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> None:
         self.engine, self.requests, self.sampling = engine, requests, sampling
         self.device = next(engine.model.parameters()).device
-        # Placeholders of different images have the same id.
+        # Prompts with images share no prefix, because placeholders of different images have the same id.
         pictured = any(r.pictures for r in requests)
         self.shared = [] if pictured else common_beginning([list(r.prompt_ids) for r in requests])
         self.prompts: list[Prompt] = []
@@ -115,7 +116,8 @@ class Run:
                 break
             passes += 1
             self.prefiller.step(asked.prompt, free)
-        if started:  # Update the groups only once, because they are not used before the next step.
+        # Update the groups only once at the end, because they are used only in the next step.
+        if started:
             self._regroup()
         return bool(self.live)
 
@@ -239,7 +241,7 @@ class Run:
             self.live.pop()
             order.pop()
             if prompt.live == 0 and prompt.waiting == 0:
-                prompt.block = None  # No completion needs this prompt any longer.
+                prompt.block = None  # Free the block, because no completion needs this prompt any longer.
         index = torch.tensor(order, dtype=torch.long, device=self.device)
         self.tokens, self.positions = self.tokens[index], self.positions[index]
         self.store.lengths = self.store.lengths[index]
