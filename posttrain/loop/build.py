@@ -189,7 +189,7 @@ def plan(spec: Spec) -> Plan:
     """
     args, model = spec.args, spec.model
     if spec.method.traits.samples and not isinstance(spec.rewards, RewardRunner):
-        spec = replace(spec, rewards=RewardRunner(**reward_options(spec.rewards, args, None)))
+        spec = replace(spec, rewards=RewardRunner(**reward_options(spec.rewards, args, None, spec.processing_class)))
     refuse_untrainable(
         spec.method.traits, spec.name, model, args, spec.train_dataset, spec.data_collator, spec.eval_dataset
     )

@@ -42,7 +42,7 @@ def grpo(loss_type, name="", **settings):
 
 
 def sft(loss_type):
-    method = SFT(SimpleNamespace(loss_type=loss_type, label_smoothing_factor=0.0))
+    method = SFT(SimpleNamespace(loss_type=loss_type, label_smoothing_factor=0.0, packing=False))
     return Case(f"sft-{loss_type}", lambda out, batch: method.objective(out, batch, State()), uses_advantages=False)
 
 
