@@ -22,9 +22,13 @@ class TeacherScoresArguments:
     top_k: int = option(
         64, "Number of token ids stored per position. The remaining probability is stored as one number."
     )
-    max_length: int | None = option(1024, "Same value as in the config that reads the file. GKD's default is 1024.")
-    max_prompt_length: int | None = option(None, "Same value as in the config that reads the file.")
-    chat_template_kwargs: str | None = option(None, "Same value as in the config that reads the file, as JSON.")
+    max_length: int | None = option(
+        1024, "Must equal max_length of the config that reads the file. GKD's default is 1024."
+    )
+    max_prompt_length: int | None = option(None, "Must equal max_prompt_length of the config that reads the file.")
+    chat_template_kwargs: str | None = option(
+        None, "Must equal chat_template_kwargs of the config that reads the file, as JSON."
+    )
     batch_size: int = option(16, "Number of rows per forward pass of the teacher.")
     tokenizer_check: Literal["error", "warn", "off"] = option(
         "error", "What to do if the two tokenizers differ: 'error' stops, 'warn' logs a warning, 'off' does not check."

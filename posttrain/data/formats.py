@@ -595,8 +595,8 @@ def tokenized(
         features: Types of all columns of a ``Dataset``. None infers them from the first rows.
 
     Returns:
-        All rows with reasons and notes; counters ``(rows,)`` by name; the remaining rows; and the report. Rows of a stream are
-        not counted.
+        All rows with reasons and notes; a dict from the name of a counter to its values ``(rows,)``; the remaining rows; and
+        the report. Rows of a stream are not counted.
 
     Raises:
         DataError: No row remains. For a stream, only the first rows are checked.

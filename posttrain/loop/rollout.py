@@ -149,7 +149,7 @@ def sample_and_score(run: Run, examples: list[dict[str, Any]], mode: str) -> tup
 
 
 def score(run: Run, rollouts: RolloutBatch, mode: str) -> RewardTable:
-    """Return the rewards of all ranks' completions, and log what the reward functions logged. This is a collective
+    """Return the rewards of all ranks' completions, and log the metrics of the reward functions. This is a collective
     operation.
 
     Args:

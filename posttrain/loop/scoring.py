@@ -265,7 +265,7 @@ def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any
 
 
 def logged_rewards(run: Run, rewards: RewardRunner, batch: RolloutBatch, mode: str) -> RewardTable:
-    """Return `all_rewards`, and log what the reward functions logged. This is a collective operation.
+    """Return `all_rewards`, and log the metrics of the reward functions. This is a collective operation.
 
     Args:
         run: Run of a method that samples.

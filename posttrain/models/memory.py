@@ -447,7 +447,7 @@ def _products(kind: Any, settings: str) -> int:
 
     Args:
         kind: Class of the config.
-        settings: The config as JSON. The result is cached by this text, because every log line calls this function.
+        settings: The config as JSON. This text is the key of the cache. The function is called for every log line.
 
     Raises:
         ModelError: The architecture cannot be built from its config.

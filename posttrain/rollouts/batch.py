@@ -171,7 +171,7 @@ class RolloutBatch:
         return [count / total if total else 1 / len(counts) for count in counts]
 
     def reward_columns(self) -> dict[str, list[Any]]:
-        """Return the additional arguments of reward functions: the dataset columns of the first row, and ``extra``."""
+        """Return the additional arguments of reward functions: the dataset columns that the first row has, and ``extra``."""
         if not self.examples:
             return dict(self.extra)
         own = ("prompt", "completion", "completion_ids")

@@ -137,7 +137,7 @@ class Session:
         return parent
 
     def parent_of_ids(self, ids: Sequence[int]) -> tuple[int, int] | None:
-        """Return the answered call and the choice whose token ids are the longest prefix of ``ids``."""
+        """Find the choice whose token ids are the longest prefix of ``ids``. Return its call and the choice."""
         parent, longest, prompt_ids = None, 0, list(ids)
         for call in self.calls:
             for choice in range(len(call.completions) if call.state == "answered" else 0):

@@ -273,8 +273,7 @@ class SelfDistillationFields(DistillationFields):
     )
     distillation_is_clip: PositiveFloat | None = option(
         2.0,
-        "Upper bound of the importance weight of tokens that were sampled with older weights, above 0. None: no importance "
-        "weights.",
+        "Upper bound, above 0, of the importance ratio of tokens that an older policy sampled. None: no importance ratios.",
     )
 
     def _rules(self) -> list[tuple[str, bool, str]]:

@@ -24,7 +24,7 @@ SHADED = 4000  # Maximum number of tokens of a completion that are shaded.
 # Maximum number of steps that are shown. They are evenly spaced and include the first and the last step.
 STEPS = 16
 GROUPS = 2  # Maximum number of prompts per step.
-# Maximum number of completions per prompt. They are evenly spaced from the best to the worst.
+# Maximum number of completions per prompt. If there are more, those at evenly spaced ranks from best to worst are kept.
 MEMBERS = 4
 KNOWN = (
     "step", "prompt", "completion", "advantage", "tokens", "logps", "image_digests", "image_sizes", "thumbnails",

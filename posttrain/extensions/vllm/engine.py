@@ -188,7 +188,7 @@ class VLLMEngine(RolloutEngine):
         # The current adapter, which has its own folder. None means that there is no adapter.
         self._adapter: Any = None
         self._folder: SharedFolder | None = None
-        # Whether the weights that were loaded at the start count as the base model. A failed comparison sets it to False.
+        # True if the initially loaded weights are used as the base model. False after a comparison has failed.
         self._base_known = True
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
         self.capabilities = Capabilities(
