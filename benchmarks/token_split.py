@@ -1,7 +1,7 @@
 """What ``sp_size`` does to the memory of a process and to what it sends: measured on a tiny model, and planned at 8 x 8 ranks.
 
 Measured: gloo processes on a CPU train two steps of SFT on rows of one length; the most memory a process held (VmHWM) above what
-it held before training began, and the bytes of the all-to-alls of attention beside the formula of `layer_bytes` of
+it held before training began, and the bytes of the all-to-alls of attention compared with `layer_bytes` of
 `posttrain.extensions.sequence_parallel.split`. Planned: one training pass of one rank of 64 (groups of 8) on shapes without
 numbers, in a process group of one process. ``--page docs/scaling.md`` writes both tables.
 """

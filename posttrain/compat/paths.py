@@ -152,8 +152,7 @@ def _text(module: str, name: str) -> str:
         meant = did_you_mean(name, posttrain.__all__)
         fix = "copy the function or class from TRL if it is one of its internal helpers. docs/migration.md lists the public names"
     else:
-        meant, needless = "", instead.startswith("nothing: ")
-        fix = instead.replace("nothing", "leave it out", 1) if needless else f"use {instead}"
+        meant, fix = "", trl_names.advice(instead)
     return f"cannot import {name!r} from {module!r}: posttrain has no such name{meant}. Fix: {fix}."
 
 

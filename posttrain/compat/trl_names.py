@@ -50,10 +50,17 @@ class TRLName(NamedTuple):
     def holds(self, value: object) -> bool:
         """Return whether the row's condition holds for a value of the option."""
         _, _, sign, literal, _ = NAME.split(self.name)
-        if sign is None or value is ANY:
-            return sign is None
+        if sign is None:
+            return True
+        if value is ANY:
+            return False
         limit = ast.literal_eval(literal)
         return value == limit if sign == "=" else isinstance(value, int | float) and value >= limit
+
+
+def advice(replacement: str) -> str:
+    """Return "use X" for a replacement, or "leave it out: ..." for a replacement that begins with "nothing: "."""
+    return f"leave it out{replacement[7:]}" if replacement.startswith("nothing: ") else f"use {replacement}"
 
 
 COLUMNS = TRLName._fields

@@ -402,6 +402,9 @@ def refuse_untrainable(
         raise DataError(f"{name} needs train_dataset, but it is None.")
     if not isinstance(train_dataset, datasets.Dataset | datasets.IterableDataset):
         hint = " Pass one split of it: dataset['train']." if isinstance(train_dataset, dict) else ""
+        hint = (
+            " Fix: convert the list with datasets.Dataset.from_list(rows)." if isinstance(train_dataset, list) else hint
+        )
         raise ArgumentTypeError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}.{hint}")
     strategy = transformers.IntervalStrategy(args.eval_strategy).value
     if eval_dataset is None and (strategy != "no" or args.eval_on_start):

@@ -29,7 +29,6 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import EvalShard
-from posttrain.errors import ArgumentTypeError
 from posttrain.fields import accepting, check_arguments
 from posttrain.integrations.hub import MODEL_FILES, upload
 from posttrain.loop import attributes, build, checkpoint, step
@@ -140,8 +139,6 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         **trainer_kwargs: Any,
     ) -> None:
         model_id = load.model_id_of(model, type(self).__name__)
-        if isinstance(train_dataset, list):
-            raise ArgumentTypeError("train_dataset is a list. Fix: pass datasets.Dataset.from_list(rows).")
         args = build.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._name}")
         self.args, self.method, self.progress = args, self.METHOD(args), Progress()
         self.user_collator = trainer_kwargs.pop("data_collator", None)

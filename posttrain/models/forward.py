@@ -112,7 +112,15 @@ def prepared(
     split: TokenSplit | None = None,
     columns: slice | None = None,
 ) -> tuple[TokenHead | ScoreHead, dict[str, Any]]:
-    """Return the head and the model inputs of a pass, for all columns. ``columns``: those of this process with a ``split``."""
+    """Return the head and the model inputs of a pass, both for all columns of the batch.
+
+    Args:
+        model: See `forward`.
+        asked: The pass.
+        compare: See `forward`.
+        split: Sequence-parallel group that computes the pass. None if this process computes it alone.
+        columns: Columns that this process computes in the group. None for all columns.
+    """
     inner: Any = causal_lm(model)
     batch, needs, virtual = asked.batch, asked.needs, virtual_tokens(model)
     head = _score_head(batch, virtual) if "scores" in needs else _token_head(asked, virtual)

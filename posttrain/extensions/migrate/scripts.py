@@ -19,7 +19,7 @@ import posttrain
 from posttrain.compat import old_names
 from posttrain.compat.overrides import hook_for
 from posttrain.compat.paths import BY_MODULE
-from posttrain.compat.trl_names import ANY, TRLName, imports, value_row
+from posttrain.compat.trl_names import ANY, TRLName, advice, imports, value_row
 from posttrain.errors import DataError
 from posttrain.extensions.migrate.behavior import EOS, PACKING, REMOVED, WRAPPED, changed_defaults
 from posttrain.extensions.migrate.note import Note
@@ -670,9 +670,8 @@ def with_dtype(call: cst.Call) -> cst.Call:
 
 def missing(name: str, row: TRLName) -> str:
     """Return the text about a name without an equivalent."""
-    needless = row.replacement.startswith("nothing: ")
-    fix = row.replacement.replace("nothing", "Leave it out", 1) if needless else f"Use {row.replacement}"
-    return f"{name} does not exist in posttrain. {fix}."
+    fix = advice(row.replacement)
+    return f"{name} does not exist in posttrain. {fix[0].upper()}{fix[1:]}."
 
 
 def code(node: cst.CSTNode) -> str:
