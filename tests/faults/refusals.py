@@ -332,7 +332,6 @@ NO_CONFIG: dict[str, str] = {
     "loop/build.py refuse_untrainable 3": PYTHON,
     "loop/build.py refuse_untrainable 4": PYTHON + "; cli/train.py refuses a split that is missing",
     "loop/build.py refuse_without_trainer": PYTHON,
-    "loop/trainer.py PostTrainer.__init__": PYTHON,
     "loop/checkpoint.py Checkpointer": "writing a checkpoint, and check writes nothing",
     "loop/checkpoint.py refuse_unreadable 4": ADAPTER,
     "loop/checkpoint.py telling_of_room": "writing a model, and check writes nothing",
