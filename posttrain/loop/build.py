@@ -214,6 +214,12 @@ def plan(spec: Spec) -> Plan:
     planned = Plan(spec, vision, tokenizer, checks, kept, evaluation, model, train, added_tokens)
     with parallel.main_process_first(), warnings_are_errors(args.strict_data):
         train, evaluation = (spec.prepare or prepared)(planned)
+    needed = 0 if spec.method.traits.samples else args.train_batch_size * args.world_size
+    if args.dataloader_drop_last and isinstance(train, datasets.Dataset) and len(train) < needed:
+        raise ConfigError(
+            f"dataloader_drop_last=True drops the only batch: the prepared training set has {len(train)} rows, and a batch "
+            f"on {args.world_size} ranks has {needed}. Fix: remove dataloader_drop_last, or lower per_device_train_batch_size."
+        )
     return replace(planned, train_dataset=train, eval_dataset=evaluation)
 
 

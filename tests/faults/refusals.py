@@ -157,6 +157,7 @@ REFUSED: dict[str, Refused] = {
     "cli/train.py _launch_flags 3": ("sft", {"num_processes": 0}),
     "cli/train.py _refuse_launch_flag 1": ("sft", {"mixed_precision": "fp99"}),
     "cli/train.py named_object 1": ("grpo", {"rollout_func": "generate"}),
+    "loop/build.py plan 1": ("sft", {"dataloader_drop_last": True, "per_device_train_batch_size": 1000}),
     "loop/build.py refuse_untrainable 5": ("sft", {"dataset_streaming": True}),
     "loop/build.py refuse_float16 1": ("sft", {"fp16": True, "dtype": "float16"}),
     "loop/checkpoint.py _last 1": ("sft", {"resume_from_checkpoint": True}),

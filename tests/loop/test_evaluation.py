@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from posttrain.data.samplers import EvalShard
+from posttrain.errors import ConfigError
 from tests.methods.every_trainer import EVERY, OFFLINE, PAIRED, data, every
 
 everyone = pytest.mark.parametrize("kind", sorted(EVERY))
@@ -34,6 +35,13 @@ def test_evaluation_keeps_its_last_batch_when_training_drops_it(kind, tokenizer,
     settings = {"dataloader_drop_last": True, "per_device_eval_batch_size": 8}
     trainer = every(kind, tmp_path, tokenizer, eval_dataset=data(kind, 3), **settings)
     assert trainer.evaluate()["eval_loss" if kind == "sft" else "eval_completions/mean_length"] > 0
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "kto"])
+def test_a_training_set_whose_only_batch_is_dropped_is_refused(kind, tokenizer, tmp_path):
+    settings = {"dataloader_drop_last": True, "per_device_train_batch_size": 8}
+    with pytest.raises(ConfigError, match=r"has 3 rows, and a batch on 1 ranks has 8"):
+        every(kind, tmp_path, tokenizer, train=data(kind, 3), **settings)
 
 
 def test_inference_restores_the_mode_of_each_module(tokenizer, tmp_path):
