@@ -156,6 +156,12 @@ def torn(row: dict[str, Any]) -> None:
     row["images"][0]["bytes"] = row["images"][0]["bytes"][:40]
 
 
+def multiplied(row: dict[str, Any]) -> None:
+    """Repeat the row's image 40 times."""
+    row["images"] *= 40
+    row["prompt"][0]["content"] = row["prompt"][0]["content"][:1] * 40 + row["prompt"][0]["content"][1:]
+
+
 def moved(row: dict[str, Any]) -> None:
     """Move the row's image from the prompt to the completion."""
     address = "data:image/png;base64," + base64.b64encode(row["images"].pop()["bytes"]).decode()
@@ -229,6 +235,7 @@ MADE: dict[str, Make] = {
     "prompts.parquet": images(),
     "torn.parquet": images(change=torn),
     "answers.parquet": images("completion"),
+    "many.parquet": images("completion", change=multiplied),
     "shown.parquet": images("completion", change=moved),
     "pairs.parquet": images("chosen", "rejected"),
     "plain.arrow": arrow(),

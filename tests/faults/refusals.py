@@ -204,6 +204,9 @@ REFUSED: dict[str, Refused] = {
         "grpo", {"model_name_or_path": "vision", "dataset_name": "prompts.parquet", "rollout_engine": "paged"},
     ),
     "loop/pictures.py Vision.checked_prompts 1": ("grpo", {"model_name_or_path": "vision", "dataset_name": "torn.parquet"}),
+    "loop/pictures.py Vision._report_changed 1": (
+        "sft", {"model_name_or_path": "vision", "dataset_name": "many.parquet", "max_length": 128},
+    ),
     "loop/pictures.py _alike 1": (
         "distillation",
         {**SAMPLED, "model_name_or_path": "vision", "teacher_model_name_or_path": "vision-smaller", "dataset_name": "prompts.parquet"},
@@ -310,8 +313,6 @@ REFUSED: dict[str, Refused] = {
         "sft", {"model_name_or_path": "vision", "dataset_name": "answers.parquet", "packing": True, "packing_strategy": "wrapped"},
     ),
 }  # fmt: skip
-# Raises without a config or a reason so far. The list only gets shorter.
-OPEN = ["loop/pictures.py Vision._report_changed 1"]
 PYTHON = "arguments of a trainer or of build() that no command has"
 WHILE = "an error while training, after the first step or of a signal"
 ADAPTER = "a command makes a new LoRA of the lora_ options, and no other adapter"

@@ -13,7 +13,7 @@ from posttrain.cli.main import main
 from posttrain.errors import PosttrainError
 from tests.faults.made import make_named
 from tests.faults.raises import reachable
-from tests.faults.refusals import MODEL, NO_CONFIG, NULL, OPEN, REFUSED, ROWS, SAMPLES, USUAL
+from tests.faults.refusals import MODEL, NO_CONFIG, NULL, REFUSED, ROWS, SAMPLES, USUAL
 
 RAISES = reachable()
 
@@ -24,7 +24,7 @@ def explained(name):
 
 def test_every_reachable_raise_has_a_config_or_a_reason():
     missing = [name for name in RAISES if name not in REFUSED and not explained(name)]
-    assert missing == OPEN, "a new raise needs a config in tests/faults/refusals.py, or a reason there"
+    assert not missing, "a new raise needs a config in tests/faults/refusals.py, or a reason there"
     assert set(REFUSED) <= set(RAISES) and not [name for name in REFUSED if explained(name)]
     assert not [beginning for beginning in NO_CONFIG if not any(name.startswith(beginning) for name in RAISES)]
 
