@@ -116,6 +116,7 @@ class Checkup:
         tries_step: Whether to make the trainer and try one step.
         stages: Results of the stages.
         findings: Findings of the checks.
+        warnings: Warnings that the trainer logged until the end of the trial step.
     """
 
     command: str
@@ -124,6 +125,7 @@ class Checkup:
     tries_step: bool = False
     stages: list[Stage] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     preflight: Any = None
     known: dict[str, Any] = field(default_factory=dict)
     subject: Any = None
@@ -177,6 +179,7 @@ class Checkup:
             "refused": self.refused,
             "stages": [asdict(stage) for stage in self.stages],
             "findings": [asdict(finding) for finding in self.findings],
+            "warnings": self.warnings,
             **content,
         }
 
@@ -299,11 +302,14 @@ class Checkup:
         config = self.subject.config
         folder = Path(config.output_dir).absolute()
         nearest = next(place for place in (folder, *folder.parents) if place.exists())
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-            why = "is not writable" if nearest.is_dir() else "is not a folder"
+        try:
+            with tempfile.TemporaryFile(dir=nearest):  # os.access allows root to write anywhere.
+                pass
+        except OSError as error:
             raise ConfigError(
-                f"output_dir={config.output_dir!r} cannot be written: {str(nearest)!r} {why}. Fix: choose another folder."
-            )
+                f"output_dir={config.output_dir!r} cannot be written: {str(nearest)!r}: {error.strerror}. Fix: choose "
+                "another folder."
+            ) from error
         resolve_resume(train.resume_from(config), config.output_dir)
         if config.push_to_hub:
             try:
@@ -340,10 +346,18 @@ class Checkup:
         if config.use_vllm or self.subject.method.traits.workers_sample:
             return "not tried: the engine runs in other processes"
         resume = resolve_resume(train.resume_from(config), config.output_dir)
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), quiet():
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(io.StringIO()),
+            only_warnings() as texts,
+        ):
             config.output_dir, config.push_to_hub = folder, False
             trainer = train.make_trainer(self.command, script_args, config, model_args, mixture)
             try_step(trainer, resume)
+        # Skip findings about the temporary folder, and about completions, because those of the trial step are short.
+        foreign = ("PT-L", "PT-R") if trainer.method.traits.samples else ("PT-L",)
+        self._report([found for found in trainer.run.checks.preflight.told if not found.code.startswith(foreign)])
+        self.warnings += [text for text in texts if not text.startswith("PT-")]
         return "one step and one evaluation batch" if trainer.eval_dataset is not None else "one step"
 
     def _context(self, **more: Any) -> Any:
@@ -371,16 +385,31 @@ def _count(data: Any) -> str:
     return f"{len(data):,} rows" if isinstance(data, Sized) else "a stream"
 
 
+class _Warnings(logging.Handler):
+    """Handler that collects the messages of log lines."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Disable log lines and progress bars inside the block, because a trial step is not a real run."""
-    level = logging.root.manager.disable
-    logging.disable(logging.ERROR)
+def only_warnings() -> Iterator[list[str]]:
+    """Collect the warnings that posttrain logs inside the block. Other log lines and progress bars are not shown."""
+    collected, none = _Warnings(), logging.NullHandler()
+    loggers = [logging.getLogger(name) for name in ("posttrain", "transformers", "datasets")] + [logging.root]
+    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [none if logger is not loggers[0] else collected], False
     try:
         with no_progress_bars():
-            yield
+            yield collected.texts
     finally:
-        logging.disable(level)
+        for logger, handlers, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
 
 
 def try_step(trainer: Any, resume: str | None = None) -> None:
@@ -406,6 +435,7 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
     done = read_json(Path(resume) / "trainer_state.json").get("global_step", 0) if resume else 0
     args.max_steps, args.save_strategy, args.load_best_model_at_end = done + 1, IntervalStrategy.NO, False
     args.eval_strategy, args.eval_on_start, args.log_completions = IntervalStrategy.NO, False, False
+    args.logging_strategy, args.logging_steps = IntervalStrategy.STEPS, 1  # Some checks run when a step is logged.
     if trainer.method.traits.samples:
         for option in ("max_completion_length", "response_length", "max_new_tokens"):
             if vars(args).get(option):
@@ -467,7 +497,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("command", metavar="COMMAND", help="a training command: " + ", ".join(sorted(TRAINING)))
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--examples", type=int, default=EXAMPLES, metavar="N", help=f"rows to tokenize ({EXAMPLES})")
-    parser.add_argument("--no-model", action="store_true", help="load no weights, and try no step")
+    parser.add_argument("--no-model", "--no_model", action="store_true", help="load no weights, and try no step")
     options, rest = parser.parse_known_args(argv)
     check_choice("command", options.command, sorted(TRAINING))
     checkup = Checkup(options.command, rest, max(1, options.examples), not options.no_model)
@@ -498,11 +528,13 @@ def show(checkup: Checkup) -> None:
         console.print(Text.assemble("\n", (f"{finding.severity} {finding.code}{name}", STYLES[finding.severity])))
         words = f"{finding.what} ({finding.where})\n{finding.why}\nFix: {finding.fix}"
         console.print(Text(visible(words)), soft_wrap=False)
+    for text in checkup.warnings:
+        console.print(Text.assemble("\n", ("warning: ", STYLES["warning"]), visible(text)), soft_wrap=False)
     for error in checkup.failed:
         console.print(Text.assemble("\n", ("error: a check could not run. ", STYLES["error"]), visible(error)))
     failed = sum(bool(stage.error) for stage in checkup.stages) + len(checkup.failed)
     counts = {level: sum(f.severity == level for f in checkup.findings) for level in ("error", "warning")}
-    said = f"{counts['error'] + failed} errors, {counts['warning']} warnings"
+    said = f"{counts['error'] + failed} errors, {counts['warning'] + len(checkup.warnings)} warnings"
     seconds = sum(stage.seconds for stage in checkup.stages)
     verdict = "refused" if checkup.refused else "ready to train"
     if verdict != "refused" and not checkup.tries_step:

@@ -21,6 +21,7 @@ from posttrain.cli import launch_ray, ranks
 from posttrain.cli.commands import TRAINING
 from posttrain.errors import CheckpointError, ConfigError, PosttrainError, did_you_mean, raised_at
 from posttrain.fields import config, option
+from posttrain.integrations import require
 
 
 def named_object(path: str, option: str) -> Any:
@@ -506,6 +507,8 @@ def launched(launch: list[str]) -> tuple[int, int]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     told = _validate_launch_command(launch_command_parser().parse_args([*launch, "script"]))[0]
+    if told.use_deepspeed:
+        require("deepspeed", "a launch with DeepSpeed")
     kept = told.fsdp_sharding_strategy if str(told.fsdp_version) == "1" else told.fsdp_reshard_after_forward
     fsdp = {"no_shard": 0, "shard_grad_op": 2, "false": 2}.get(str(kept).lower(), 3) if told.use_fsdp else 0
     return max(told.num_processes or 1, 1), (told.zero_stage or 2) if told.use_deepspeed else fsdp

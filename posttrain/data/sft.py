@@ -453,8 +453,8 @@ def _check_options(dataset: AnyDataset, first: dict, name: str, options: Supervi
     parted = ("prompt" in first and "completion" in first) or "completion_mask" in first or "labels" in first
     if options.completion_only_loss and not parted:
         raise DataError(
-            f"completion_only_loss=True, but the {name} rows have no completion (columns {sorted(first)}), so every token would "
-            "be trained. Fix: add prompt and completion columns, or a completion_mask."
+            f"completion_only_loss=True, but the {name} rows have no completion (columns {sorted({*first} - {ROW})}), so every "
+            "token would be trained. Fix: add prompt and completion columns, or a completion_mask."
         )
     if "messages" in first and not first["messages"]:
         raise DataError(f"{name} row 0, column 'messages': it is empty. Fix: add a message, or remove the row.")

@@ -25,7 +25,7 @@ from posttrain.loop.checks import Checks, embedding_rows, log_codes
 from posttrain.loop.data_report import warnings_are_errors
 from posttrain.loop.evaluation import predicted_rows
 from posttrain.loop.pictures import Vision
-from posttrain.loop.prompts import PromptSource
+from posttrain.loop.prompts import PromptSource, named_sets
 from posttrain.loop.run import Hooks, Progress, Run
 from posttrain.loop.samplers import SingleTurn
 from posttrain.loop.scoring import reward_options
@@ -232,7 +232,8 @@ def prepared(planned: Plan) -> tuple[Any, Any]:
     train, evaluation, head = source.prepared(train, evaluation)
     if planned.spec.args.check_rewards:
         rows = source.trial_rows(head)
-        rewards.dry_run(rows, conversational=is_conversational(rows[0]))
+        named = named_sets({"eval_dataset": evaluation})
+        rewards.dry_run(rows, conversational=is_conversational(rows[0]), evaluation=named)
     return train, evaluation
 
 
@@ -416,12 +417,11 @@ def refuse_untrainable(
     if eval_dataset is None and (strategy != "no" or args.eval_on_start):
         option = f"eval_strategy={strategy!r}" if strategy != "no" else "eval_on_start=True"
         raise ConfigError(f"{option} needs eval_dataset, but it is None. Fix: pass eval_dataset, or remove the option.")
-    if isinstance(train_dataset, datasets.IterableDataset):
-        if args.max_steps <= 0:
-            raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
-        if args.accelerator_config.dispatch_batches:
-            logger.warning("dispatch_batches=True is set to False: each rank reads a streaming train_dataset itself.")
-        args.accelerator_config.dispatch_batches = False
+    if isinstance(train_dataset, datasets.IterableDataset) and args.max_steps <= 0:
+        raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
+    if args.accelerator_config.dispatch_batches:
+        logger.warning("dispatch_batches=True is set to False: each rank reads train_dataset itself.")
+    args.accelerator_config.dispatch_batches = False
     if args.label_smoothing_factor and not traits.takes_loss_func:
         raise ConfigError(
             f"label_smoothing_factor={args.label_smoothing_factor} smooths a loss over label tokens, but {name} does not have "

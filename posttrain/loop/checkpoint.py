@@ -281,7 +281,46 @@ def settings(args: TrainingArguments, max_steps: int) -> dict[str, object]:
     """Return the settings that a resumed run should share with its checkpoint. ``max_steps`` is computed from the
     epochs if these were given.
     """
-    return {name: _written(vars(args)[name]) for name in KEPT_SETTINGS} | {"max_steps": max_steps}
+    return {name: _written(vars(args)[name]) for name in (*KEPT_SETTINGS, "optim")} | {"max_steps": max_steps}
+
+
+def refuse_other_run(state: Mapping[str, Any], method: str, optimizer: object) -> None:
+    """Raise an error if the checkpoint's optimizer state is not usable in this run.
+
+    Args:
+        state: The saved state, see `saved_state`. Checkpoints of older releases do not name method and optimizer.
+        method: Class name of this run's method.
+        optimizer: Value of ``optim`` in this run.
+
+    Raises:
+        CheckpointError: The checkpoint is of another method or has the state of another optimizer.
+    """
+    before, now = state.get("settings", {}), {"method": method, "optim": _written(optimizer)}
+    other = [
+        f"{name}={now[name]} (the checkpoint's: {before[name]})"
+        for name in now
+        if before.get(name, now[name]) != now[name]
+    ]
+    if other:
+        raise CheckpointError(
+            f"{', '.join(other)}: the optimizer state of the checkpoint is of another run. Fix: use the checkpoint's values; or "
+            "start a new run without resume_from_checkpoint, with the checkpoint as its model."
+        )
+
+
+@contextlib.contextmanager
+def refused_if_shapes_differ(folder: str) -> Iterator[None]:
+    """Turn torch's error about weights of other shapes into a `CheckpointError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        shapes = str(error).split("\n\t", 2)[1].strip()
+        raise CheckpointError(
+            f"the weights in {str(folder)!r} do not fit this run's model: {shapes} Fix: resume with the model that the run "
+            "started with; or start a new run without resume_from_checkpoint."
+        ) from error
 
 
 def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, object]) -> None:

@@ -19,7 +19,14 @@ from posttrain.errors import RolloutServerError
 from posttrain.loop import rollout, samplers, scoring
 from posttrain.loop.build import as_config
 from posttrain.loop.dynamic_sampling import DynamicSampler
-from posttrain.loop.prompts import PromptSource, check_stream, describe_schedule, empty_prompts, without_workers
+from posttrain.loop.prompts import (
+    PromptSource,
+    check_stream,
+    describe_schedule,
+    empty_prompts,
+    named_sets,
+    without_workers,
+)
 from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.rollout import Online
 from posttrain.loop.samplers import Sampler, SingleTurn, make_driver
@@ -233,7 +240,8 @@ class OnlineTrainer(PostTrainer):
         train, evaluation, head = self.prompt_source.prepared(train, evaluation, images=self.may_read_images)
         if self.args.check_rewards and self.can_dry_run:
             rows = self.vision.opened(self.prompt_source.trial_rows(head))
-            self.rewards.dry_run(rows, conversational=is_conversational(rows[0]))
+            named = named_sets({"eval_dataset": evaluation})
+            self.rewards.dry_run(rows, conversational=is_conversational(rows[0]), evaluation=named)
         return train, evaluation
 
     @property
@@ -252,9 +260,10 @@ class OnlineTrainer(PostTrainer):
         """
         length = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
         schedule = self.schedule_text(length) if isinstance(self.args, OnlineConfig) else None
-        self.prompt_source.announce(
-            self.train_dataset, None if self.method.traits.cuts_prompts else self.context, schedule=schedule
-        )
+        self.prompt_source.announce(self.train_dataset, schedule=schedule)
+        limit = None if self.method.traits.cuts_prompts else self.context
+        for name, dataset in named_sets({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}):
+            self.prompt_source.check_rows(dataset, name, limit)
 
     def schedule_text(self, prompts: int | None) -> str:
         """Describe generations and updates in words. ``prompts`` is the length of the training set, or None."""

@@ -16,6 +16,7 @@ from posttrain.data.formats import (
     is_conversational,
     known_columns,
     refuse_images,
+    rows_at,
     shown_prompt,
 )
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
@@ -40,6 +41,8 @@ IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "
 TOKENS_QUOTED = 40
 # Number of prompts that are tokenized before the first generation, to detect errors early.
 PROMPTS_TRIED = 256
+# Maximum number of prompts that are tokenized to find those that are too long.
+MOST_TOKENIZED = 20_000
 # Number of characters that are logged from the beginning of the first prompt, and from its end if the prompt is longer.
 CHARACTERS_SHOWN, CHARACTERS_AT_END = 400, 60
 
@@ -92,7 +95,11 @@ class PromptSource:
             ConfigError: One generation needs more prompts than the training set has.
         """
         if self.drops_columns:
-            many = isinstance(evaluation, dict)
+            many, dropped = isinstance(evaluation, dict), sorted({*known_columns(train)} - {*PROMPT_COLUMNS})
+            if dropped:
+                logger.warning(
+                    "remove_unused_columns=True drops the columns %s: reward functions do not get them.", dropped
+                )
             train, evaluation = (
                 _only_prompts(train),
                 {k: _only_prompts(v) for k, v in evaluation.items()} if many else _only_prompts(evaluation),
@@ -257,15 +264,13 @@ class PromptSource:
     def _tokenized(self, rows: list[dict[str, Any]]) -> list[list[int]]:
         return tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs or {})
 
-    def announce(self, dataset: AnyDataset, limit: int | None, *, schedule: str | None) -> None:
-        """Log the schedule and the first prompt as the model reads it. Raise an error if prompts do not fit ``limit``
-        tokens.
-        """
+    def announce(self, dataset: AnyDataset, *, schedule: str | None) -> None:
+        """Log the schedule and the first prompt as the model reads it."""
         if schedule is not None:
             logger.info("schedule: %s", schedule)
         if not isinstance(dataset, Sized) or "prompt" not in known_columns(dataset):
             return
-        rows = list(first_rows(dataset, PROMPTS_TRIED))
+        rows = list(first_rows(dataset, 1))
         prompts = self.tokenized(rows)
         text = shown_prompt(self.tokenizer, prompts[0], Prompt.pictures_of(prompts[0]))
         kind = "rendered by the chat template" if is_conversational(rows[0]) else "as text"
@@ -273,13 +278,31 @@ class PromptSource:
             "the first prompt, %s, %d tokens: %r%s", kind, len(prompts[0]), text[:CHARACTERS_SHOWN],
             f" ... {text[-CHARACTERS_AT_END:]!r}" if len(text) > CHARACTERS_SHOWN else "",
         )  # fmt: skip
-        longest = self.args.max_completion_length
-        long = [i for i, ids in enumerate(prompts) if limit is not None and len(ids) + longest > limit]
+
+    def check_rows(self, dataset: AnyDataset, name: str, limit: int | None) -> None:
+        """Raise an error if prompts of a dataset leave no room for a completion in a context of ``limit`` tokens.
+
+        Only prompts that may be too long are tokenized: a token has at least one byte, and the chat template adds at most as
+        many tokens as the first prompt has. Of rows with images, the first ones are tokenized.
+        """
+        columns = known_columns(dataset)
+        if limit is None or not isinstance(dataset, datasets.Dataset) or "prompt" not in columns:
+            return
+        completion, tried = self.args.max_completion_length, range(min(len(dataset), PROMPTS_TRIED))
+        if not {"image", "images"} & set(columns):
+            room = limit - completion - len(self.tokenized(list(first_rows(dataset, 1)))[0])
+            texts = first_rows(dataset, len(dataset), ["prompt"])
+            tried = [i for i, row in enumerate(texts) if len(str(row["prompt"]).encode()) > room][:MOST_TOKENIZED]
+        lengths = {}
+        for start in range(0, len(tried), PROMPTS_TRIED):
+            indices = tried[start : start + PROMPTS_TRIED]
+            lengths |= dict(zip(indices, map(len, self.tokenized(list(rows_at(dataset, indices)))), strict=True))
+        long = [i for i, length in lengths.items() if length + completion > limit]
         if long:
             raise DataError(
-                f"train_dataset row {long[0]}: a prompt of {len(prompts[long[0]])} tokens plus {self.length_option}={longest} "
-                f"does not fit the model's context of {limit} tokens ({len(long)} of the first {len(prompts)} rows are too "
-                f"long). Drop or shorten these prompts, or lower {self.length_option}."
+                f"{name} row {long[0]}: a prompt of {lengths[long[0]]} tokens plus {self.length_option}={completion} does not "
+                f"fit the model's context of {limit} tokens ({len(long)} rows are too long). Drop or shorten these prompts, "
+                f"or lower {self.length_option}."
             )
 
 

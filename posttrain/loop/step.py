@@ -257,7 +257,7 @@ def skip(run: Run, model: nn.Module, norm: Any) -> None:
     run.progress.bad_steps += 1
     logger.warning(
         "step %d: the gradient norm is %s, so this step is skipped (%d in a row).",
-        run.progress.state.global_step + 1, norm, run.progress.bad_steps,
+        run.progress.state.global_step + 1, float(norm), run.progress.bad_steps,
     )  # fmt: skip
     if run.progress.bad_steps == BAD_STEPS:
         raise PosttrainError(

@@ -27,7 +27,7 @@ from transformers.utils import PushInProgress
 
 from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
-from posttrain.data.formats import plain_rows
+from posttrain.data.formats import naming, plain_rows
 from posttrain.data.samplers import EvalShard
 from posttrain.fields import accepting, check_arguments
 from posttrain.integrations.hub import MODEL_FILES, upload
@@ -217,8 +217,12 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def prepare_evaluation(self, dataset: AnyDataset) -> Any:
         """Prepare one raw evaluation set, or several by name. Prepared sets are returned unchanged."""
         if isinstance(dataset, dict):
-            return {name: self.prepare(subset, name) for name, subset in dataset.items()}
-        return self.prepare(dataset, "eval")
+            return {name: self._prepare_evaluation(subset, name) for name, subset in dataset.items()}
+        return self._prepare_evaluation(dataset, "eval")
+
+    def _prepare_evaluation(self, dataset: AnyDataset, name: str) -> Any:
+        with naming(f"{name} dataset"):
+            return self.prepare(dataset, name)
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Prepare one raw dataset for the collator."""
@@ -677,7 +681,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.load_saved_state(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with self._reading_fsdp(resume_from_checkpoint):
+        with self._reading_fsdp(resume_from_checkpoint), checkpoint.refused_if_shapes_differ(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
         load.load_default_adapter(model or self.model, resume_from_checkpoint, self.accelerator)
@@ -733,13 +737,14 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """Return the additional state for a checkpoint as JSON, so that a resumed run equals an uninterrupted one."""
         rows = self.get_total_train_batch_size(self.args)
         seen = checkpoint.rows_fingerprint(self._raw)
-        settings = checkpoint.settings(self.args, self.state.max_steps)
+        settings = checkpoint.settings(self.args, self.state.max_steps) | {"method": type(self.method).__name__}
         saved = {"counters": self.counters, "step_rows": rows, "rows": seen, "settings": settings}
         return saved | self.method.saved(self.run.progress.own)
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_to_save` returned."""
         skips = not self.args.ignore_data_skip
+        checkpoint.refuse_other_run(state, type(self.method).__name__, self.args.optim)
         checkpoint.refuse_other_rows(state, checkpoint.rows_fingerprint(self._raw), skips=skips)
         self.counters = state["counters"]
         self.run.progress.own = self.method.restored(state)

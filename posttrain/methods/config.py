@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import math
 import os
 import warnings
 from dataclasses import Field, dataclass, fields
@@ -395,13 +396,16 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
         Without this check, torch would reject them later, or the run would have an unintended number of steps.
         """
-        for name in ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps"):
+        for name in ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps", "neftune_noise_alpha"):
             value: object = vars(self)[name]
-            if not isinstance(value, int | float) or not value >= 0:
-                raise ConfigError(f"{name}={value!r} must be a number of at least 0.")
-        if self.max_steps == 0:
+            if name == "neftune_noise_alpha" and value is None:
+                continue
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value!r} must be a finite number of at least 0.")
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
             raise ConfigError(
-                "max_steps=0: a run needs at least 1 step. Fix: set max_steps=-1 to use num_train_epochs."
+                f"max_steps={self.max_steps}, num_train_epochs={self.num_train_epochs}: a run needs at least 1 step. Fix: "
+                "set max_steps to at least 1, or max_steps=-1 and num_train_epochs above 0."
             )
 
     def _resolve_checkpointing(self) -> None:

@@ -266,12 +266,15 @@ def with_dtype(init: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``init`` with the deprecated keyword ``torch_dtype`` renamed to ``dtype``.
 
     Raises:
-        ConfigError: Both keywords are set and differ.
+        ConfigError: Both keywords are set and differ, or the dtype is unknown.
 
     >>> with_dtype({"torch_dtype": "bfloat16"})
     {'dtype': 'bfloat16'}
     """
     keywords = {name: value for name, value in init.items() if name != "torch_dtype"}
+    dtype = keywords.get("dtype", init.get("torch_dtype"))
+    if isinstance(dtype, str):
+        check_choice("dtype", dtype, ("auto", *DTYPES))
     if "torch_dtype" not in init:
         return keywords
     former, dtype = init["torch_dtype"], init.get("dtype", init["torch_dtype"])
@@ -336,7 +339,6 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
     check_distributed(kwargs.get("distributed_config"))
     dtype = kwargs.pop("dtype", torch.float32)
     if isinstance(dtype, str) and dtype != "auto":
-        check_choice("dtype", dtype, ("auto", *DTYPES))
         dtype = DTYPES[dtype]
     elif not (dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype)):
         raise ConfigError(f"dtype={dtype!r} must be a torch.dtype, a string or None, not {type(dtype).__name__}.")
@@ -349,8 +351,14 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
         _refuse_headless(model_id, config)
         name = (config.architectures or [""])[0]
         architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
-    with explained("model", model_id):
-        model = architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
+    try:
+        with explained("model", model_id):
+            model = architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
+    except (TypeError, AssertionError) as error:  # An unknown keyword, or a device that this torch does not support.
+        raise ConfigError(
+            f"{architecture.__name__}.from_pretrained cannot load {model_id!r} with {kwargs}: {error}. Fix: correct "
+            "model_init_kwargs."
+        ) from error
     _log_size(model_id, model, config.dtype)
     return model
 
@@ -489,9 +497,11 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
             f"target_modules={targets!r} of peft_config match no module of {type(model).__name__}, whose linear layers are "
             f"named {sorted(linear)}. Fix: use some of these names, or target_modules='all-linear'."
         ) from error
-    listed = targets if isinstance(targets, list | set | tuple) else ()
-    if unmatched := sorted(target for target in listed if not any(name.endswith(f".{target}") for name in names)):
-        logger.warning("target_modules: %s match no module of %s and get no adapter.", unmatched, type(model).__name__)
+    for name, what in (("target_modules", "get no adapter"), ("modules_to_save", "are not trained")):
+        listed = vars(peft_config).get(name)
+        listed = listed if isinstance(listed, list | set | tuple) else ()
+        if unmatched := sorted(target for target in listed if not any(n.endswith(f".{target}") for n in names)):
+            logger.warning("%s: %s match no module of %s and %s.", name, unmatched, type(model).__name__, what)
     return adapted
 
 

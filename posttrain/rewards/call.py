@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -181,6 +181,15 @@ class RewardFunction:
         """Return the dataset columns that the function has as parameters, or "any" if it accepts all columns."""
         named = [name for name in self.accepts if name not in (*ROWS, *TRAINERS_ARGUMENTS)]
         return ", ".join(named) or ("any" if self.takes_all else "no column")
+
+    def check_columns(self, columns: Collection[str], name: str) -> None:
+        """Raise an error if the function needs a column that the dataset ``name`` does not have."""
+        for needed, required in self.accepts.items():
+            if required and needed not in {*columns, *ROWS, *TRAINERS_ARGUMENTS}:
+                raise RewardError(
+                    f"reward function {self.name!r} needs the column {needed!r}, which {name} does not have. Its columns are "
+                    f"{sorted(columns)}."
+                )
 
 
 def reward_function(name: str, function: Callable, timeout: float | None = None) -> RewardFunction:

@@ -215,7 +215,14 @@ def _load(model_id: str, init: dict[str, Any]) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     check_model_source(model_id, generative=False)
-    return AutoModelForSequenceClassification.from_pretrained(model_id, **(init | {"num_labels": 1}))
+    options = init | {"num_labels": 1, "output_loading_info": True}
+    model, info = AutoModelForSequenceClassification.from_pretrained(model_id, **options)
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"the checkpoint {model_id!r} has no weights for {', '.join(missing)} of a reward model, so its scores would be "
+            "random. Fix: pass a checkpoint with a classification head, for example one that RewardTrainer saved."
+        )
+    return model
 
 
 class WholeTextReward(ModelReward):

@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from posttrain.data.formats import known_columns
 from posttrain.errors import ConfigError, RewardError, did_you_mean
 from posttrain.metrics import Metric, mean
 from posttrain.rewards.call import (
@@ -435,12 +436,24 @@ class RewardRunner:
             if isinstance(self.transforms[k], RunningScale) and saved is not None:
                 self.transforms[k] = RunningScale(int(saved[0]), *map(float, saved[1:]))
 
-    def dry_run(self, examples: list[dict[str, Any]], *, conversational: bool) -> None:
+    def dry_run(
+        self, examples: list[dict[str, Any]], *, conversational: bool, evaluation: Iterable[tuple[str, Any]] = ()
+    ) -> None:
         """Call every function once on made-up completions, before models and servers are loaded.
 
+        Args:
+            examples: First rows of the training set.
+            conversational: Whether completions are messages.
+            evaluation: Evaluation sets with their names. They need the columns of the functions too.
+
         Raises:
-            RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few values.
+            RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few values;
+                or an evaluation set lacks a column.
         """
+        for name, dataset in evaluation:
+            if columns := known_columns(dataset):
+                for function in self._calls:
+                    function.check_columns(columns, name)
         rows = [row for row in examples if row.get("prompt")] or examples
         # Use two rows, to detect functions that return one number for the whole batch.
         rows = (rows * 2)[:2]

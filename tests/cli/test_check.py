@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from posttrain.cli.check import Checkup, Stage, show
 from posttrain.cli.main import main
@@ -122,6 +124,7 @@ def test_a_folder_that_cannot_be_written_a_missing_checkpoint_and_a_hub_that_doe
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for flags, said in (
         (("--output_dir", "file/run"), "cannot be written: "),
+        (("--output_dir", "/proc/run"), "cannot be written: "),  # Root may write there, but the file system cannot.
         (("--resume_from_checkpoint", "true"), "there is no complete checkpoint in 'out'"),
         (("--push_to_hub", "true"), "push_to_hub=True, but the Hub refuses this run: "),
     ):
@@ -269,6 +272,20 @@ def test_a_command_that_took_a_step_is_ready_and_nothing_is_written(command, tra
     out = capsys.readouterr().out
     assert f"{command}: ready to train" in out and "one step" in out
     assert sorted(trainable.rglob("*")) == before
+
+
+def test_warnings_of_the_first_step_are_shown(trainable, capsys):
+    options = ["--use_peft", "true", "--lora_modules_to_save", "nothing"]
+    config = Path("model/config.json")
+    shutil.copytree(yaml.safe_load(Path("sft.yaml").read_text())["model_name_or_path"], "model")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 8}))
+    code, found = checked(capsys, "sft", "--config", "sft.yaml", "--model_name_or_path", "model", *options)
+    assert code == 0 and "PT-T003" in [finding["code"] for finding in found["findings"]]
+    assert any("modules_to_save: ['nothing'] match no module" in text for text in found["warnings"])
+    assert main(["check", "grpo", "--config", "grpo.yaml"]) == 0
+    assert (
+        "(0 errors, 0 warnings" in capsys.readouterr().out
+    )  # The trial's completions are cut, those of the run are not.
 
 
 EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")

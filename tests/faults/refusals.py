@@ -67,7 +67,7 @@ REFUSED: dict[str, Refused] = {
     "loop/prompts.py PromptSource.check_context 1": ("grpo", {"max_completion_length": 4096}),
     "loop/prompts.py PromptSource.check_size 1": ("grpo", {"rows": "one", "per_device_train_batch_size": 8}),
     "loop/checkpoint.py resolve_resume 1": ("sft", {"resume_from_checkpoint": "absent/checkpoint-5"}),
-    "loop/prompts.py PromptSource.announce 1": ("grpo", {"rows": "long", "max_completion_length": 8}),
+    "loop/prompts.py PromptSource.check_rows 1": ("grpo", {"rows": "long", "max_completion_length": 8}),
     "methods/bco.py BCOConfig.__post_init__ 1": ("bco", {"min_density_ratio": 2.0, "max_density_ratio": 1.0}),
     "methods/config.py PictureConfig.__post_init__ 1": ("sft", {"image_fit": "resize", "max_length": NULL}),
     "methods/config.py PostTrainingConfig.__post_init__ 1": ("sft", {"load_best_model_at_end": True, "save_strategy": "no"}),
@@ -146,6 +146,7 @@ REFUSED: dict[str, Refused] = {
     "methods/sft.py SFTConfig.__post_init__ 2": ("sft", {"loss_type": "dft", "label_smoothing_factor": 0.1}),
     "methods/sft.py SFTConfig.__post_init__ 3": ("sft", {"dataset_kwargs": {"shuffle": True}}),
     "methods/tpo.py TPOConfig.__post_init__ 1": ("tpo", {"loss_type": "hinge", "label_smoothing": 0.1}),
+    "models/load.py create_model_from_path 2": ("sft", {"model_init_kwargs": {"no_such_keyword": 1}}),
     "models/load.py ModelConfig.__post_init__ 1": ("sft", {"load_in_8bit": True, "load_in_4bit": True}),
     "models/load.py add_adapter 1": ("sft", {"use_peft": True, "lora_target_modules": ["input_layernorm"]}),
     "models/load.py add_adapter 2": ("sft", {"use_peft": True, "lora_target_modules": ["query_key_value"]}),
@@ -211,7 +212,9 @@ REFUSED: dict[str, Refused] = {
         "distillation",
         {**SAMPLED, "model_name_or_path": "vision", "teacher_model_name_or_path": "vision-smaller", "dataset_name": "prompts.parquet"},
     ),
-    "loop/prompts.py PromptSource.check_lengths 1": ("grpo", {"rows": "long later", "per_device_train_batch_size": 64}),
+    "loop/prompts.py PromptSource.check_lengths 1": (
+        "grpo", {"rows": "long later", "dataset_streaming": True, "max_steps": 1, "per_device_train_batch_size": 64},
+    ),
     "loop/prompts.py PromptSource.for_episodes 1": ("grpo", {"tools": "functions.py:add"}),
     "loop/prompts.py check_stream 1": (
         "grpo", {"dataset_streaming": True, "max_steps": 2, "accelerator_config": {"dispatch_batches": True}},

@@ -407,6 +407,29 @@ def test_a_processing_class_that_is_no_tokenizer_is_refused(unloadable, tmp_path
         GRPOTrainer(unloadable, count_a, grpo_args(tmp_path), train_dataset=prompts(), processing_class="gpt2")
 
 
+def test_an_evaluation_set_without_the_column_of_a_reward_is_refused(tiny_tokenizer, tmp_path):
+    def needs(completions, answer, **_):
+        return [0.0] * len(completions)
+
+    text = "'needs' needs the column 'answer', which eval_dataset does not have"
+    with pytest.raises(RewardError, match=text):
+        grpo(tmp_path, tiny_tokenizer, rewards=needs, eval_dataset=prompts().remove_columns("answer"))
+
+
+def test_a_prompt_too_long_for_the_model_is_found_in_any_row_of_both_sets(tiny_tokenizer, tmp_path):
+    rows = prompts(400).to_list()
+    rows[399]["prompt"][0]["content"] = "word " * 2000
+    long = datasets.Dataset.from_list(rows)
+    limit = build_model(len(tiny_tokenizer)).config.max_position_embeddings
+    for name, given in (("train_dataset", {"data": long}), ("eval_dataset", {"eval_dataset": long})):
+        with pytest.raises(
+            DataError, match=rf"{name} row 399: a prompt of \d+ tokens .* context of {limit} .*1 rows are too long"
+        ):
+            grpo(tmp_path, tiny_tokenizer, engine="native", **given)
+    del rows[399]
+    grpo(tmp_path, tiny_tokenizer, engine="native", data=datasets.Dataset.from_list(rows))
+
+
 def test_a_reward_that_needs_a_missing_column_is_told(unloadable, tmp_path):
     def needs(completions, solution, **_):
         return [0.0] * len(completions)

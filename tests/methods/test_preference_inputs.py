@@ -206,7 +206,7 @@ def test_streams_where_they_cannot_work(tiny_tokenizer, tmp_path, caplog):
             make(method, tiny_tokenizer, tmp_path, settings=settings, eval_dataset=evaluation)
     trainer = make("dpo", tiny_tokenizer, tmp_path, stream, settings={"accelerator_config": {"dispatch_batches": True}})
     assert trainer.args.accelerator_config.dispatch_batches is False
-    assert "dispatch_batches=True is set to False: each rank reads a streaming train_dataset itself" in caplog.text
+    assert "dispatch_batches=True is set to False: each rank reads train_dataset itself" in caplog.text
 
 
 def test_a_pad_token_outside_the_vocabulary_is_refused(tiny_tokenizer, tmp_path):

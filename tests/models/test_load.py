@@ -102,6 +102,8 @@ def test_a_tokenizer_that_no_checkpoint_could_save_is_refused(tiny_tokenizer, tm
 def test_targets_of_an_adapter_that_match_nothing_are_named_beside_those_that_match(tiny_model, caplog):
     from peft import LoraConfig
 
-    adapted = add_adapter(tiny_model, LoraConfig(target_modules=["q_proj", "w_proj"], task_type="CAUSAL_LM"))
+    names = {"target_modules": ["q_proj", "w_proj"], "modules_to_save": ["head"]}
+    adapted = add_adapter(tiny_model, LoraConfig(**names, task_type="CAUSAL_LM"))
     assert any("q_proj.lora_A" in name for name, _ in adapted.named_parameters())
     assert "target_modules: ['w_proj'] match no module" in caplog.text
+    assert "modules_to_save: ['head'] match no module" in caplog.text

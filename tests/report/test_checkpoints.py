@@ -25,6 +25,7 @@ from posttrain.errors import CheckpointError, ConfigError
 from posttrain.loop import checkpoint as checkpoints
 from posttrain.models import parallel
 from posttrain.report.lock import LOCK, FolderLock
+from tests.conftest import build_model
 from tests.forks import Forked
 from tests.methods.helpers import chats, grpo, losses, sft, weights
 from tests.wordings import raises
@@ -582,6 +583,27 @@ def test_a_checkpoint_of_an_adapter_is_no_checkpoint_of_a_whole_model_or_another
     with raises(CheckpointError, "checkpoint-1") as caught:
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert all(part in str(caught.value) for part in said)
+
+
+def test_a_checkpoint_of_another_method_optimizer_or_model_is_refused(tmp_path, tiny_tokenizer):
+    from tests.methods.every_trainer import every
+
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    sft(tmp_path, tiny_tokenizer, **settings).train()
+    model = build_model(len(tiny_tokenizer) + 8)
+    for trainer, message in (
+        (
+            every("dpo", tmp_path, tiny_tokenizer, ignore_data_skip=True, **settings),
+            r"method=\w*DPO\w* .the checkpoint's: \w*SFT",
+        ),
+        (sft(tmp_path, tiny_tokenizer, optim="sgd", **settings), r"optim=sgd .the checkpoint's: adamw_torch"),
+        (
+            sft(tmp_path, tiny_tokenizer, model, **settings),
+            r"do not fit this run's model: size mismatch for \S+: copying",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 @pytest.mark.parametrize("kind", ["P_TUNING", "PREFIX_TUNING"])

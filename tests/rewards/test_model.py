@@ -111,6 +111,11 @@ def test_a_classifier_of_several_labels_and_a_missing_folder_are_refused(tiny_to
         ModelReward(str(tmp_path / "none"))
 
 
+def test_a_checkpoint_without_a_head_is_refused_because_its_scores_would_be_random(tiny_model_dir):
+    with raises(ModelError, "score.weight", "random"):
+        ModelReward(tiny_model_dir)
+
+
 def test_a_model_built_in_memory_reads_the_tokenizer_of_the_policy(tiny_tokenizer, tmp_path):
     from tests.methods.helpers import prompts
 

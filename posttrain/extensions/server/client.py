@@ -253,10 +253,11 @@ class VLLMClient:
             stop=tenacity.stop_before_delay(total_timeout),
             wait=tenacity.wait_fixed(min(retry_interval, max(total_timeout, 0.01))),
             retry=tenacity.retry_if_exception_type(RolloutServerError),
+            before_sleep=self._log_wait,
             reraise=True,
         )
         try:
-            waiting(self.health)
+            waiting(self.call, "GET", "/health", None, timeout=QUICK_SECONDS, retries=0)
         except RolloutServerError as last:
             raise ServerUnreachable(
                 f"no healthy {self.role} server at {self.base_url} within {total_timeout:g} s. Last response: {last} "
@@ -264,6 +265,11 @@ class VLLMClient:
                 f"{ROLES[self.role]}.",
                 url=self.base_url,
             ) from last
+
+    def _log_wait(self, state: tenacity.RetryCallState) -> None:
+        """Log the first failed attempt to reach the server, and every 15th attempt after it."""
+        if state.attempt_number % 15 == 1 and state.outcome is not None:
+            logger.warning("Waiting for the server at %s: %s", self.base_url, state.outcome.exception())
 
     def health(self) -> None:
         """Raise an error if the server is not healthy."""

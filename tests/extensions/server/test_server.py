@@ -357,12 +357,15 @@ def test_a_server_that_tells_no_version_of_its_weights_is_said_to_take_none(made
 # Who is there
 
 
-def test_trap_s14_a_server_that_is_never_healthy_is_given_up_in_time(made, stub):
+def test_trap_s14_a_server_that_is_never_healthy_is_given_up_in_time(made, stub, caplog):
+    client = VLLMClient(stub.url, connection_timeout=5)
+    made.append(client)
     stub.lies["sick"] = "rank 0 is dead"
     begin = time.monotonic()
     with pytest.raises(ServerUnreachable, match=r"no healthy rollout server .* rank 0 is dead"):
-        VLLMClient(stub.url, connection_timeout=0.4).check_server(0.4, retry_interval=0.1)
+        client.check_server(0.4, retry_interval=0.1)
     assert time.monotonic() - begin < 2
+    assert len([record for record in caplog.records if "Waiting for the server" in record.message]) == 1
     with pytest.raises(ServerUnreachable, match="posttrain serve"):
         ServerEngine("http://127.0.0.1:9", connection_timeout=0.2)
     text = r"no healthy teacher server.*Nothing listens on port 9 of 127.0.0.1.*correct teacher_model_server_url"
