@@ -25,6 +25,7 @@ from posttrain.errors import CheckpointError, ConfigError
 from posttrain.loop import checkpoint as checkpoints
 from posttrain.models import parallel
 from posttrain.report.lock import LOCK, FolderLock
+from tests.conftest import build_model
 from tests.forks import Forked
 from tests.methods.helpers import chats, grpo, losses, sft, weights
 from tests.wordings import raises
@@ -559,6 +560,12 @@ def lora(**settings):
     return LoraConfig(**({"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | settings))
 
 
+def loha(alpha=8):
+    from peft import LoHaConfig
+
+    return LoHaConfig(task_type="CAUSAL_LM", r=4, alpha=alpha, target_modules=["q_proj"])
+
+
 @pytest.mark.parametrize(
     ("wrote", "now", "said"),
     [
@@ -568,6 +575,12 @@ def lora(**settings):
         (lora(), lora(lora_alpha=16), ["lora_alpha=16 (the checkpoint's: 8)"]),  # peft would scale it otherwise, in silence.
         (lora(), lora(target_modules=["v_proj"]), ["target_modules=['v_proj'] (the checkpoint's: ['q_proj'])"]),
         (lora(), lora(lora_dropout=0.5), []),
+        # With these settings too, peft would load the weights into an adapter that computes something else, in silence.
+        (lora(init_lora_weights="pissa"), lora(), ["init_lora_weights=True (the checkpoint's: pissa)"]),
+        (lora(), lora(alpha_pattern={"q_proj": 32}), ["alpha_pattern={'q_proj': 32} (the checkpoint's: {})"]),
+        (lora(trainable_token_indices=[5]), lora(trainable_token_indices=[6]), ["trainable_token_indices=[6]"]),
+        (loha(), loha(alpha=16), ["alpha=16 (the checkpoint's: 8)"]),
+        (lora(), lora(modules_to_save=["lm_head"]), ["modules_to_save=['lm_head'] (the checkpoint's: None)"]),
     ],
 )  # fmt: skip
 def test_a_checkpoint_of_an_adapter_is_no_checkpoint_of_a_whole_model_or_another_adapter(
@@ -582,6 +595,19 @@ def test_a_checkpoint_of_an_adapter_is_no_checkpoint_of_a_whole_model_or_another
     with raises(CheckpointError, "checkpoint-1") as caught:
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert all(part in str(caught.value) for part in said)
+
+
+def test_the_settings_of_an_adapter_with_another_name_are_compared_too(tmp_path, tiny_tokenizer):
+    from peft import get_peft_model
+
+    def run(config):
+        model = get_peft_model(build_model(len(tiny_tokenizer)), config, adapter_name="other")
+        return sft(tmp_path, tiny_tokenizer, model=model, max_steps=2, save_strategy="steps", save_steps=1)
+
+    run(lora()).train()
+    with raises(CheckpointError, "lora_alpha=16 (the checkpoint's: 8)"):
+        run(lora(lora_alpha=16)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    run(lora()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 @pytest.mark.parametrize("kind", ["P_TUNING", "PREFIX_TUNING"])
