@@ -477,7 +477,8 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
             # Ignore this warning, because peft uses a deprecated property of transformers.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted = peft.get_peft_model(model, peft_config)
-    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
+    # LoftQ raises an AssertionError on a machine without GPU.
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError, AssertionError) as error:
         if "not found in the base model" not in str(error):
             raise ConfigError(
                 f"peft cannot add the {adapter_kind(peft_config)} adapter of peft_config to {type(model).__name__}: "
