@@ -346,8 +346,9 @@ def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: li
         raise ModelError(
             f"the embedding of {type(model).__name__} cannot be found by name. Fix: train new tokens with modules_to_save."
         )
-    if name not in (getattr(config, "modules_to_save", None) or []):
-        if not hasattr(config, "trainable_token_indices"):
+    given = vars(config)
+    if name not in (given.get("modules_to_save") or []):
+        if "trainable_token_indices" not in given:
             raise ConfigError(
                 f"new tokens were added, but {adapter_kind(config)} adapters cannot train their embeddings. Fix: use LoRA, or "
                 f"set modules_to_save={[name, 'lm_head']} in peft_config to train all embeddings."
