@@ -571,6 +571,18 @@ def load_default_adapter(model: nn.Module, folder: str, accelerator: Accelerator
         bare.load_adapter(folder, "default", is_trainable="default" in bare.active_adapters)
 
 
+def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> str:
+    """Return the folder in which a checkpoint stores the active adapter: a subfolder, unless it is named ``default``.
+
+    `transformers.Trainer` of 5.23 loads the best model from the checkpoint's own folder, which contains ``default`` or nothing.
+    """
+    bare: Any = unwrapped(model)
+    if adapters_of(bare) and not shards_parameters(accelerator):
+        own = Path(folder, bare.active_adapter)
+        folder = str(own) if list(own.glob("adapter_model.*")) else folder
+    return folder
+
+
 def _name_tied_layers(model: Any) -> None:
     """Restore the names of layers that peft ties to the embeddings (``ensure_weight_tying``) in the adapter configs.
 

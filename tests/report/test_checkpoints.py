@@ -610,6 +610,35 @@ def test_the_settings_of_an_adapter_with_another_name_are_compared_too(tmp_path,
     run(lora()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.parametrize("names", [["other"], ["default", "other"]])
+def test_the_best_model_of_an_adapter_with_another_name_is_loaded(tmp_path, tiny_tokenizer, names):
+    from peft import PeftModel, get_peft_model
+
+    model = get_peft_model(build_model(len(tiny_tokenizer)), lora(), adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, lora())
+    model.set_adapter("other")
+    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    # The loss rises with this learning rate, so the first checkpoint is the best.
+    trainer = sft(
+        tmp_path,
+        tiny_tokenizer,
+        model=model,
+        eval_dataset=chats(4),
+        load_best_model_at_end=True,
+        learning_rate=30.0,
+        **settings,
+    )
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert best != str(tmp_path / "checkpoint-3")
+    saved = PeftModel.from_pretrained(build_model(len(tiny_tokenizer)), f"{best}/other", adapter_name="other")
+    theirs = saved.state_dict()
+    assert all(
+        torch.equal(tensor, theirs[name]) for name, tensor in trainer.model.state_dict().items() if ".other." in name
+    )
+
+
 @pytest.mark.parametrize("kind", ["P_TUNING", "PREFIX_TUNING"])
 def test_a_checkpoint_without_the_encoder_of_virtual_tokens_is_refused(tmp_path, tiny_tokenizer, kind):
     from peft import PrefixTuningConfig, PromptEncoderConfig
