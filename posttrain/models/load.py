@@ -577,10 +577,9 @@ def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> s
     `transformers.Trainer` of 5.23 loads the best model from the checkpoint's own folder, which contains ``default`` or nothing.
     """
     bare: Any = unwrapped(model)
-    if adapters_of(bare) and not shards_parameters(accelerator):
-        own = Path(folder, bare.active_adapter)
-        folder = str(own) if list(own.glob("adapter_model.*")) else folder
-    return folder
+    whole = adapters_of(bare) and not shards_parameters(accelerator)
+    inside = whole and list(Path(folder, bare.active_adapter).glob("adapter_model.*"))
+    return str(Path(folder, bare.active_adapter)) if inside else folder
 
 
 def _name_tied_layers(model: Any) -> None:
