@@ -32,6 +32,7 @@ from posttrain.loop.checks import Checks
 from posttrain.models import parallel
 from posttrain.models.heads import adapters_of, unsaved_encoders
 from posttrain.models.memory_estimate import optimizer_bytes
+from posttrain.models.reference import UNREAD
 from posttrain.report.files import read_json
 from posttrain.types import Finding
 from posttrain.values import gib
@@ -201,8 +202,6 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
 WHOLE = ("model*.safetensors*", "pytorch_model.bin*", "pytorch_model-*")
 ADAPTERS = ("adapter_model.*", "*/adapter_model.*")
 PIECES = ("pytorch_model_fsdp*", "global_step*")
-# Fields of an adapter config that determine which weights the adapter has and what it computes.
-ADAPTER_SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")
 
 
 def refuse_unreadable(folder: Path, model: nn.Module) -> None:
@@ -245,19 +244,31 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
             "computes them, because peft does not save it. Training cannot continue. Fix: train without an "
             "interruption, or use PROMPT_TUNING or prefix_projection=False."
         )
-    before = read_json(folder / "adapter_config.json")
-    now = ours["default"].to_dict() if before and "default" in ours else {}
-    pairs = {
-        name: (_written(before[name]), _written(now[name]))
-        for name in ADAPTER_SETTINGS
-        if name in before and name in now
-    }
-    other = [f"{name}={mine} (the checkpoint's: {its})" for name, (its, mine) in pairs.items() if its != mine]
+    other = [
+        f"{name}={mine} (the checkpoint's: {its})"
+        for adapter_name, config in ours.items()
+        for name, its, mine in _changed_settings(
+            folder if adapter_name == "default" else folder / adapter_name, config.to_dict()
+        )
+    ]
     if other:
         raise CheckpointError(
             f"{str(folder)!r} contains a different adapter from the one this run trains: {', '.join(other)}. Fix: "
             "use the checkpoint's values."
         )
+
+
+def _changed_settings(folder: Path, now: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:
+    """Yield the settings of an adapter that differ from its saved config: name, saved value and current value.
+
+    Settings that change neither weights nor forward pass, such as dropout, are skipped.
+    """
+    before = read_json(folder / "adapter_config.json")
+    for name in sorted(before.keys() & now.keys() - {*UNREAD}):
+        its, mine = _written(before[name]), _written(now[name])
+        # Empty collections mean the same as None.
+        if its != mine and (its or mine) and "dropout" not in name:
+            yield name, its, mine
 
 
 def _written(value: object) -> object:

@@ -730,7 +730,11 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         with parallel.reading_zero(self.accelerator, lambda: self.model_wrapped, best):
-            super()._load_best_model()
+            self.state.best_model_checkpoint = load.adapter_folder(self.model, str(best), self.accelerator)
+            try:
+                super()._load_best_model()
+            finally:
+                self.state.best_model_checkpoint = best
         load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
 
     def state_to_save(self) -> dict[str, Any]:

@@ -346,10 +346,17 @@ def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: li
         raise ModelError(
             f"the embedding of {type(model).__name__} cannot be found by name. Fix: train new tokens with modules_to_save."
         )
-    indices = config.trainable_token_indices or {}
-    if isinstance(indices, list):
-        indices = {name: indices}
-    config.trainable_token_indices = {**indices, name: sorted({*indices.get(name, []), *added})}
+    given = vars(config)
+    if name not in (given.get("modules_to_save") or []):
+        if "trainable_token_indices" not in given:
+            raise ConfigError(
+                f"new tokens were added, but {adapter_kind(config)} adapters cannot train their embeddings. Fix: use LoRA, or "
+                f"set modules_to_save={[name, 'lm_head']} in peft_config to train all embeddings."
+            )
+        indices = config.trainable_token_indices or {}
+        if isinstance(indices, list):
+            indices = {name: indices}
+        config.trainable_token_indices = {**indices, name: sorted({*indices.get(name, []), *added})}
     head = model.get_output_embeddings()
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     if head is not None and not tied and "lm_head" not in (config.modules_to_save or []):

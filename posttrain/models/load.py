@@ -485,7 +485,8 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
             # Ignore this warning, because peft uses a deprecated property of transformers.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted = peft.get_peft_model(model, peft_config)
-    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
+    # LoftQ raises an AssertionError on a machine without GPU.
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError, AssertionError) as error:
         if "not found in the base model" not in str(error):
             raise ConfigError(
                 f"peft cannot add the {adapter_kind(peft_config)} adapter of peft_config to {type(model).__name__}: "
@@ -578,6 +579,17 @@ def load_default_adapter(model: nn.Module, folder: str, accelerator: Accelerator
     several = len(adapters_of(bare)) > 1 and "default" in adapters_of(bare)
     if several and not shards_parameters(accelerator) and list(Path(folder).glob("adapter_model.*")):
         bare.load_adapter(folder, "default", is_trainable="default" in bare.active_adapters)
+
+
+def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> str:
+    """Return the folder in which a checkpoint stores the active adapter: a subfolder, unless it is named ``default``.
+
+    `transformers.Trainer` of 5.23 loads the best model from the checkpoint's own folder, which contains ``default`` or nothing.
+    """
+    bare: Any = unwrapped(model)
+    whole = adapters_of(bare) and not shards_parameters(accelerator)
+    inside = whole and list(Path(folder, bare.active_adapter).glob("adapter_model.*"))
+    return str(Path(folder, bare.active_adapter)) if inside else folder
 
 
 def _name_tied_layers(model: Any) -> None:

@@ -279,8 +279,9 @@ def test_warnings_of_the_first_step_are_shown(trainable, capsys):
     config = Path("model/config.json")
     shutil.copytree(yaml.safe_load(Path("sft.yaml").read_text())["model_name_or_path"], "model")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 8}))
-    code, found = checked(capsys, "sft", "--config", "sft.yaml", "--model_name_or_path", "model", *options)
-    assert code == 0 and "PT-T003" in [finding["code"] for finding in found["findings"]]
+    assert main(["check", "sft", "--json", "--config", "sft.yaml", "--model_name_or_path", "model", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "PT-T003" in [finding["code"] for finding in found["findings"]]
     assert any("modules_to_save: ['nothing'] match no module" in text for text in found["warnings"])
     assert main(["check", "grpo", "--config", "grpo.yaml"]) == 0
     assert (

@@ -89,6 +89,14 @@ def with_template(template: str) -> Make:
     return make
 
 
+def scorer(model: Path, path: Path) -> None:
+    """Save a reward model whose template reads lists of blocks."""
+    from transformers import AutoModelForSequenceClassification
+
+    with_template(BLOCK_TEMPLATE)(model, path)
+    AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(path)
+
+
 def with_id_gap(model: Path, path: Path) -> None:
     """Copy the tiny model and remove one token of its tokenizer, so that its ids have a gap."""
     shutil.copytree(model, path)
@@ -218,7 +226,7 @@ MADE: dict[str, Make] = {
     "no-template": copied("chat_template*"),
     "no-tokenizer": copied("token*", "chat_template*", "special_tokens*"),
     "silent": with_template(SILENT_TEMPLATE),
-    "block-reader": with_template(BLOCK_TEMPLATE),
+    "block-scorer": scorer,
     "id-gap": with_id_gap,
     "convolutional": convolutional,
     "longrope-64": longrope(64),

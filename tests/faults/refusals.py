@@ -199,7 +199,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "loop/pictures.py Vision.check_engine 1": (
         "grpo",
-        {"model_name_or_path": "vision", "dataset_name": "prompts.parquet", "reward_funcs": None, "reward_model_name_or_path": "block-reader"},
+        {"model_name_or_path": "vision", "dataset_name": "prompts.parquet", "reward_funcs": None, "reward_model_name_or_path": "block-scorer"},
     ),
     "loop/pictures.py Vision.check_engine 2": (
         "grpo", {"model_name_or_path": "vision", "dataset_name": "prompts.parquet", "rollout_engine": "paged"},

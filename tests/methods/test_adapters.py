@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from posttrain import ConfigError, ModelError, use_adapter
+from posttrain.models.heads import train_new_tokens
 from posttrain.models.load import wrap_with_peft
 from posttrain.models.probe import probe_head
 from posttrain.models.reference import Reference
@@ -95,6 +96,32 @@ def test_an_adapter_that_peft_cannot_make_is_refused_with_its_reason(settings, w
     config = peft.LoraConfig(r=4, **TARGETS | settings)
     with raises(ConfigError, "Qwen2MoeForCausalLM", words, "Fix: change peft_config"):
         wrap_with_peft(built("qwen2 moe"), config, activation_checkpointing=False)
+
+
+def test_an_adapter_whose_start_needs_a_gpu_is_refused_with_its_reason(monkeypatch):
+    def loftq(*args, **kwargs):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr("peft.tuners.lora.layer.loftq_init", loftq)
+    config = peft.LoraConfig(init_lora_weights="loftq", loftq_config=peft.LoftQConfig(), **TARGETS)
+    with raises(ConfigError, "CUDA", "Fix: change peft_config"):
+        wrap_with_peft(build_model(32), config, activation_checkpointing=False)
+
+
+@pytest.mark.parametrize("kind", [peft.LoHaConfig, peft.IA3Config, peft.LoraConfig])
+def test_new_tokens_are_trained_by_adapters_that_can_train_them_and_refused_by_others(kind):
+    """The embeddings of new tokens start at the mean of all embeddings, so an adapter without them would learn nothing."""
+    config = kind(**TARGETS)
+    if kind is not peft.LoraConfig:
+        with raises(ConfigError, config.peft_type.value, "modules_to_save=['embed_tokens', 'lm_head']"):
+            train_new_tokens(config, build_model(32), [30, 31])
+    config.modules_to_save = ["embed_tokens", "lm_head"]
+    if kind is peft.IA3Config:
+        config.feedforward_modules = []
+    model = peft.get_peft_model(
+        build_model(32, tie_word_embeddings=False), train_new_tokens(config, build_model(32), [30, 31])
+    )
+    assert any(parameter.requires_grad and "embed_tokens" in name for name, parameter in model.named_parameters())
 
 
 def test_olora_of_transposed_layers_is_refused():

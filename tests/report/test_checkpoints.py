@@ -560,6 +560,12 @@ def lora(**settings):
     return LoraConfig(**({"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | settings))
 
 
+def loha(alpha=8):
+    from peft import LoHaConfig
+
+    return LoHaConfig(task_type="CAUSAL_LM", r=4, alpha=alpha, target_modules=["q_proj"])
+
+
 @pytest.mark.parametrize(
     ("wrote", "now", "said"),
     [
@@ -569,6 +575,12 @@ def lora(**settings):
         (lora(), lora(lora_alpha=16), ["lora_alpha=16 (the checkpoint's: 8)"]),  # peft would scale it otherwise, in silence.
         (lora(), lora(target_modules=["v_proj"]), ["target_modules=['v_proj'] (the checkpoint's: ['q_proj'])"]),
         (lora(), lora(lora_dropout=0.5), []),
+        # With these settings too, peft would load the weights into an adapter that computes something else, in silence.
+        (lora(init_lora_weights="pissa"), lora(), ["init_lora_weights=True (the checkpoint's: pissa)"]),
+        (lora(), lora(alpha_pattern={"q_proj": 32}), ["alpha_pattern={'q_proj': 32} (the checkpoint's: {})"]),
+        (lora(trainable_token_indices=[5]), lora(trainable_token_indices=[6]), ["trainable_token_indices=[6]"]),
+        (loha(), loha(alpha=16), ["alpha=16 (the checkpoint's: 8)"]),
+        (lora(), lora(modules_to_save=["lm_head"]), ["modules_to_save=['lm_head'] (the checkpoint's: None)"]),
     ],
 )  # fmt: skip
 def test_a_checkpoint_of_an_adapter_is_no_checkpoint_of_a_whole_model_or_another_adapter(
@@ -604,6 +616,48 @@ def test_a_checkpoint_of_another_method_optimizer_or_model_is_refused(tmp_path, 
     ):
         with pytest.raises(CheckpointError, match=message):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_the_settings_of_an_adapter_with_another_name_are_compared_too(tmp_path, tiny_tokenizer):
+    from peft import get_peft_model
+
+    def run(config):
+        model = get_peft_model(build_model(len(tiny_tokenizer)), config, adapter_name="other")
+        return sft(tmp_path, tiny_tokenizer, model=model, max_steps=2, save_strategy="steps", save_steps=1)
+
+    run(lora()).train()
+    with raises(CheckpointError, "lora_alpha=16 (the checkpoint's: 8)"):
+        run(lora(lora_alpha=16)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    run(lora()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("names", [["other"], ["default", "other"]])
+def test_the_best_model_of_an_adapter_with_another_name_is_loaded(tmp_path, tiny_tokenizer, names):
+    from peft import PeftModel, get_peft_model
+
+    model = get_peft_model(build_model(len(tiny_tokenizer)), lora(), adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, lora())
+    model.set_adapter("other")
+    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    # The loss rises with this learning rate, so the first checkpoint is the best.
+    trainer = sft(
+        tmp_path,
+        tiny_tokenizer,
+        model=model,
+        eval_dataset=chats(4),
+        load_best_model_at_end=True,
+        learning_rate=30.0,
+        **settings,
+    )
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert best != str(tmp_path / "checkpoint-3")
+    saved = PeftModel.from_pretrained(build_model(len(tiny_tokenizer)), f"{best}/other", adapter_name="other")
+    theirs = saved.state_dict()
+    assert all(
+        torch.equal(tensor, theirs[name]) for name, tensor in trainer.model.state_dict().items() if ".other." in name
+    )
 
 
 @pytest.mark.parametrize("kind", ["P_TUNING", "PREFIX_TUNING"])
