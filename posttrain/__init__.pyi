@@ -86,6 +86,7 @@ from .extensions.trl_helpers.collators import (
     DataCollatorForUnpairedPreference as DataCollatorForUnpairedPreference,
     identity as identity,
 )
+from .extensions.trl_helpers.completions import LogCompletionsCallback as LogCompletionsCallback
 from .extensions.trl_helpers.multimodal import (
     DataCollatorForVisionLanguageChatML as DataCollatorForVisionLanguageChatML,
     DataCollatorForVisionLanguageModeling as DataCollatorForVisionLanguageModeling,
@@ -224,7 +225,6 @@ from .models.reference import (
 )
 from .report.card import generate_model_card as generate_model_card
 from .report.completions import (
-    LogCompletionsCallback as LogCompletionsCallback,
     print_prompt_completions_sample as print_prompt_completions_sample,
 )
 from .report.progress import RichProgressCallback as RichProgressCallback

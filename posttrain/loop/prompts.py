@@ -41,7 +41,7 @@ IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "
 TOKENS_QUOTED = 40
 # Number of prompts that are tokenized before the first generation, to detect errors early.
 PROMPTS_TRIED = 256
-# Maximum number of prompts that are tokenized to find those that are too long.
+# Maximum number of prompts that are tokenized in the search for prompts that are too long.
 MOST_TOKENIZED = 20_000
 # Number of characters that are logged from the beginning of the first prompt, and from its end if the prompt is longer.
 CHARACTERS_SHOWN, CHARACTERS_AT_END = 400, 60
@@ -280,10 +280,10 @@ class PromptSource:
         )  # fmt: skip
 
     def check_rows(self, dataset: AnyDataset, name: str, limit: int | None) -> None:
-        """Raise an error if prompts of a dataset leave no room for a completion in a context of ``limit`` tokens.
+        """Raise an error if prompts of a dataset and their completions do not fit a context of ``limit`` tokens.
 
         Only prompts that may be too long are tokenized: a token has at least one byte, and the chat template adds at most as
-        many tokens as the first prompt has. Of rows with images, the first ones are tokenized.
+        many tokens as the first prompt has. If rows have images, only the first rows are checked.
         """
         columns = known_columns(dataset)
         if limit is None or not isinstance(dataset, datasets.Dataset) or "prompt" not in columns:

@@ -216,13 +216,11 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def prepare_evaluation(self, dataset: AnyDataset) -> Any:
         """Prepare one raw evaluation set, or several by name. Prepared sets are returned unchanged."""
-        if isinstance(dataset, dict):
-            return {name: self._prepare_evaluation(subset, name) for name, subset in dataset.items()}
-        return self._prepare_evaluation(dataset, "eval")
-
-    def _prepare_evaluation(self, dataset: AnyDataset, name: str) -> Any:
-        with naming(f"{name} dataset"):
-            return self.prepare(dataset, name)
+        prepared = {}
+        for name, subset in (dataset if isinstance(dataset, dict) else {"eval": dataset}).items():
+            with naming(f"{name} dataset"):
+                prepared[name] = self.prepare(subset, name)
+        return prepared if isinstance(dataset, dict) else prepared["eval"]
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Prepare one raw dataset for the collator."""

@@ -297,6 +297,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self._resolve_bf16()
         self._resolve_batch_size()
         self._check_numbers()
+        if isinstance(self.fsdp, str) and self.fsdp.lower() in ("true", "false"):  # From a command line or a YAML file.
+            self.fsdp = self.fsdp.lower() == "true"
         super().__post_init__()
         check_schedule(self)
         if self.load_best_model_at_end and self.eval_strategy == "no":

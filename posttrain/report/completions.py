@@ -1,279 +1,30 @@
-"""Tables of completions: of a fixed set of prompts (`LogCompletionsCallback`), and of completions sampled in training."""
+"""Tables of completions that were sampled in training, for the terminal, trackers and the Hub."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import json
 import logging
 import math
-import os
 import random
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import datasets
-import torch
 import transformers
 
-from posttrain.data.chat import inner_tokenizer, terminal_token_ids, tokenize_prompts
-from posttrain.data.samplers import check_prompts
-from posttrain.errors import ConfigError, DataError
 from posttrain.integrations import require
-from posttrain.models import parallel
-from posttrain.models.architecture import context_length, generation_config_of
-from posttrain.models.load import resolve_pad_token
-from posttrain.report.files import read_line, whole_file
 from posttrain.report.record import RunRecordCallback
-from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.engines import create_engine
-from posttrain.types import Request, Sampling
 from posttrain.values import accept_any_character, visible
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from posttrain.methods.online_config import OnlineConfig
-    from posttrain.types import AnyDataset, Tokenizer
 
 
 logger = logging.getLogger(__name__)
-
-
-FILE = "logged_completions.jsonl"
-COLUMNS = ["step", "prompt", "completion"]
-PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
-MAX_NEW_TOKENS = 256
-# Default of transformers if a generation config enables sampling but sets no top_k.
-TOP_K = 50
-# Fields of a generation config that are supported, or that do not affect which tokens are sampled.
-KNOWN = (
-    "bos_token_id", "cache_implementation", "do_sample", "eos_token_id", "max_new_tokens", "min_p", "output_attentions",
-    "output_hidden_states", "pad_token_id", "repetition_penalty", "temperature", "top_k", "top_p", "transformers_version",
-    "use_cache",
-)  # fmt: skip
-
-
-def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn.Module, *, seed: int) -> Sampling:
-    """Convert a generation config of transformers. None uses the model's generation config with up to 256 new tokens.
-
-    Raises:
-        ConfigError: The passed config contains a setting that engines do not support (beams, stop strings, ...).
-    """
-    own = generation_config_of(model)
-    asked = {} if config is None else config.to_diff_dict()
-    for name in [name for name in asked if name not in KNOWN and not name.startswith("_")]:
-        raise ConfigError(
-            f"generation_config.{name}={asked[name]!r} is not supported here. Fix: remove it"
-            f"{', and set max_new_tokens' if name == 'max_length' else ''}."
-        )
-    used = config if config is not None else own
-
-    def setting(name: str, default: Any) -> Any:
-        value = getattr(used, name, None)
-        return default if value is None else value
-
-    settings = {"max_new_tokens": MAX_NEW_TOKENS, "repetition_penalty": 1.0}
-    if setting("do_sample", False):
-        settings |= {"temperature": 1.0, "top_k": TOP_K, "top_p": 1.0, "min_p": None}
-    stops = dict.fromkeys([*terminal_token_ids(tokenizer, used), *terminal_token_ids(tokenizer, own)])
-    greedy = {} if "temperature" in settings else {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-    fields = {name: setting(name, default) for name, default in settings.items()}
-    return Sampling(**fields, **greedy, stop_token_ids=tuple(stops), seed=seed)
-
-
-class EvalPrompts:
-    """Tokenized prompts of an evaluation set, for completion with the current model.
-
-    Engines get token ids, and run in eval mode without gradients. Dropout, gradient checkpointing, the tokenizer's padding side
-    and the random state of training are not changed.
-
-    Args:
-        trainer: Trainer with a tokenizer. Its ``eval_dataset`` contains the prompts.
-        generation_config: Sampling settings; see `to_sampling`.
-        num_prompts: Number of rows to use, from the start of the dataset. None uses all rows.
-        dataset: Dataset to use instead of ``eval_dataset``.
-
-    Raises:
-        ConfigError: There is no evaluation set, there are several, or it is a stream and ``num_prompts`` is None.
-        DataError: A row has no prompt, or a prompt is so long that no completion fits into the context.
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        generation_config: GenerationConfig | None = None,
-        num_prompts: int | None = None,
-        *,
-        dataset: AnyDataset | None = None,
-    ) -> None:
-        self.trainer = trainer
-        tokenizer = trainer.processing_class
-        self.tokenizer = inner_tokenizer(tokenizer)
-        name = "dataset" if dataset is not None else "eval_dataset"
-        rows = _rows(trainer.eval_dataset if dataset is None else dataset, name, num_prompts)
-        check_prompts(rows, name, self.tokenizer)
-        self.rows = [{key: row[key] for key in PROMPT_COLUMNS if row.get(key) is not None} for row in rows]
-        # Read the option with a default, because the trainer can be any trainer of transformers.
-        kwargs = getattr(trainer.args, "chat_template_kwargs", None)
-        self.ids = tokenize_prompts(
-            self.rows, self.tokenizer, chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None
-        )
-        self.sampling = to_sampling(generation_config, self.tokenizer, trainer.model, seed=trainer.args.seed)
-        self._check_room(name)
-        self._engine: RolloutEngine | None = None
-
-    @property
-    def prompts(self) -> list[Any]:
-        """Prompts in the format of the dataset."""
-        return [row["prompt"] for row in self.rows]
-
-    def _check_room(self, name: str) -> None:
-        config = self.trainer.accelerator.unwrap_model(self.trainer.model).config.get_text_config()
-        context, new = context_length(config), self.sampling.max_new_tokens
-        for index, ids in enumerate(self.ids):
-            if context is not None and len(ids) + new > context:
-                raise DataError(
-                    f"{name} row {index}: a prompt of {len(ids)} tokens and max_new_tokens={new} exceed the model's "
-                    f"context of {context} tokens. Fix: shorten the prompt, or set max_new_tokens in generation_config."
-                )
-
-    def complete(self) -> list[str]:
-        """Generate one completion per prompt. Return all completions in order on every rank. Every rank must call this."""
-        trainer = self.trainer
-        accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
-        if self._engine is None:
-            self._engine = create_engine(
-                "auto", accelerator.unwrap_model(trainer.model), pad_token_id=resolve_pad_token(self.tokenizer)
-            )
-        share = -(-len(self.ids) // accelerator.num_processes)
-        first = share * accelerator.process_index
-        # This list can be empty. The rank then still takes part in the collective operation below.
-        mine = list(range(len(self.ids)))[first : first + share]
-        texts: list[str] = []
-        with torch.no_grad(), accelerator.autocast(), parallel.whole_parameters(trainer.model_wrapped, accelerator):
-            for start in range(0, len(mine), size):
-                texts += self._batch(mine[start : start + size])
-        return parallel.all_gather_objects(texts, accelerator)
-
-    def _batch(self, indices: list[int]) -> list[str]:
-        # Each batch has its own seed, which is the same at every step. Differences between steps are then caused only by the
-        # model.
-        sampling = replace(self.sampling, seed=(self.sampling.seed or 0) + indices[0])
-        assert self._engine is not None
-        rollouts = self._engine.generate([Request(self.ids[i]) for i in indices], sampling)
-        return self.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
-
-
-def _rows(dataset: AnyDataset, name: str, num_prompts: int | None) -> datasets.Dataset:
-    if dataset is None:
-        raise ConfigError(
-            "completions are sampled from the prompts of eval_dataset, but the trainer has no eval_dataset. Fix: pass one."
-        )
-    if num_prompts is not None and num_prompts < 1:
-        raise ConfigError(f"num_prompts={num_prompts} must be at least 1, or None for all prompts.")
-    if isinstance(dataset, dict):
-        raise ConfigError(
-            f"{name} contains several datasets ({', '.join(map(str, dataset))}). Fix: pass one with dataset=eval_dataset[name]."
-        )
-    if isinstance(dataset, datasets.IterableDataset):
-        if num_prompts is None:
-            raise ConfigError(f"{name} is a stream. Fix: set num_prompts to the number of rows to read from its start.")
-        dataset = datasets.Dataset.from_list(list(itertools.islice(dataset, num_prompts)))
-    columns = list(dataset.column_names)
-    if "prompt" not in columns and len(dataset):
-        raise DataError(
-            f"{name} has no 'prompt' column. Its columns are {columns}. Tokenization and packing remove the prompt. Fix: pass "
-            "the raw rows, which have a prompt, with dataset=...."
-        )
-    kept = dataset.select_columns([column for column in PROMPT_COLUMNS if column in columns])
-    return kept if num_prompts is None else kept.select(range(min(num_prompts, len(kept))))
-
-
-class LogCompletionsCallback(transformers.TrainerCallback):
-    """Callback that completes evaluation prompts every ``freq`` steps, and logs the completions as a growing table.
-
-    Rows ``step, prompt, completion`` are appended to ``<output_dir>/logged_completions.jsonl``. The whole table is sent to the
-    trackers in ``report_to`` that support tables (wandb, comet, trackio, mlflow). A resumed run continues the table of its
-    checkpoint. Only the main process writes.
-
-    Args:
-        trainer: Trainer to which the callback is added.
-        generation_config: Sampling settings of transformers (``max_new_tokens``, ``do_sample``, ``temperature``, ...). None uses
-            the model's generation config with up to 256 new tokens.
-        num_prompts: Number of rows to use, from the start of the dataset. None uses all rows.
-        freq: Number of optimizer steps after which completions are sampled again. None uses the evaluation interval.
-        dataset: Dataset to use instead of ``trainer.eval_dataset``.
-
-    Raises:
-        ConfigError, DataError: See `EvalPrompts`.
-
-    >>> trainer.add_callback(LogCompletionsCallback(trainer, num_prompts=8, freq=50))  # doctest: +SKIP
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        generation_config: GenerationConfig | None = None,
-        num_prompts: int | None = None,
-        freq: int | None = None,
-        *,
-        dataset: AnyDataset | None = None,
-    ) -> None:
-        if freq is not None and freq < 1:
-            raise ConfigError(f"freq={freq} must be at least 1 (optimizer steps), or None for the evaluation interval.")
-        self.source = EvalPrompts(trainer, generation_config, num_prompts, dataset=dataset)
-        self.freq = freq
-        self.table: list[dict[str, Any]] = []
-        self._last_step = -1
-        self._attempts = _Attempts()
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Load the table of a resumed run, or move the table of an earlier run to another file."""
-        self.table, self._last_step = [], -1
-        path = Path(args.output_dir or ".") / FILE
-        if not (state.is_world_process_zero and path.is_file()):
-            return
-        if state.global_step == 0:
-            numbers = itertools.count(1)
-            os.replace(path, next(p for n in numbers if not (p := path.with_stem(f"{path.stem}-{n}")).exists()))
-            return
-        # Do not use splitlines, because completions can contain other line separators than \n.
-        rows = filter(None, map(read_line, path.read_text(encoding="utf-8", errors="replace").split("\n")))
-        self.table = [row for row in rows if row["step"] <= state.global_step]
-        with whole_file(path) as part:
-            part.write_text("".join(map(_line, self.table)), encoding="utf-8")
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Sample and log completions if the interval has passed, once per step."""
-        step = state.global_step
-        if step == self._last_step or step % (self.freq or state.eval_steps or 1) != 0:
-            return
-        self._last_step = step
-        completions = self.source.complete()
-        if not state.is_world_process_zero:
-            return
-        pairs = zip(self.source.prompts, completions, strict=True)
-        rows = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in pairs]
-        self.table += rows
-        path = Path(args.output_dir or ".") / FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(map(_line, rows))
-        texts = [
-            row["prompt"] if isinstance(row["prompt"], str) else _line(row["prompt"]).strip() for row in self.table
-        ]
-        data = [[row["step"], text, row["completion"]] for row, text in zip(self.table, texts, strict=True)]
-        self._attempts.track(args, "completions", COLUMNS, data)
-
-
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
 
 def _to_wandb(name: str, columns: list[str], data: list[list[Any]]) -> None:
@@ -330,7 +81,7 @@ TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {
 }
 
 
-class _Attempts:
+class Attempts:
     """Runner of actions whose errors must not stop training. After an error, it warns and skips this destination."""
 
     def __init__(self) -> None:
@@ -425,7 +176,7 @@ class RolloutTableCallback(transformers.TrainerCallback):
     ) -> None:
         self.names, self.shown, self.unique = names, shown, unique
         self.rings: dict[str, deque[dict[str, Any]]] = {"": deque(maxlen=rows), "eval_": deque(maxlen=rows)}
-        self._attempts = _Attempts()
+        self._attempts = Attempts()
         record.listeners.append(self.add)
 
     def add(self, rows: list[dict[str, Any]], evaluation: bool) -> None:

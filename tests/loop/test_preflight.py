@@ -260,3 +260,8 @@ def test_an_evaluation_without_a_set_is_refused_before_the_model_is_loaded(tmp_p
     option = next(iter(options))
     with pytest.raises(ConfigError, match=f"{option}=.* needs eval_dataset, but it is None. Fix: pass eval_dataset"):
         sft(tmp_path, tiny_tokenizer, **options)
+
+
+@pytest.mark.parametrize(("given", "value"), [("true", True), ("False", False)])
+def test_fsdp_may_be_a_word_of_a_yaml_file(tmp_path, given, value):
+    assert posttrain.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", fsdp=given).fsdp is value

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from posttrain import ConfigError, ModelConfig, ModelError, get_peft_config, get_quantization_config
 from posttrain.data.forest import Layout, collate
 from posttrain.extensions.trl_helpers.bema import BEMACallback
+from posttrain.extensions.trl_helpers.completions import EvalPrompts
 from posttrain.loop.checks import check_first_gradients
 from posttrain.metrics import MetricBuffer, mean, minimum
 from posttrain.models import attention, parallel, probe
@@ -26,7 +27,6 @@ from posttrain.models.load import (
 from posttrain.models.logprob import token_logprobs
 from posttrain.models.memory import OffloadActivations
 from posttrain.models.reference import Reference, create_reference_model, disable_dropout_in_model
-from posttrain.report.completions import EvalPrompts
 from posttrain.types import Row
 from tests.conftest import build_model, build_tokenizer, scale_logits, told_of_calls
 from tests.methods.helpers import chats, grpo, losses, sft, weights

@@ -13,8 +13,8 @@ from datasets import Dataset, DatasetDict
 from transformers import GenerationConfig
 
 from posttrain.errors import ConfigError, DataError
+from posttrain.extensions.trl_helpers.completions import EvalPrompts, LogCompletionsCallback, to_sampling
 from posttrain.extensions.trl_helpers.weave import WeaveCallback
-from posttrain.report.completions import EvalPrompts, LogCompletionsCallback, to_sampling
 from tests.conftest import build_model
 from tests.extensions.trl_helpers.test_bema import ROWS
 from tests.wordings import raises

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from posttrain.errors import ConfigError
+from posttrain.extensions.trl_helpers.completions import EvalPrompts
 from posttrain.integrations import is_available, require
 from posttrain.models.architecture import get_config_model_id
-from posttrain.report.completions import EvalPrompts
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
@@ -46,7 +46,7 @@ class WeaveCallback(transformers.TrainerCallback):
 
     Raises:
         ConfigError: At the beginning of training or evaluation, if there is no client, project or wandb run.
-        DataError: See `posttrain.report.completions.EvalPrompts`.
+        DataError: See `posttrain.extensions.trl_helpers.completions.EvalPrompts`.
 
     >>> trainer.add_callback(WeaveCallback(trainer, "team/runs", scorers={"length": lambda p, c: len(c)}))  # doctest: +SKIP
     """
