@@ -51,16 +51,20 @@ DURATIONS = Path(__file__).with_name("durations.json")  # Seconds of files that 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list) -> None:
-    """Two thirds of each matrix are slow tests; then the longest files begin first, lest others wait for them at the end."""
+    """Two thirds of each matrix are slow tests; then the longest files begin first, lest others wait for them at the end.
+
+    A matrix is marked as one, or is a test with parameters that takes seconds by `DURATIONS`.
+    """
+    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
     begun = set()
     for item in items:
-        if item.get_closest_marker("matrix"):
-            test = item.nodeid.partition("[")[0]
+        test = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("matrix") or test in seconds:
             # Its name decides, so that each test leaves out other families and engines; the first cell is always run.
             if test in begun and zlib.crc32(item.nodeid.encode()) % 3:
                 item.add_marker("slow")
+                item.add_marker("matrix")
             begun.add(test)
-    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
     items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
 
 

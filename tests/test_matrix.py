@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.matrix import TOLERANCE, compared, run, saved
 
+pytestmark = [pytest.mark.matrix, pytest.mark.slow]
 CELLS, RESUME = (
     ["sft/plain", "dpo/lora", "grpo/checkpointing", "dpo qwen2_vl/plain", "sft llava/frozen"],
     "resume/FSDP2",
@@ -34,7 +35,6 @@ def both(tmp_path_factory):
         return {way: run(way, of_way, folder / way) for way, of_way in cells.items()}, folder
 
 
-@pytest.mark.matrix
 @pytest.mark.distributed
 @pytest.mark.parametrize("cell", [*CELLS, SAMPLED])
 def test_fsdp2_on_two_ranks_is_one_process(both, cell):

@@ -502,12 +502,17 @@ def with_multi_gpu(launch: list[str]) -> list[str]:
     return ["--multi_gpu", *launch] if several and not said else launch
 
 
-def launched(launch: list[str]) -> tuple[int, int]:
-    """Return the number of processes that accelerate flags start, and the equivalent ZeRO stage (0: no sharding)."""
+def launched(launch: list[str], *, here: bool = False) -> tuple[int, int]:
+    """Return the number of processes that accelerate flags start, and the equivalent ZeRO stage (0: no sharding).
+
+    Args:
+        launch: Flags of ``accelerate launch``.
+        here: Whether the processes will start on this machine. Then DeepSpeed must be installed if the flags need it.
+    """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     told = _validate_launch_command(launch_command_parser().parse_args([*launch, "script"]))[0]
-    if told.use_deepspeed:
+    if here and told.use_deepspeed:
         require("deepspeed", "a launch with DeepSpeed")
     kept = told.fsdp_sharding_strategy if str(told.fsdp_version) == "1" else told.fsdp_reshard_after_forward
     fsdp = {"no_shard": 0, "shard_grad_op": 2, "false": 2}.get(str(kept).lower(), 3) if told.use_fsdp else 0

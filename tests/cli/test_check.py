@@ -144,6 +144,8 @@ def test_an_unknown_command_names_the_closest(folder, capsys):
     assert "did you mean 'grpo'" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_launched_processes_hand_their_exit_code_on(folder):
     """A launcher makes 1 of every failure; the command says 78 all the same."""
@@ -315,6 +317,7 @@ EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")
             ),
             "metric_for_best_model='eval_accuracy': the evaluation has no such metric. The most similar ones are ['eval_",
         ),
+        ("sft", ("--accelerate_config", "zero2", "--num_processes", "1"), "a launch with DeepSpeed needs the package"),
         (
             "grpo",
             ("--per_device_train_batch_size", "64"),

@@ -45,6 +45,8 @@ def test_the_pretended_device_holds_what_it_assumes_of_torch(tmp_path):
     )
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_host_tensor_among_device_tensors_is_refused_as_a_gpu_refuses_it(tmp_path):
     assert check("mixing", tmp_path) == {
         "ranked": "Expected all tensors to be on the same device, but aten::add was given [2] on cpu beside cuda:0",

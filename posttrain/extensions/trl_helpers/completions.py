@@ -87,7 +87,7 @@ class EvalPrompts:
         dataset: Dataset to use instead of ``eval_dataset``.
 
     Raises:
-        ConfigError: There is no evaluation set, there are several, or it is a stream and ``num_prompts`` is None.
+        ConfigError: The evaluation set is missing, there are several, or it is a stream and ``num_prompts`` is None.
         DataError: A row has no prompt, or a prompt is so long that no completion fits into the context.
     """
 

@@ -117,6 +117,8 @@ def test_the_screen_names_components_moments_and_the_batch(config, capsys):
         assert part in screen, part
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_a_larger_one_does_not(config, capsys, monkeypatch):
     monkeypatch.setattr("posttrain.models.memory.in_use", lambda device: 0)
 
@@ -131,6 +133,8 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(config, capsys, monkey
     assert estimated(7, **limit)["larger_batch"] == 0
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_options_of_the_trainer_change_the_answer(config, capsys):
     file = config(max_length=64)
     full = said(capsys, "sft", "--config", file)[1]
