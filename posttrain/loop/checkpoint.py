@@ -306,11 +306,11 @@ def refuse_other_run(state: Mapping[str, Any], method: str, optimizer: object) -
     Raises:
         CheckpointError: The checkpoint is of another method or has the state of another optimizer.
     """
-    before, now = state.get("settings", {}), {"method": method, "optim": _written(optimizer)}
+    before, now = state.get("settings", {}), {"method": method, "optim": str(_written(optimizer))}
     other = [
         f"{name}={now[name]} (the checkpoint's: {before[name]})"
-        for name in now
-        if before.get(name, now[name]) != now[name]
+        for name in now  # The state of a fused optimizer has the same form.
+        if before.get(name, now[name]).removesuffix("_fused") != now[name].removesuffix("_fused")
     ]
     if other:
         raise CheckpointError(

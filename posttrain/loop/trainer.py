@@ -739,14 +739,14 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """Return the additional state for a checkpoint as JSON, so that a resumed run equals an uninterrupted one."""
         rows = self.get_total_train_batch_size(self.args)
         seen = checkpoint.rows_fingerprint(self._raw)
-        settings = checkpoint.settings(self.args, self.state.max_steps) | {"method": type(self.method).__name__}
+        settings = checkpoint.settings(self.args, self.state.max_steps) | {"method": self.METHOD.__name__}
         saved = {"counters": self.counters, "step_rows": rows, "rows": seen, "settings": settings}
         return saved | self.method.saved(self.run.progress.own)
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_to_save` returned."""
         skips = not self.args.ignore_data_skip
-        checkpoint.refuse_other_run(state, type(self.method).__name__, self.args.optim)
+        checkpoint.refuse_other_run(state, self.METHOD.__name__, self.args.optim)
         checkpoint.refuse_other_rows(state, checkpoint.rows_fingerprint(self._raw), skips=skips)
         self.counters = state["counters"]
         self.run.progress.own = self.method.restored(state)

@@ -603,6 +603,8 @@ def test_a_checkpoint_of_another_method_optimizer_or_model_is_refused(tmp_path, 
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     sft(tmp_path, tiny_tokenizer, **settings).train()
     model = build_model(len(tiny_tokenizer) + 8)
+    fused = sft(tmp_path, tiny_tokenizer, optim="adamw_torch_fused", **settings)
+    fused.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     for trainer, message in (
         (
             every("dpo", tmp_path, tiny_tokenizer, ignore_data_skip=True, **settings),
