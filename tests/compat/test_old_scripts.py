@@ -166,5 +166,7 @@ def test_a_script_of_an_older_release_has_the_loss_of_the_present_spelling(name,
         trainer = run(cells_of(path))["trainer"]
     older = {str(one.message) for one in caught if "older releases" in str(one.message)}
     assert bool(older) != migrated or "max_prompt_length" in text, older
+    if migrated and trainer.args.packing:  # Old releases joined and cut rows; `migrate` keeps that.
+        expected = expected.replace("packing=True", 'packing=True, packing_strategy="wrapped"')
     assert losses(trainer) == present(expected) and len(losses(trainer)) == 2
     assert os.getcwd() == str(folder)
