@@ -296,11 +296,12 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
 
 @contextmanager
 def naming(where: str, hint: str = "") -> Iterator[None]:
-    """Add the prefix ``where`` and the suffix ``hint`` to a `DataError` raised in the ``with`` block."""
+    """Add the prefix ``where``, unless the message names it, and the suffix ``hint`` to a `DataError` of the ``with`` block."""
     try:
         yield
     except DataError as error:
-        raise DataError(f"{where}: {error}{hint}") from error
+        prefix = "" if f"{where} " in str(error) else f"{where}: "
+        raise DataError(f"{prefix}{error}{hint}") from error
 
 
 def given_rows(batch: Mapping[str, list], indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:

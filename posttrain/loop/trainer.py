@@ -218,7 +218,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         """Prepare one raw evaluation set, or several by name. Prepared sets are returned unchanged."""
         prepared = {}
         for name, subset in (dataset if isinstance(dataset, dict) else {"eval": dataset}).items():
-            with naming(f"{name} dataset"):
+            with naming(name):
                 prepared[name] = self.prepare(subset, name)
         return prepared if isinstance(dataset, dict) else prepared["eval"]
 

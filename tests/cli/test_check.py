@@ -53,6 +53,13 @@ def test_a_command_that_would_train_is_ready_and_nothing_is_written(folder, caps
     assert len(out.splitlines()) < 40
 
 
+def test_null_in_a_file_leaves_report_to_at_its_default(folder, capsys):
+    config = Path("sft.yaml")
+    config.write_text(config.read_text().replace("report_to: none", "report_to: null"))
+    code, found = checked(capsys, "sft", "--config", "sft.yaml")
+    assert code == 0, found
+
+
 def test_names_of_columns_and_rows_cannot_act_on_the_terminal(capsys):
     attack = "\x1b]0;title\x07"
     found = Finding("PT-D001", "error", f"row {attack}", attack, attack, attack)

@@ -185,6 +185,7 @@ def test_a_silenced_finding_stops_nothing_and_is_kept_with_its_reason(tiny_token
             "silence_findings=\\['data-pair-identical'\\] must be a mapping",
         ),
         ({"model_init_kwargs": 3}, "model_init_kwargs=3 must be a mapping"),
+        ({"model_init_kwargs": {"dtype": "float99"}}, "dtype='float99' is not known \\(did you mean 'float32'"),
         ({"accelerator_config": 10}, "accelerator_config=10 must be a mapping.*the path of a JSON file"),
         ({"accelerator_config": {"split_batch": True}}, "'split_batch' is not known \\(did you mean 'split_batches'"),
         ({"accelerator_config": '{"split_batch": true}'}, "'split_batch' is not known \\(did you mean 'split_batches'"),
@@ -265,3 +266,11 @@ def test_an_evaluation_without_a_set_is_refused_before_the_model_is_loaded(tmp_p
 @pytest.mark.parametrize(("given", "value"), [("true", True), ("False", False)])
 def test_fsdp_may_be_a_word_of_a_yaml_file(tmp_path, given, value):
     assert posttrain.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", fsdp=given).fsdp is value
+
+
+@pytest.mark.parametrize(("rows", "name"), [(None, "eval"), ({"late": None}, "late")])
+def test_an_error_of_an_evaluation_row_names_its_set(tiny_tokenizer, tmp_path, rows, name):
+    broken = datasets.Dataset.from_list([*chats(4).to_list(), {"messages": []}])
+    evaluation = broken if rows is None else dict.fromkeys(rows, broken)
+    with pytest.raises(posttrain.DataError, match=rf"^{name}: row 4, column 'messages'"):
+        sft(tmp_path, tiny_tokenizer, eval_dataset=evaluation)
