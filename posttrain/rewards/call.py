@@ -183,9 +183,9 @@ class RewardFunction:
         return ", ".join(named) or ("any" if self.takes_all else "no column")
 
     def check_columns(self, columns: Collection[str], name: str) -> None:
-        """Raise an error if the function needs a column that the dataset ``name`` does not have."""
+        """Raise an error if the function needs a column that the dataset ``name`` lacks. No columns: they are unknown."""
         for needed, required in self.accepts.items():
-            if required and needed not in {*columns, *ROWS, *TRAINERS_ARGUMENTS}:
+            if required and columns and needed not in {*columns, *ROWS, *TRAINERS_ARGUMENTS}:
                 raise RewardError(
                     f"reward function {self.name!r} needs the column {needed!r}, which {name} does not have. Its columns are "
                     f"{sorted(columns)}."

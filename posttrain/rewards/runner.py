@@ -451,9 +451,8 @@ class RewardRunner:
                 or an evaluation set lacks a column.
         """
         for name, dataset in evaluation:
-            if columns := known_columns(dataset):
-                for function in self._calls:
-                    function.check_columns(columns, name)
+            for function in self._calls:
+                function.check_columns(known_columns(dataset), name)
         rows = [row for row in examples if row.get("prompt")] or examples
         # Use two rows, to detect functions that return one number for the whole batch.
         rows = (rows * 2)[:2]
