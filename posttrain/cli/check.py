@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -349,7 +350,7 @@ class Checkup:
         with (
             tempfile.TemporaryDirectory() as folder,
             contextlib.redirect_stdout(io.StringIO()),
-            only_warnings() as texts,
+            only_warnings() as logged,
         ):
             config.output_dir, config.push_to_hub = folder, False
             trainer = train.make_trainer(self.command, script_args, config, model_args, mixture)
@@ -357,6 +358,7 @@ class Checkup:
         # Skip findings about the temporary folder, and about completions, because those of the trial step are short.
         foreign = ("PT-L", "PT-R") if trainer.method.traits.samples else ("PT-L",)
         self._report([found for found in trainer.run.checks.preflight.told if not found.code.startswith(foreign)])
+        texts = [record.getMessage() for record in logged.buffer]
         self.warnings += [text for text in texts if not text.startswith("PT-")]
         return "one step and one evaluation batch" if trainer.eval_dataset is not None else "one step"
 
@@ -385,31 +387,19 @@ def _count(data: Any) -> str:
     return f"{len(data):,} rows" if isinstance(data, Sized) else "a stream"
 
 
-class _Warnings(logging.Handler):
-    """Handler that collects the messages of log lines."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @contextlib.contextmanager
-def only_warnings() -> Iterator[list[str]]:
+def only_warnings() -> Iterator[BufferingHandler]:
     """Collect the warnings that posttrain logs inside the block. Other log lines and progress bars are not shown."""
-    collected, none = _Warnings(), logging.NullHandler()
-    loggers = [logging.getLogger(name) for name in ("posttrain", "transformers", "datasets")] + [logging.root]
-    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.handlers, logger.propagate = [none if logger is not loggers[0] else collected], False
-    try:
-        with no_progress_bars():
-            yield collected.texts
-    finally:
-        for logger, handlers, propagate in before:
-            logger.handlers, logger.propagate = handlers, propagate
+    from posttrain.loop.run import with_attributes
+
+    collected = BufferingHandler(sys.maxsize)
+    collected.setLevel(logging.WARNING)
+    with contextlib.ExitStack() as stack:
+        for name in (None, "transformers", "datasets", "posttrain"):
+            handler = collected if name == "posttrain" else logging.NullHandler()
+            stack.enter_context(with_attributes(logging.getLogger(name), {"handlers": [handler], "propagate": False}))
+        stack.enter_context(no_progress_bars())
+        yield collected
 
 
 def try_step(trainer: Any, resume: str | None = None) -> None:

@@ -511,12 +511,12 @@ def launched(launch: list[str], *, here: bool = False) -> tuple[int, int]:
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-    told = _validate_launch_command(launch_command_parser().parse_args([*launch, "script"]))[0]
-    if here and told.use_deepspeed:
+    parsed = _validate_launch_command(launch_command_parser().parse_args([*launch, "script"]))[0]
+    if here and parsed.use_deepspeed:
         require("deepspeed", "a launch with DeepSpeed")
-    kept = told.fsdp_sharding_strategy if str(told.fsdp_version) == "1" else told.fsdp_reshard_after_forward
-    fsdp = {"no_shard": 0, "shard_grad_op": 2, "false": 2}.get(str(kept).lower(), 3) if told.use_fsdp else 0
-    return max(told.num_processes or 1, 1), (told.zero_stage or 2) if told.use_deepspeed else fsdp
+    kept = parsed.fsdp_sharding_strategy if str(parsed.fsdp_version) == "1" else parsed.fsdp_reshard_after_forward
+    fsdp = {"no_shard": 0, "shard_grad_op": 2, "false": 2}.get(str(kept).lower(), 3) if parsed.use_fsdp else 0
+    return max(parsed.num_processes or 1, 1), (parsed.zero_stage or 2) if parsed.use_deepspeed else fsdp
 
 
 def _end(process: subprocess.Popen, *, tell: bool) -> None:

@@ -296,11 +296,11 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
 
 @contextmanager
 def naming(where: str, hint: str = "") -> Iterator[None]:
-    """Add the prefix ``where``, unless the message names it, and the suffix ``hint`` to a `DataError` of the ``with`` block."""
+    """Add the suffix ``hint`` and, unless the message begins with it, the prefix ``where`` to a `DataError` of the block."""
     try:
         yield
     except DataError as error:
-        prefix = "" if f"{where} " in str(error) else f"{where}: "
+        prefix = "" if str(error).startswith(f"{where} ") else f"{where}: "
         raise DataError(f"{prefix}{error}{hint}") from error
 
 

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
 # Number of prompt tokens that an error message quotes.
 TOKENS_QUOTED = 40
-# Number of prompts that are tokenized before the first generation, to detect errors early.
+# Number of prompts that are tokenized at once before the first generation. Of prompts with images, only so many are checked.
 PROMPTS_TRIED = 256
 # Maximum number of prompts that are tokenized in the search for prompts that are too long.
 MOST_TOKENIZED = 20_000
@@ -95,8 +95,8 @@ class PromptSource:
             ConfigError: One generation needs more prompts than the training set has.
         """
         if self.drops_columns:
-            many, dropped = isinstance(evaluation, dict), sorted({*known_columns(train)} - {*PROMPT_COLUMNS})
-            if dropped:
+            many = isinstance(evaluation, dict)
+            if dropped := sorted({*known_columns(train)} - {*PROMPT_COLUMNS}):
                 logger.warning(
                     "remove_unused_columns=True drops the columns %s: reward functions do not get them.", dropped
                 )

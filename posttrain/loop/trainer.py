@@ -728,11 +728,9 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         with parallel.reading_zero(self.accelerator, lambda: self.model_wrapped, best):
-            self.state.best_model_checkpoint = load.adapter_folder(self.model, str(best), self.accelerator)
-            try:
+            folder = load.adapter_folder(self.model, str(best), self.accelerator)
+            with with_attributes(self.state, {"best_model_checkpoint": folder}):
                 super()._load_best_model()
-            finally:
-                self.state.best_model_checkpoint = best
         load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
 
     def state_to_save(self) -> dict[str, Any]:

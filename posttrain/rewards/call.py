@@ -182,13 +182,21 @@ class RewardFunction:
         named = [name for name in self.accepts if name not in (*ROWS, *TRAINERS_ARGUMENTS)]
         return ", ".join(named) or ("any" if self.takes_all else "no column")
 
-    def check_columns(self, columns: Collection[str], name: str) -> None:
-        """Raise an error if the function needs a column that the dataset ``name`` lacks. No columns: they are unknown."""
-        for needed, required in self.accepts.items():
-            if required and columns and needed not in {*columns, *ROWS, *TRAINERS_ARGUMENTS}:
+    def check_columns(
+        self, columns: Collection[str], others: Collection[str] = TRAINERS_ARGUMENTS, *, dataset: str = "the dataset"
+    ) -> None:
+        """Raise an error if the function needs an argument that it will not get.
+
+        Args:
+            columns: Columns of the dataset that functions get, without ``prompt``.
+            others: Names of the trainer's arguments, besides `ROWS`.
+            dataset: Name of the dataset, for the message.
+        """
+        for name, required in self.accepts.items():
+            if required and name not in {*ROWS, *columns, *others}:
                 raise RewardError(
-                    f"reward function {self.name!r} needs the column {needed!r}, which {name} does not have. Its columns are "
-                    f"{sorted(columns)}."
+                    f"reward function {self.name!r} needs the column {name!r}, which {dataset} does not have"
+                    f"{did_you_mean(name, columns)}. The dataset's columns are {sorted(columns)} (and 'prompt')."
                 )
 
 
@@ -324,13 +332,7 @@ def _results(
 
 def accepted(function: RewardFunction, rows: Mapping[str, list[Any]], always: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments for a function. Rows are copied, so that a function that edits them does not affect the next one."""
-    for name, required in function.accepts.items():
-        if required and name not in rows and name not in always:
-            columns = [column for column in rows if column not in ROWS]
-            raise RewardError(
-                f"reward function {function.name!r} needs the column {name!r}, which the dataset does not have"
-                f"{did_you_mean(name, columns)}. The dataset's columns are {sorted(columns)} (and 'prompt')."
-            )
+    function.check_columns([column for column in rows if column not in ROWS], always)
     taken = {
         name: value for name, value in {**rows, **always}.items() if function.takes_all or name in function.accepts
     }

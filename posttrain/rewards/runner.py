@@ -451,8 +451,9 @@ class RewardRunner:
                 or an evaluation set lacks a column.
         """
         for name, dataset in evaluation:
-            for function in self._calls:
-                function.check_columns(known_columns(dataset), name)
+            columns = known_columns(dataset)
+            for function in self._calls if columns else ():
+                function.check_columns([c for c in columns if c not in RESERVED], dataset=name)
         rows = [row for row in examples if row.get("prompt")] or examples
         # Use two rows, to detect functions that return one number for the whole batch.
         rows = (rows * 2)[:2]

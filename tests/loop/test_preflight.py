@@ -193,6 +193,7 @@ def test_a_silenced_finding_stops_nothing_and_is_kept_with_its_reason(tiny_token
         ({"learning_rate": "1e-5"}, "learning_rate='1e-5' must be a finite number of at least 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan must be a finite number"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1 must be a finite number of at least 0"),
+        ({"neftune_noise_alpha": -5.0}, "neftune_noise_alpha=-5.0 must be a finite number of at least 0"),
         ({"max_steps": 0}, "max_steps=0, num_train_epochs=3.0: a run needs at least 1 step"),
         ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0: a run needs at least 1 step"),
         ({"learning_rate": float("inf")}, "learning_rate=inf must be a finite number of at least 0"),

@@ -257,7 +257,7 @@ class VLLMClient:
             reraise=True,
         )
         try:
-            waiting(self.call, "GET", "/health", None, timeout=QUICK_SECONDS, retries=0)
+            waiting(self.health, retries=0)
         except RolloutServerError as last:
             raise ServerUnreachable(
                 f"no healthy {self.role} server at {self.base_url} within {total_timeout:g} s. Last response: {last} "
@@ -271,10 +271,9 @@ class VLLMClient:
         if state.attempt_number % 15 == 1 and state.outcome is not None:
             logger.warning("Waiting for the server at %s: %s", self.base_url, state.outcome.exception())
 
-    def health(self) -> None:
-        """Raise an error if the server is not healthy."""
-        # Retry once, because vLLM may have closed the connection after an earlier error.
-        self.call("GET", "/health", timeout=QUICK_SECONDS, retries=1)
+    def health(self, retries: int = 1) -> None:
+        """Raise an error if the server is not healthy. One retry, because vLLM closes a connection after an error."""
+        self.call("GET", "/health", timeout=QUICK_SECONDS, retries=retries)
 
     # Properties of the server.
 
