@@ -334,7 +334,7 @@ class Checkup:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if launch:
             train.with_multi_gpu(launch)  # This call raises an error for options that are not supported.
-            world, zero_stage = train.launched(launch, here=True)
+            world, zero_stage = train.launched(launch, config=self.subject.config)
             if zero_stage:
                 refuse_auto_batch_size(self.subject.config)
         if world % size:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from posttrain import plugins
 from posttrain.cli import launch_ray, ranks
@@ -22,6 +22,9 @@ from posttrain.cli.commands import TRAINING
 from posttrain.errors import CheckpointError, ConfigError, PosttrainError, did_you_mean, raised_at
 from posttrain.fields import config, option
 from posttrain.integrations import require
+
+if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
 
 
 def named_object(path: str, option: str) -> Any:
@@ -502,21 +505,32 @@ def with_multi_gpu(launch: list[str]) -> list[str]:
     return ["--multi_gpu", *launch] if several and not said else launch
 
 
-def launched(launch: list[str], *, here: bool = False) -> tuple[int, int]:
+def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> tuple[int, int]:
     """Return the number of processes that accelerate flags start, and the equivalent ZeRO stage (0: no sharding).
 
     Args:
         launch: Flags of ``accelerate launch``.
-        here: Whether the processes will start on this machine. Then DeepSpeed must be installed if the flags need it.
+        config: Config of a run whose processes will start on this machine, which must be able to shard the model as requested.
     """
+    import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
+    from posttrain.models.parallel import lost_sharding
+
     parsed = _validate_launch_command(launch_command_parser().parse_args([*launch, "script"]))[0]
-    if here and parsed.use_deepspeed:
+    processes = max(parsed.num_processes or 1, 1)
+    if config is not None and parsed.use_deepspeed:
         require("deepspeed", "a launch with DeepSpeed")
+    if (
+        config is not None
+        and (config.fsdp or parsed.use_fsdp)
+        and processes > 1
+        and not torch.accelerator.is_available()
+    ):
+        raise lost_sharding("MULTI_CPU", "cpu", processes)
     kept = parsed.fsdp_sharding_strategy if str(parsed.fsdp_version) == "1" else parsed.fsdp_reshard_after_forward
     fsdp = {"no_shard": 0, "shard_grad_op": 2, "false": 2}.get(str(kept).lower(), 3) if parsed.use_fsdp else 0
-    return max(parsed.num_processes or 1, 1), (parsed.zero_stage or 2) if parsed.use_deepspeed else fsdp
+    return processes, (parsed.zero_stage or 2) if parsed.use_deepspeed else fsdp
 
 
 def _end(process: subprocess.Popen, *, tell: bool) -> None:

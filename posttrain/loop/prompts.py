@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
 # Number of prompt tokens that an error message quotes.
 TOKENS_QUOTED = 40
-# Number of prompts that are tokenized at once before the first generation. Of prompts with images, only so many are checked.
+# Number of prompts per call of the tokenizer before the first generation, and maximum number of prompts with images.
 PROMPTS_TRIED = 256
 # Maximum number of prompts that are tokenized in the search for prompts that are too long.
 MOST_TOKENIZED = 20_000

@@ -132,11 +132,15 @@ def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> 
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     name = str(accelerator.distributed_type)
     if accelerator.num_processes > 1 and (args.fsdp or launched) and "FSDP" not in name:
-        raise ConfigError(
-            f"FSDP is requested, but accelerate uses {name.rpartition('.')[2]} on {accelerator.device.type!r}, so each of the "
-            f"{accelerator.num_processes} processes would have the whole model. Fix: use DDP on a CPU (--accelerate_config ddp), "
-            "or make the GPUs visible to the processes."
-        )
+        raise lost_sharding(name.rpartition(".")[2], accelerator.device.type, accelerator.num_processes)
+
+
+def lost_sharding(kind: str, device: str, processes: int) -> ConfigError:
+    """Return the error for a run that requests FSDP and gets accelerate's distributed type ``kind`` instead."""
+    return ConfigError(
+        f"FSDP is requested, but accelerate uses {kind} on {device!r}, so each of the {processes} processes would have the whole "
+        "model. Fix: use DDP on a CPU (--accelerate_config ddp), or make the GPUs visible to the processes."
+    )
 
 
 def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:

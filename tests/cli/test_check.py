@@ -325,6 +325,8 @@ EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")
             "metric_for_best_model='eval_accuracy': the evaluation has no such metric. The most similar ones are ['eval_",
         ),
         ("sft", ("--accelerate_config", "zero2", "--num_processes", "1"), "a launch with DeepSpeed needs the package"),
+        ("sft", ("--accelerate_config", "fsdp2", "--num_processes", "2"), "accelerate uses MULTI_CPU on 'cpu'"),
+        ("sft", ("--fsdp", "full_shard", "--num_processes", "2"), "accelerate uses MULTI_CPU on 'cpu'"),
         (
             "grpo",
             ("--per_device_train_batch_size", "64"),
