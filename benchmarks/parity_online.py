@@ -192,8 +192,8 @@ def our_terms(method: str, settings: dict[str, Any]) -> Any:
     """A function from outputs and a batch to loss terms."""
     import posttrain
     from posttrain.extensions.experimental.a2po_method import a2po_objective
+    from posttrain.extensions.experimental.online_dpo_method import pair_terms, sequence_sums
     from posttrain.methods.grpo.objective import grpo_objective
-    from posttrain.methods.online_dpo import pair_terms, sequence_sums
     from posttrain.methods.rloo import rloo_objective
 
     if method == "online_dpo":

@@ -19,7 +19,7 @@ from .extensions.experimental.a2po_method import A2POConfig as A2POConfig
 from .extensions.experimental.gmpo_method import GMPOConfig as GMPOConfig
 from .methods.grpo import GRPO as GRPO, GRPOConfig as GRPOConfig
 from .methods.kto import KTOConfig as KTOConfig
-from .methods.online_dpo import OnlineDPOConfig as OnlineDPOConfig
+from .extensions.experimental.online_dpo_method import OnlineDPOConfig as OnlineDPOConfig
 from .methods.orpo import ORPOConfig as ORPOConfig
 from .extensions.experimental.ppo_config import PPOConfig as PPOConfig
 from .methods.preference import AnswerConfig as AnswerConfig, ComparedConfig as ComparedConfig
@@ -45,7 +45,7 @@ from .extensions.experimental.gmpo import GMPOTrainer as GMPOTrainer
 from .extensions.experimental.gold import GOLDConfig as GOLDConfig, GOLDTrainer as GOLDTrainer
 from .trainers.grpo import GRPOTrainer as GRPOTrainer
 from .trainers.kto import KTOTrainer as KTOTrainer
-from .trainers.online_dpo import OnlineDPOTrainer as OnlineDPOTrainer
+from .extensions.experimental.online_dpo import OnlineDPOTrainer as OnlineDPOTrainer
 from .extensions.experimental.ppo import PPOTrainer as PPOTrainer
 from .trainers.preference import PreferenceTrainer as PreferenceTrainer
 from .trainers.reference_free import CPOTrainer as CPOTrainer, ORPOTrainer as ORPOTrainer, TPOTrainer as TPOTrainer

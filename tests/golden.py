@@ -112,8 +112,8 @@ def _ppo(folder, tokenizer, **settings):
 
 
 def _online_dpo(folder, tokenizer, **settings):
+    from tests.extensions.experimental.test_online_dpo import make
     from tests.methods.helpers import prompts
-    from tests.methods.test_online_dpo import make
 
     return make(folder, tokenizer, **(COMMON | {"eval_dataset": prompts(4)} | settings))
 

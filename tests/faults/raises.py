@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2] / "posttrain"
-SCOPE = ("loop", "trainers", "methods", "fields.py", "errors.py", "cli/train.py", "models/load.py")
+ONLINE_DPO = "extensions/experimental/online_dpo"
+SCOPE = (
+    "loop",
+    "trainers",
+    "methods",
+    f"{ONLINE_DPO}.py",
+    f"{ONLINE_DPO}_method.py",
+    "fields.py",
+    "errors.py",
+    "cli/train.py",
+    "models/load.py",
+)
 # `plan`, `build` and the first step, as `posttrain check` runs them: the config, the trainer, and a step that is tried.
 STARTS = (
     "__post_init__",

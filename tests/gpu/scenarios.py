@@ -132,7 +132,7 @@ def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
         "a2po": lambda: of("test_a2po", "extensions.experimental").build(
             folder, tokenizer, helpers.count_a, **sampled | {"filter_all_incorrect": False}
         ),
-        "online dpo": lambda: of("test_online_dpo").make(folder, tokenizer, **settings),
+        "online dpo": lambda: of("test_online_dpo", "extensions.experimental").make(folder, tokenizer, **settings),
         "async grpo": lambda: asynchronous.trainer(folder, tokenizer, written(asynchronous.sample), **settings),
         "gkd": lambda: gkd(folder, tokenizer, settings, of("test_distillation")),
         **{name: lambda name=name: of("test_judged").make(name, folder, tokenizer, **four) for name in ("kto", "bco")},

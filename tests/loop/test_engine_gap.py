@@ -7,8 +7,8 @@ from posttrain.loop import rollout
 from posttrain.rollouts.base import Capabilities
 from posttrain.rollouts.native import engine as probe
 from tests.conftest import build_model
+from tests.extensions.experimental import test_online_dpo as pairs
 from tests.extensions.experimental.test_ppo import ppo
-from tests.methods import test_online_dpo as pairs
 from tests.methods.helpers import count_a, grpo, grpo_args, prompts
 from tests.methods.test_rloo import rloo
 

@@ -10,10 +10,10 @@ import torch
 import posttrain
 from posttrain import GRPO, DPOConfig, OnlineDPOConfig, Plan, SFTConfig, Spec
 from posttrain.errors import ConfigError
+from posttrain.extensions.experimental.online_dpo_method import OnlineDPO
 from posttrain.loop import build as building
 from posttrain.loop import rollout, step
 from posttrain.methods.dpo import DPO
-from posttrain.methods.online_dpo import OnlineDPO
 from posttrain.methods.sft import SFT
 from tests.conftest import build_model
 from tests.methods.helpers import count_a, grpo, grpo_args, prompts

@@ -7,10 +7,10 @@ import datasets
 import posttrain as pt
 from posttrain.extensions.experimental.a2po import A2POTrainer
 from posttrain.extensions.experimental.a2po_method import A2POConfig
+from posttrain.extensions.experimental.online_dpo import OnlineDPOTrainer
+from posttrain.extensions.experimental.online_dpo_method import OnlineDPOConfig
 from posttrain.extensions.experimental.ppo import PPOTrainer
 from posttrain.extensions.experimental.ppo_config import PPOConfig
-from posttrain.methods.online_dpo import OnlineDPOConfig
-from posttrain.trainers.online_dpo import OnlineDPOTrainer
 from tests.conftest import build_model
 from tests.methods.helpers import SHORT, scripted
 from tests.methods.test_reward import scorer

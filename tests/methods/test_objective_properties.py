@@ -12,9 +12,9 @@ import torch
 from posttrain import A2POConfig
 from posttrain.data.forest import Layout, collate
 from posttrain.extensions.experimental.a2po_method import a2po_objective
+from posttrain.extensions.experimental.online_dpo_method import pair_terms, sequence_sums
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.grpo import GRPOConfig, grpo_objective
-from posttrain.methods.online_dpo import pair_terms, sequence_sums
 from posttrain.types import LossTerms, Row
 from tests.losses.properties import Case, double, layouts, outputs, policy, step_gradient, toy_rows
 

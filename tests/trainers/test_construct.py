@@ -15,8 +15,8 @@ import posttrain as pt
 from posttrain import ArgumentTypeError, ConfigError
 from posttrain.compat.old_names import is_accepted
 from posttrain.extensions.experimental.a2po_method import A2POConfig
+from posttrain.extensions.experimental.online_dpo_method import OnlineDPOConfig
 from posttrain.loop.rollout import settings_of
-from posttrain.methods.online_dpo import OnlineDPOConfig
 from tests.conftest import build_model
 from tests.methods.every_trainer import EVERY, OFFLINE, data, every
 from tests.methods.helpers import SHORT, losses

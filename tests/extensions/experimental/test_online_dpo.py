@@ -8,15 +8,15 @@ import torch
 
 from posttrain import ConfigError, DataError, ModelError, PreflightError, RewardError, ScriptedEngine
 from posttrain.data.forest import Layout, collate
+from posttrain.extensions.experimental.online_dpo import OnlineDPOTrainer
+from posttrain.extensions.experimental.online_dpo_method import OnlineDPOConfig, pair_terms, sequence_sums
 from posttrain.loop import step
 from posttrain.loop.rollout import rollout_step, sample, settings_of
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.methods.online_dpo import OnlineDPOConfig, pair_terms, sequence_sums
 from posttrain.methods.rloo import RLOOConfig
 from posttrain.models.forward import sequence_logps
 from posttrain.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge, PairRewards
 from posttrain.rewards.model import WholeTextReward
-from posttrain.trainers.online_dpo import OnlineDPOTrainer
 from posttrain.types import LossTerms, Row
 from tests import test_docs as docs
 from tests.conftest import build_model

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from posttrain.errors import ConfigError
+from posttrain.extensions.experimental.online_dpo_method import TIES_MOST, OnlineDPO, OnlineDPOConfig
 from posttrain.loop.build import as_config
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.rollout import Online, logps
-from posttrain.methods.online_dpo import TIES_MOST, OnlineDPO, OnlineDPOConfig
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, check_reference, log_own_checkpoint
 from posttrain.rewards.call import one_each
