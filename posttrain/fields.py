@@ -185,8 +185,10 @@ def _is_a(value: object, kind: Any) -> bool:
         return value in parts
     if get_origin(kind) in (Union, UnionType):
         return any(_is_a(value, part) for part in parts)
-    if get_origin(kind) in (list, tuple, set):
-        return not isinstance(value, int | float)  # A single string is accepted as a list with one item.
+    if get_origin(kind) in (list, tuple, set):  # A single string is accepted as a list with one item.
+        entries = value if isinstance(value, list | tuple) else ()
+        odd = any(isinstance(entry, float) and not math.isfinite(entry) for entry in entries)
+        return not isinstance(value, int | float) and not odd
     if kind is bool:
         return isinstance(value, int) and value in (0, 1)
     if isinstance(value, bool) or (kind is float and isinstance(value, float) and not math.isfinite(value)):
@@ -207,5 +209,5 @@ def _words(kind: Any, value: object) -> str:
     if get_origin(kind) is Annotated:
         return str(parts[1]) if _is_a(value, parts[0]) else f"{_WORDS[parts[0]]}, {parts[1]}"
     if get_origin(kind) in (list, tuple, set):
-        return "a list"
+        return "a list" if isinstance(value, int | float) else "a list of finite values"
     return ", or ".join(_words(part, value) for part in parts) if parts else _WORDS.get(kind, str(kind))

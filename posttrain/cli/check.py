@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.cli import train
 from posttrain.cli.commands import TRAINING
@@ -27,6 +27,9 @@ from posttrain.cli.subject import ROWS, Subject, no_progress_bars
 from posttrain.errors import ConfigError, PosttrainError, PreflightError, check_choice
 from posttrain.types import Finding
 from posttrain.values import visible
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset
 
 REFUSED = PreflightError.exit_code
 EXAMPLES = 1000
@@ -214,7 +217,7 @@ class Checkup:
         if count and not model_args.use_peft:
             self._report([check_precision({dtype: count}, learning_rate=subject.config.learning_rate)])
         size = f"{count / 1e6:.1f} M parameters, " if count else ""
-        return f"{subject.source}: {(config.architectures or [config.model_type])[0]}, {size}{dtype}, weights not read"
+        return f"{subject.source}: {(config.architectures or [config.model_type])[0]}, {size}{dtype}"
 
     def _tokenizer(self) -> str:
         tokenizer = self.known["tokenizer"] = self.subject.tokenizer
@@ -414,16 +417,20 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
     """
     from transformers import IntervalStrategy
     from transformers.integrations import INTEGRATION_TO_CALLBACK
-    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
     from posttrain.loop.evaluation import check_best_metric
-    from posttrain.report.files import read_json
+
+    class StopAfterOneStep(TrainerCallback):
+        def on_step_end(self, args, state, control, **_) -> None:
+            control.should_training_stop = True
 
     args, evaluates = trainer.args, trainer.eval_dataset is not None
     for callback in (*INTEGRATION_TO_CALLBACK.values(), PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
-    done = read_json(Path(resume) / "trainer_state.json").get("global_step", 0) if resume else 0
-    args.max_steps, args.save_strategy, args.load_best_model_at_end = done + 1, IntervalStrategy.NO, False
+    # max_steps is not changed, because a resumed run compares it with that of the checkpoint.
+    trainer.add_callback(StopAfterOneStep())
+    args.save_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
     args.eval_strategy, args.eval_on_start, args.log_completions = IntervalStrategy.NO, False, False
     args.logging_strategy, args.logging_steps = IntervalStrategy.STEPS, 1  # Some checks run when a step is logged.
     if trainer.method.traits.samples:
@@ -434,14 +441,23 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
     elif not resume:
         args.gradient_accumulation_steps = 1
     trainer.train(resume_from_checkpoint=resume)
+    if trainer.run.progress.bad_steps:
+        weights = [name for name, weight in trainer.model.named_parameters() if not weight.isfinite().all()]
+        cause = f"the weights {weights[:4]} contain NaN or infinity" if weights else "every weight is finite"
+        raise PosttrainError(
+            f"the gradient of the first step contains NaN or infinity; {cause}. A run stops after three such steps. Fix: "
+            f"{'use an intact checkpoint' if weights else 'check the size of rewards, loss weights and learning_rate'}."
+        )
     if evaluates:
-        sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-        metrics: dict[str, float] = {}
-        for name, rows in sets.items():
-            count = args.per_device_eval_batch_size
-            few = rows.select(range(min(count, len(rows)))) if isinstance(rows, Sized) else rows.take(count)
-            metrics |= trainer.evaluate(few, metric_key_prefix=f"eval_{name}" if name else "eval")
-        check_best_metric(args, metrics)
+        sets, count = trainer.eval_dataset, args.per_device_eval_batch_size
+        # Replace the attribute, because a set that is passed to evaluate would be prepared a second time.
+        several = isinstance(sets, dict)
+        trainer.eval_dataset = {k: _few(v, count) for k, v in sets.items()} if several else _few(sets, count)
+        check_best_metric(args, trainer.evaluate())
+
+
+def _few(rows: AnyDataset, count: int) -> AnyDataset:
+    return rows.select(range(min(count, len(rows)))) if isinstance(rows, Sized) else rows.take(count)
 
 
 def _parameters(config: Any) -> int:

@@ -331,7 +331,10 @@ def _failure(path_or_id: str, file: Path, split: str | None, error: Exception) -
         if part.suffix in (".jsonl", ".json") and part.is_file():
             check_json(part)
     cause = str(error.__cause__ or error).strip().rstrip(".")
-    hint = " A single file has one split, 'train', and each column has one type." if file.exists() else ""
+    if "corresponds to no data" in cause:
+        cause = "the split has no rows"
+    one = "A single file has one split, 'train'" if file.is_file() else "The files of all splits have the same columns"
+    hint = f" {one}, and each column has one type." if file.exists() else ""
     return f"dataset {path_or_id!r} could not be loaded{f' (split {split!r})' if split else ''}: {cause}.{hint}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -414,9 +415,11 @@ def refuse_untrainable(
         )
         raise ArgumentTypeError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}.{hint}")
     strategy = transformers.IntervalStrategy(args.eval_strategy).value
-    if eval_dataset is None and (strategy != "no" or args.eval_on_start):
+    if (eval_dataset is None or eval_dataset == {}) and (strategy != "no" or args.eval_on_start):
         option = f"eval_strategy={strategy!r}" if strategy != "no" else "eval_on_start=True"
-        raise ConfigError(f"{option} needs eval_dataset, but it is None. Fix: pass eval_dataset, or remove the option.")
+        raise ConfigError(
+            f"{option} needs eval_dataset, but it is {eval_dataset}. Fix: pass eval_dataset, or remove the option."
+        )
     if isinstance(train_dataset, datasets.IterableDataset) and args.max_steps <= 0:
         raise ConfigError("a streaming train_dataset has no length: set max_steps (it is not set).")
     if args.accelerator_config.dispatch_batches:
@@ -432,9 +435,44 @@ def refuse_untrainable(
             "average_tokens_across_devices=False is ignored: the loss is always the mean over the tokens of all processes, "
             "however the tokens are distributed."
         )
+    check_optim_args(args)
     check_offloading(args)
     check_writable(args.output_dir)
     check_model_source(model, generative=traits.generative)
+
+
+def check_optim_args(args: PostTrainingConfig) -> None:
+    """Raise an error if ``optim_args`` is invalid, or if the optimizer does not use it."""
+    if not args.optim_args:
+        return
+    if not all("=" in part for part in args.optim_args.split(",")):
+        raise ConfigError(f"optim_args={args.optim_args!r} must have the form 'key=value,key=value'.")
+    without = copy.copy(args)
+    without.optim_args = None
+    try:
+        used, unused = map(transformers.Trainer.get_optimizer_cls_and_kwargs, (args, without))
+    # Some optimizers need the model or a package. The trainer creates them later.
+    except Exception:
+        return
+    if used == unused:
+        raise ConfigError(
+            f"optim_args={args.optim_args!r} has no effect: transformers does not pass it to the optimizer "
+            f"{str(args.optim)!r}. Fix: remove it, and set learning_rate, weight_decay, adam_beta1, adam_beta2 or adam_epsilon, "
+            "or pass optimizer_cls_and_kwargs to the trainer."
+        )
+
+
+def refuse_foreign_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    """Raise an error if the optimizer that the user passed updates no trained parameter of the model."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigError(
+            "the optimizer in optimizers=(optimizer, scheduler) updates none of the trained parameters, so the model would not "
+            "change. Fix: create it from the parameters of the model object that you pass, after an adapter was added, or pass "
+            "optimizer_cls_and_kwargs."
+        )
 
 
 def warn_of_unused(options: Mapping[str, Any]) -> None:

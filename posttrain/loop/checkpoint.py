@@ -266,8 +266,10 @@ def _changed_settings(folder: Path, now: Mapping[str, Any]) -> Iterator[tuple[st
     before = read_json(folder / "adapter_config.json")
     for name in sorted(before.keys() & now.keys() - {*UNREAD}):
         its, mine = _written(before[name]), _written(now[name])
+        # These initial values do not change the base weights, and a resumed run replaces them.
+        same = name == "init_lora_weights" and {str(its), str(mine)} <= {"True", "False", "gaussian", "orthogonal"}
         # Empty collections mean the same as None.
-        if its != mine and (its or mine) and "dropout" not in name:
+        if its != mine and (its or mine) and not same and "dropout" not in name:
             yield name, its, mine
 
 

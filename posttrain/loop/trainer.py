@@ -166,6 +166,7 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
         trainer_kwargs |= {"train_dataset": self.plan.train_dataset, "eval_dataset": self.plan.eval_dataset}
         model = build.load_model(self.plan)
         super().__init__(model, args, self.collator(), processing_class=self.processing_class, **trainer_kwargs)
+        build.refuse_foreign_optimizer(self.optimizer, self.model)
         self.run = build.build(
             self.plan, self.model, self.accelerator, progress=self.progress, layout=self._choose_layout, sampling=False
         )
@@ -679,6 +680,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
             self.load_saved_state(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if load.load_added_adapter(model or self.model, resume_from_checkpoint):
+            return
         with self._reading_fsdp(resume_from_checkpoint), checkpoint.refused_if_shapes_differ(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
@@ -727,6 +730,8 @@ class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
+        if load.load_added_adapter(self.model, str(best)):
+            return
         with parallel.reading_zero(self.accelerator, lambda: self.model_wrapped, best):
             folder = load.adapter_folder(self.model, str(best), self.accelerator)
             with with_attributes(self.state, {"best_model_checkpoint": folder}):

@@ -398,12 +398,17 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
         Without this check, torch would reject them later, or the run would have an unintended number of steps.
         """
-        for name in ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps", "neftune_noise_alpha"):
+        numbers = ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps", "neftune_noise_alpha")
+        for name in (*numbers, "label_smoothing_factor"):
             value: object = vars(self)[name]
             if name == "neftune_noise_alpha" and value is None:
                 continue
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value!r} must be a finite number of at least 0.")
+        if self.learning_rate == 0:
+            logger.warning("learning_rate=0: no step changes a weight.")
+        if self.label_smoothing_factor > 1:
+            raise ConfigError(f"label_smoothing_factor={self.label_smoothing_factor} must be from 0 to 1.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
             raise ConfigError(
                 f"max_steps={self.max_steps}, num_train_epochs={self.num_train_epochs}: a run needs at least 1 step. Fix: "

@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Mapping
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import safetensors
 import torch
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
@@ -23,7 +24,7 @@ from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelErr
 from posttrain.fields import PositiveInt, Share, check_fields, config, option
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
-from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, text_of
+from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, layer_kinds, text_of
 from posttrain.models.attention import has_recurrent_layers
 from posttrain.models.heads import adapter_kind, adapters_of, causal_lm, output_layer, unwrapped
 from posttrain.models.parallel import bf16_is_faster, shards_parameters
@@ -142,10 +143,17 @@ class ModelConfig:
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_8bit=True and load_in_4bit=True contradict each other. Fix: set only one.")
         modules: Any = self.lora_target_modules
+        modules = [modules] if isinstance(modules, str) else modules
         if modules and len(modules) == 1 and (modules[0] == "all-linear" or set(modules[0]) & set("*+|^$(\\")):
             # peft needs a regex or 'all-linear' as a string, but it would also read a plain name in a string as a regex. So
             # only these are unpacked.
             self.lora_target_modules = modules[0]
+            try:
+                re.compile(modules[0])
+            except re.error as error:
+                raise ConfigError(
+                    f"lora_target_modules={modules[0]!r} is not a valid regular expression ({error})."
+                ) from error
 
     def model_init_kwargs(self, trust_remote_code: bool = False) -> dict[str, Any]:
         """Return the keyword arguments for `create_model_from_path`."""
@@ -224,9 +232,10 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
         ModelError: A local path does not exist or has no ``config.json``, or a generative trainer got a classifier.
     """
     if not isinstance(model, str):
-        name = type(causal_lm(model)).__name__
-        if generative and "Classification" in name:
-            _refuse_not_generative("the model", name)
+        from transformers import PreTrainedModel
+
+        if isinstance(inner := causal_lm(model), PreTrainedModel):
+            _check_class("the model", type(inner).__name__, inner.config, generative=generative)
         return
     folder = Path(model)
     looks_local = folder.is_absolute() or model.startswith((".", "~")) or folder.exists()
@@ -241,24 +250,41 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
     weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
     if (folder / "adapter_config.json").is_file() and not weights:
         raise ModelError(
-            f"the model folder {model!r} contains an adapter without its base model. Fix: load both with "
-            "peft.AutoPeftModelForCausalLM.from_pretrained(folder, is_trainable=True) and pass the model."
+            f"the model folder {model!r} contains an adapter without its base model. Fix: in Python, load both with peft's "
+            f"AutoPeftModelFor{'CausalLM' if generative else 'SequenceClassification'}.from_pretrained(folder, "
+            "is_trainable=True) and pass the model. For a command, merge the adapter into its base model first (save_merged)."
         )
     if generative:
-        _refuse_headless(model, AutoConfig.from_pretrained(model))
+        config = AutoConfig.from_pretrained(model)
+        _check_class(repr(model), _class_name(config), config)
 
 
-def _refuse_headless(model_id: str, config: PretrainedConfig) -> None:
-    name = (config.architectures or ["ForCausalLM"])[0]
+def _class_name(config: PretrainedConfig) -> str:
+    return (config.architectures or ["a model without a class name"])[0]
+
+
+def _check_class(what: str, name: str, config: PretrainedConfig, *, generative: bool = True) -> None:
+    """Raise an error for a model class that cannot be trained.
+
+    Args:
+        what: Name of the model, for the message.
+        name: Name of the model's class.
+        config: Config of the model.
+        generative: Whether the model needs a language-model head.
+    """
     # Exclude names with "Head", because GPT-2's class with a language-model head is named GPT2LMHeadModel.
-    if "Classification" in name or (name.endswith("Model") and "Head" not in name):
-        _refuse_not_generative(repr(model_id), f"a {name}")
-
-
-def _refuse_not_generative(what: str, name: str) -> NoReturn:
+    headless = "Classification" in name or (name.endswith("Model") and "Head" not in name)
+    if config.is_encoder_decoder:
+        why = "is an encoder-decoder model"
+    elif generative and name.endswith("ForMaskedLM"):
+        why = "predicts masked tokens: each token attends to later tokens"
+    elif generative and headless:
+        why = "has no language-model head and cannot generate"
+    else:
+        return
     raise ModelError(
-        f"{what} is {name}, which has no language-model head and cannot generate. Fix: use a checkpoint of a causal language "
-        "model. Pass reward models as reward_funcs."
+        f"{what} is {name}, which {why}. Fix: use a checkpoint of a causal (decoder-only) language model. Pass reward models "
+        "as reward_funcs."
     )
 
 
@@ -319,18 +345,21 @@ def check_distributed(distributed: Any) -> None:
         )
 
 
-def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: Any) -> PreTrainedModel:
+def create_model_from_path(
+    model_id: str, architecture: Any = None, *, new_head: bool = True, **kwargs: Any
+) -> PreTrainedModel:
     """Load a model by hub id or folder, in float32 unless ``dtype`` is set.
 
     Args:
         model_id: Hub id or folder.
         architecture: Model class. None uses the class that the checkpoint names, or ``AutoModelForCausalLM`` if
             transformers has no such class.
+        new_head: Whether a model of another ``architecture`` may have weights that are not in the checkpoint. They are random.
         **kwargs: Keyword arguments of ``from_pretrained``. ``dtype`` (or ``torch_dtype``) is a torch dtype or one of "auto",
             "bfloat16", "float16", "float32".
 
     Raises:
-        ModelError: The folder or the architecture cannot be used.
+        ModelError: The folder or the architecture cannot be used, or the checkpoint lacks weights.
         ConfigError: The ``dtype`` is unknown.
     """
     import transformers
@@ -346,21 +375,43 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
     shared = {k: kwargs[k] for k in ("revision", "trust_remote_code", "cache_dir", "token") if k in kwargs}
     with explained("model", model_id):
         config = transformers.AutoConfig.from_pretrained(model_id, **shared)
-    if architecture is None:
-        # For a Hub id, the class is only known after the config was loaded.
-        _refuse_headless(model_id, config)
-        name = (config.architectures or [""])[0]
-        architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
+    # For a Hub id, the class is only known after the config was loaded.
+    _check_class(repr(model_id), _class_name(config), config, generative=architecture is None)
+    loaded = architecture or getattr(transformers, _class_name(config), transformers.AutoModelForCausalLM)
     try:
         with explained("model", model_id):
-            model = architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
+            model, info = loaded.from_pretrained(model_id, dtype=dtype, output_loading_info=True, **kwargs)
     except (TypeError, AssertionError) as error:  # An unknown keyword, or a device that this torch does not support.
         raise ConfigError(
-            f"{architecture.__name__}.from_pretrained cannot load {model_id!r} with {kwargs}: {error}. Fix: correct "
+            f"{loaded.__name__}.from_pretrained cannot load {model_id!r} with {kwargs}: {error}. Fix: correct "
             "model_init_kwargs."
         ) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        labels = f", with num_labels={kwargs['num_labels']}" if "num_labels" in kwargs else ""
+        raise ModelError(
+            f"weights of the checkpoint {model_id!r} have other shapes than {loaded.__name__} has by its config.json{labels}. "
+            "Fix: use the config.json that belongs to the checkpoint, or a checkpoint with this number of labels."
+        ) from error
+    except safetensors.SafetensorError as error:
+        raise ModelError(
+            f"a weight file of {model_id!r} cannot be read: {error}. Fix: copy or download the file again."
+        ) from error
+    if architecture is None or not new_head:
+        _refuse_missing(model_id, sorted(info["missing_keys"]), scores=architecture is not None)
     _log_size(model_id, model, config.dtype)
     return model
+
+
+def _refuse_missing(model_id: str, missing: list[str], *, scores: bool) -> None:
+    if missing:
+        fix = "pass a checkpoint with a classification head, for example one that RewardTrainer saved"
+        raise ModelError(
+            f"the checkpoint {model_id!r} has no weights for {', '.join(missing[:4])}{' ...' if missing[4:] else ''}, so "
+            f"{'its scores' if scores else f'{len(missing)} parameters'} would be random. Fix: "
+            f"{fix if scores else 'use a complete checkpoint, or the config.json that belongs to it'}."
+        )
 
 
 def _log_size(model_id: str, model: nn.Module, stored: Any) -> None:
@@ -374,11 +425,18 @@ def _log_size(model_id: str, model: nn.Module, stored: Any) -> None:
     )  # fmt: skip
 
 
-def load_classifier(model_id: str, *, num_labels: int, **kwargs: Any) -> PreTrainedModel:
-    """Load a sequence classifier.
+def load_classifier(model_id: str, *, num_labels: int, new_head: bool = True, **kwargs: Any) -> PreTrainedModel:
+    """Load a sequence classifier. Warnings about a new head are suppressed.
 
-    If the checkpoint has no classification head, a new head is initialized with torch's global generator. The warning about a
-    new head is suppressed, because a new head is expected here.
+    Args:
+        model_id: Hub id or folder.
+        num_labels: Number of scores per sequence.
+        new_head: Whether to initialize a head with torch's global generator if the checkpoint has none. Otherwise, this is an
+            error.
+        **kwargs: Keyword arguments of ``from_pretrained``.
+
+    Raises:
+        ModelError: The checkpoint has no head although ``new_head`` is False, or its head has another number of labels.
     """
     import transformers
     from transformers.utils import logging as transformers_logging
@@ -386,7 +444,7 @@ def load_classifier(model_id: str, *, num_labels: int, **kwargs: Any) -> PreTrai
     kind, verbosity = transformers.AutoModelForSequenceClassification, transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        return create_model_from_path(model_id, kind, num_labels=num_labels, **kwargs)
+        return create_model_from_path(model_id, kind, new_head=new_head, num_labels=num_labels, **kwargs)
     finally:
         transformers_logging.set_verbosity(verbosity)
 
@@ -400,6 +458,7 @@ def model_id_of(model: nn.Module, needed_by: str) -> str:
 
     Raises:
         ConfigError: ``model`` is None.
+        ArgumentTypeError: ``model`` is neither a string nor a module.
     """
     if model is None:
         raise ConfigError(
@@ -409,6 +468,8 @@ def model_id_of(model: nn.Module, needed_by: str) -> str:
     if isinstance(model, str):
         refuse_unreachable("model", model)
         return model
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(f"{needed_by} needs model as a path, a Hub id or a module, not {type(model).__name__}.")
     return get_config_model_id(causal_lm(model).config)
 
 
@@ -487,7 +548,9 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
             adapted = peft.get_peft_model(model, peft_config)
     # LoftQ raises an AssertionError on a machine without GPU.
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError, AssertionError) as error:
-        if "not found in the base model" not in str(error):
+        listed = targets if isinstance(targets, list | set) else ()
+        matched = any(name.endswith(f".{target}") for target in listed for name in names)
+        if matched or "not found in the base model" not in str(error):
             raise ConfigError(
                 f"peft cannot add the {adapter_kind(peft_config)} adapter of peft_config to {type(model).__name__}: "
                 f"{type(error).__name__}: {str(error).rstrip('.')}. Fix: change peft_config, e.g. its target_modules, "
@@ -503,6 +566,15 @@ def add_adapter(model: nn.Module, peft_config: PeftConfig) -> Any:
         listed = listed if isinstance(listed, list | set | tuple) else ()
         if unmatched := sorted(target for target in listed if not any(n.endswith(f".{target}") for n in names)):
             logger.warning("%s: %s match no module of %s and %s.", name, unmatched, type(model).__name__, what)
+    text: Any = text_of(config_of(model))
+    if vars(peft_config).get("layer_replication") and len(kinds := layer_kinds(text)) not in (
+        0,
+        text.num_hidden_layers,
+    ):
+        raise ConfigError(
+            f"layer_replication gives {type(model).__name__} {text.num_hidden_layers} layers, but its config lists the types of "
+            f"{len(kinds)} layers, and peft does not extend this list. Fix: remove layer_replication."
+        )
     return adapted
 
 
@@ -579,6 +651,20 @@ def load_default_adapter(model: nn.Module, folder: str, accelerator: Accelerator
     several = len(adapters_of(bare)) > 1 and "default" in adapters_of(bare)
     if several and not shards_parameters(accelerator) and list(Path(folder).glob("adapter_model.*")):
         bare.load_adapter(folder, "default", is_trainable="default" in bare.active_adapters)
+
+
+def load_added_adapter(model: nn.Module, folder: str) -> bool:
+    """Load the adapter of a checkpoint if transformers' ``add_adapter`` added it to the model. Return whether it did.
+
+    `transformers.Trainer` loads only adapters of peft's own models.
+    """
+    bare: Any = unwrapped(model)
+    if not vars(bare).get("_hf_peft_config_loaded"):
+        return False
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    set_peft_model_state_dict(bare, load_peft_weights(folder, device="cpu"), adapter_name=bare.active_adapters()[0])
+    return True
 
 
 def adapter_folder(model: nn.Module, folder: str, accelerator: Accelerator) -> str:

@@ -26,7 +26,15 @@ from posttrain.models.architecture import (
     layer_kinds,
     query_heads,
 )
-from posttrain.models.heads import adapters_of, causal_lm, evaluating, learns_prompts, picture_encoder, unwrapped
+from posttrain.models.heads import (
+    adapters_of,
+    causal_lm,
+    evaluating,
+    learns_prompts,
+    picture_encoder,
+    score_layer,
+    unwrapped,
+)
 from posttrain.models.recurrent import table as recurrent
 from posttrain.models.vision import for_tower, probe_pictures, probe_rows
 from posttrain.pictures.picture import Picture, read_picture
@@ -267,8 +275,32 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
             f"{type(causal_lm(model)).__name__} gives different results for rows with images and for the processor's own "
             f"tensors, even with one sequence per row ({fault}). Fix: use a model of another family, or rows without images."
         )
+    # A model that passed the comparison for tree attention has finite outputs, and its tokens do not attend to later ones.
+    if layout.kind != "tree" or layout.dense_mask:
+        _refuse_wrong_outputs(model)
     PROBED[key] = layout
     return layout
+
+
+def _refuse_wrong_outputs(model: Module) -> None:
+    """Raise an error if outputs are not finite, or if the log-probs of a text depend on its last token."""
+    inner: Any = causal_lm(model)
+    text, *ends = random_prompts(inner.config.get_text_config().vocab_size, (SHORT, 1, 1))
+    mask = [0, *[1] * (len(text) - 1), 0]
+    one, other = (_truth(model, [Row([], [[*text, *end]], [mask])]) for end in ends)
+    if not one.isfinite().all():
+        odd = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+        cause = f"The weights {odd[:4]} contain NaN or infinity" if odd else "All weights are finite"
+        raise ModelError(
+            f"the outputs of {type(inner).__name__} are NaN or infinite. {cause}. Fix: use an intact checkpoint, or a dtype "
+            "with a larger range (bfloat16 or float32)."
+        )
+    if score_layer(inner) is None and (fault := disagreement(one, other, _share(model))):
+        raise ModelError(
+            f"{type(inner).__name__} is not a causal language model: the log-probs of the first {len(text) - 1} tokens of a text "
+            f"change with its last token ({fault}), so each token would be predicted with knowledge of itself. Fix: use a "
+            "decoder-only model, or set is_decoder=True (or use_bidirectional_attention=False) in its config."
+        )
 
 
 @torch.no_grad()
@@ -466,8 +498,6 @@ def probe_head(model: Module) -> None:
 
     The comparison uses one padded sequence, so that only the head can cause a difference. Classifiers are skipped.
     """
-    from posttrain.models.heads import score_layer
-
     inner: Any = causal_lm(model)
     if score_layer(inner) is not None:
         return
@@ -488,7 +518,6 @@ def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
     """Return log-probs of all completions in packed rows, in the order of the rows, or a classifier's scores."""
     from posttrain.data.forest import split_by_sequence
     from posttrain.models.forward import forward
-    from posttrain.models.heads import score_layer
 
     scored = score_layer(causal_lm(model)) is not None
     by_completion: dict[int, Tensor] = {}
@@ -504,7 +533,6 @@ def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
 def _truth(model: Module, rows: Sequence[Row]) -> Tensor:
     """Return log-probs or scores of separate sequences from the unmodified model."""
     from posttrain.models.forward import alone_logps, sequence_scores
-    from posttrain.models.heads import score_layer
 
     if score_layer(causal_lm(model)) is not None:
         return sequence_scores(model, rows)[:, 0]

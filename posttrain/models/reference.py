@@ -176,7 +176,7 @@ def _check_frozen_base(model: nn.Module) -> None:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and not any(part in f"{name}." for part in (f"{a}." for a in adapters))
     ]
-    if biased or own:
+    if own:
         what = f"bias={model.peft_config[biased[0]].bias!r} in its adapter" if biased else f"trained weights {own[:3]}"
         raise ModelError(
             f"the reference would share the base weights of this model, but {what} change in training and would change the "

@@ -36,7 +36,8 @@ ROWS = ("prompts", "completions", "completion_ids")
 # Arguments that the trainer passes in addition to prompts, completions and dataset columns.
 TRAINERS_ARGUMENTS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
-LARGEST_REWARD = torch.finfo(torch.float32).max
+# Maximum absolute values of a reward and of a weight. The square of a larger product exceeds the range of float32.
+LARGEST_REWARD, LARGEST_WEIGHT = 1e12, 1e6
 # Number of seconds after the timeout at which a function that is still running counts as blocking the event loop.
 GRACE_SECONDS = 5.0
 
@@ -407,7 +408,7 @@ def _number(name: str, row: int, value: object, prompts: Sequence[Any], strict: 
     if number is None:
         odd, must = f"{value!r} ({type(value).__name__})", "a number or None"
     elif abs(number) > LARGEST_REWARD or (strict and math.isnan(number)):
-        odd, must = str(number), "a finite number, or None if the function cannot score the completion"
+        odd, must = f"{number:g}", f"a number whose absolute value is at most {LARGEST_REWARD:g}, or None (not scored)"
     else:
         return number
     raise RewardError(

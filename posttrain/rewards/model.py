@@ -12,7 +12,8 @@ from posttrain.data.chat import inner_tokenizer, one_bos
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import ConfigError, ModelError, RewardError
 from posttrain.models.architecture import context_length, get_config_model_id, label_count
-from posttrain.models.load import check_model_source
+from posttrain.models.heads import causal_lm, learns_prompts
+from posttrain.models.load import load_classifier
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,9 +66,11 @@ class _RewardModel:
         ids = torch.tensor([row + [self.pad_token_id] * (width - len(row)) for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
         head = getattr(self.model, "score", None)
-        if head is None:  # Encoder models do their own pooling, so use their whole forward method.
+        # Encoder models pool by themselves, and virtual tokens change positions, so use the whole forward method.
+        if head is None or learns_prompts(self.model):
             return self.model(input_ids=ids, attention_mask=mask).logits.float()[:, 0].tolist()
-        hidden = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        trunk = causal_lm(self.model).base_model
+        hidden = trunk(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(rows), device=device), mask.sum(1) - 1]
         return head(last).float()[:, 0].tolist()
 
@@ -123,7 +126,8 @@ class ModelReward(_RewardModel):
         init = dict(model_init_kwargs or {})  # Copy the dict, because the caller may pass it to another trainer too.
         init.setdefault("trust_remote_code", trust_remote_code)
         if isinstance(model, str):
-            model = _load(model, init)
+            dtype = init.pop("torch_dtype", "auto")
+            model = load_classifier(model, num_labels=1, new_head=False, **({"dtype": dtype} | init))
         labels = label_count(model)
         if labels != 1:
             raise ModelError(
@@ -209,20 +213,6 @@ class ModelReward(_RewardModel):
                 f"the completion calls tools, but the chat template of the reward model {self.__name__} does not render tool "
                 "calls and their results. Fix: use a reward model whose template renders them, or a reward function on messages."
             )
-
-
-def _load(model_id: str, init: dict[str, Any]) -> Any:
-    from transformers import AutoModelForSequenceClassification
-
-    check_model_source(model_id, generative=False)
-    options = init | {"num_labels": 1, "output_loading_info": True}
-    model, info = AutoModelForSequenceClassification.from_pretrained(model_id, **options)
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(
-            f"the checkpoint {model_id!r} has no weights for {', '.join(missing)} of a reward model, so its scores would be "
-            "random. Fix: pass a checkpoint with a classification head, for example one that RewardTrainer saved."
-        )
-    return model
 
 
 class WholeTextReward(ModelReward):

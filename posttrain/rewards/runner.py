@@ -18,6 +18,7 @@ from posttrain.data.formats import known_columns
 from posttrain.errors import ConfigError, RewardError, did_you_mean
 from posttrain.metrics import Metric, mean
 from posttrain.rewards.call import (
+    LARGEST_WEIGHT,
     RESERVED,
     RewardTable,
     as_callable,
@@ -282,6 +283,11 @@ class RewardRunner:
         self._calls = [reward_function(n, f, timeout) for n, f in zip(self.names, self.functions, strict=True)]
         self.processing_classes = [getattr(f, "tokenizer", t) for f, t in zip(self.functions, tokenizers, strict=True)]
         self._weights = torch.tensor([1.0 if w is None else float(w) for w in weights])  # (K,)
+        if not bool((self._weights.abs() <= LARGEST_WEIGHT).all() and self._weights.any()):
+            raise ConfigError(
+                f"reward_weights={self._weights.tolist()} must be numbers from {-LARGEST_WEIGHT:g} to {LARGEST_WEIGHT:g} that "
+                "are not all 0. With only zeros, every advantage is 0."
+            )
         self.transforms = [parse_transform(spec) for spec in self._specs]
         self.score_twice = score_twice
         self._hidden: set[str] = set()  # Columns about which a warning has been logged.

@@ -39,6 +39,8 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
     configs = adapters_of(bare)
     if not configs:
         return "the model has no adapter"
+    if vars(bare).get("_hf_peft_config_loaded"):
+        return "its adapter was added by transformers' add_adapter"
     if len(active := list(bare.active_adapters)) != 1:
         return f"{len(active)} adapters are active"
     config = configs[active[0]]

@@ -46,7 +46,7 @@ def test_a_command_that_would_train_is_ready_and_nothing_is_written(folder, caps
     assert main(["check", "sft", "--config", "sft.yaml", "--no-model"]) == 0
     out = capsys.readouterr().out
     assert (
-        "sft: nothing found without the model" in out and "12 rows, split 'train'" in out and "weights not read" in out
+        "sft: nothing found without the model" in out and "12 rows, split 'train'" in out and "LlamaForCausalLM" in out
     )
     assert "learning rate 2e-05" in out and "with a chat template" in out and "12 rows of" in out
     assert sorted(folder.iterdir()) == before
@@ -327,6 +327,11 @@ EVALUATES = ("--eval_strategy", "steps", "--eval_steps", "2")
         ("sft", ("--accelerate_config", "zero2", "--num_processes", "1"), "a launch with DeepSpeed needs the package"),
         ("sft", ("--accelerate_config", "fsdp2", "--num_processes", "2"), "accelerate uses MULTI_CPU on 'cpu'"),
         ("sft", ("--fsdp", "full_shard", "--num_processes", "2"), "accelerate uses MULTI_CPU on 'cpu'"),
+        ("sft", ("--optim_args", "foo=1"), "optim_args='foo=1' has no effect"),
+        ("sft", ("--optim_args", "foo"), "must have the form 'key=value,key=value'"),
+        ("sft", ("--use_peft", "true", "--lora_target_modules", "([bad"), "is not a valid regular expression"),
+        ("grpo", ("--reward_weights", "0"), "reward_weights=[0.0] must be numbers from"),
+        ("grpo", ("--reward_weights", "nan"), "reward_weights=[nan] must be a list of finite values"),
         (
             "grpo",
             ("--per_device_train_batch_size", "64"),
@@ -373,3 +378,33 @@ def test_a_check_that_could_not_run_is_an_error(trainable, capsys, monkeypatch, 
     monkeypatch.setitem(registry.PROBES, name, dataclasses.replace(probe, function=broken))
     assert main(["check", "sft", "--config", "sft.yaml", "--no-model"]) == 78
     assert "a check could not run" in capsys.readouterr().out
+
+
+def test_weights_that_are_not_finite_are_refused(trainable, capsys):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(yaml.safe_load(Path("sft.yaml").read_text())["model_name_or_path"], "model")
+    weights = load_file("model/model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, "model/model.safetensors", metadata={"format": "pt"})
+    assert main(["check", "sft", "--config", "sft.yaml", "--model_name_or_path", "model"]) == 78
+    assert "The weights ['model.norm.weight'] contain NaN or infinity" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_resumed_run_that_would_take_no_step_is_shown_and_max_steps_are_those_of_the_config(trainable, capsys):
+    assert main(["sft", "--config", "sft.yaml", "--save_steps", "2", "--max_steps", "2"]) == 0
+    options = ["--config", "sft.yaml", "--max_steps", "2", "--resume_from_checkpoint", "out/checkpoint-2"]
+    capsys.readouterr()
+    assert main(["check", "sft", *options]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the checkpoint is at step 2 and max_steps is 2, so the run ends without a step" in out
+    assert "max_steps=3" not in out
+
+
+def test_tokenized_evaluation_rows_are_not_prepared_again(trainable, capsys):
+    chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    Path("chats").mkdir()
+    for name in ("train", "test"):
+        Path(f"chats/{name}.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 8)
+    options = ["--dataset_name", "chats", "--assistant_only_loss", "true", *EVALUATES]
+    assert main(["check", "sft", "--config", "sft.yaml", *options]) == 0, capsys.readouterr().out

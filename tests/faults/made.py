@@ -97,6 +97,13 @@ def scorer(model: Path, path: Path) -> None:
     AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(path)
 
 
+def with_cut_weights(model: Path, path: Path) -> None:
+    """Copy the tiny model and truncate its weight file."""
+    shutil.copytree(model, path)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
 def with_id_gap(model: Path, path: Path) -> None:
     """Copy the tiny model and remove one token of its tokenizer, so that its ids have a gap."""
     shutil.copytree(model, path)
@@ -222,6 +229,9 @@ MADE: dict[str, Make] = {
     "both": both,
     "a-file": text(""),
     "headless": copied(config={"architectures": ["LlamaModel"]}),
+    "three-layers": copied(config={"num_hidden_layers": 3}),
+    "wide": copied(config={"intermediate_size": 128}),
+    "cut-weights": with_cut_weights,
     "endless": copied(tokenizer_config={"eos_token": None, "pad_token": None}),
     "no-template": copied("chat_template*"),
     "no-tokenizer": copied("token*", "chat_template*", "special_tokens*"),

@@ -193,6 +193,8 @@ def test_a_silenced_finding_stops_nothing_and_is_kept_with_its_reason(tiny_token
         ({"learning_rate": "1e-5"}, "learning_rate='1e-5' must be a finite number of at least 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan must be a finite number"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1 must be a finite number of at least 0"),
+        ({"label_smoothing_factor": float("nan")}, "label_smoothing_factor=nan must be a finite number"),
+        ({"label_smoothing_factor": 2.0}, "label_smoothing_factor=2.0 must be from 0 to 1"),
         ({"neftune_noise_alpha": -5.0}, "neftune_noise_alpha=-5.0 must be a finite number of at least 0"),
         ({"max_steps": 0}, "max_steps=0, num_train_epochs=3.0: a run needs at least 1 step"),
         ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0: a run needs at least 1 step"),
@@ -275,3 +277,16 @@ def test_an_error_of_an_evaluation_row_names_its_set(tiny_tokenizer, tmp_path, r
     evaluation = broken if rows is None else dict.fromkeys(rows, broken)
     with pytest.raises(posttrain.DataError, match=rf"^{name}: row 4, column 'messages'"):
         sft(tmp_path, tiny_tokenizer, eval_dataset=evaluation)
+
+
+def test_an_optimizer_of_another_model_is_refused(tiny_tokenizer, tmp_path):
+    with raises(ConfigError, "updates none of the trained parameters"):
+        sft(tmp_path, tiny_tokenizer, optimizers=(torch.optim.SGD(build_model(37).parameters(), lr=0.1), None))
+    model = build_model(len(tiny_tokenizer))
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert sft(tmp_path, tiny_tokenizer, model=model, optimizers=(own, None)).optimizer is own
+
+
+def test_an_empty_dict_of_evaluation_sets_is_no_evaluation_set(tiny_tokenizer, tmp_path):
+    with raises(ConfigError, "needs eval_dataset, but it is {}"):
+        sft(tmp_path, tiny_tokenizer, eval_dataset={}, eval_strategy="steps", eval_steps=1)

@@ -76,6 +76,7 @@ def grpo(folder, tokenizer, model=None, engine=None, rewards=count_a, data=None,
 
 
 KEYWORDS = (
+    "optimizers",
     "eval_dataset",
     "peft_config",
     "compute_loss_func",

@@ -12,6 +12,7 @@ from posttrain.models.heads import train_new_tokens
 from posttrain.models.load import wrap_with_peft
 from posttrain.models.probe import probe_head
 from posttrain.models.reference import Reference
+from posttrain.rollouts.adapters import adapter_obstacle
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.shared_weights import merged_weights
 from posttrain.types import Request, Sampling
@@ -477,3 +478,63 @@ def test_rows_without_the_trained_tokens_do_not_end_a_run(tiny_tokenizer, tmp_pa
     trainer = sft(tmp_path, tiny_tokenizer, model, peft_config=adapter, max_steps=2)
     trainer.train()
     assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_a_bias_option_without_biases_shares_the_base(bias):
+    model = peft.get_peft_model(build_model(37), peft.LoraConfig(r=4, target_modules=["q_proj"], bias=bias))
+    assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
+    assert Reference(model, fresh_adapter=True).copy is None
+
+
+def test_layers_that_the_config_does_not_list_are_refused():
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
+    with raises(ConfigError, "layer_replication gives Qwen3ForCausalLM 4 layers"):
+        wrap_with_peft(built("qwen3 with a window"), config, activation_checkpointing=False)
+
+
+def test_a_missing_module_of_another_option_does_not_blame_target_modules():
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices={"absent": [3]})
+    with raises(ConfigError, "Target modules {'absent'} not found"):
+        wrap_with_peft(build_model(37), config, activation_checkpointing=False)
+
+
+def test_a_model_with_an_adapter_of_transformers_resumes_and_loads_its_best_model(tiny_tokenizer, tmp_path):
+    def trainer(**more):
+        torch.manual_seed(0)
+        model = build_model(len(tiny_tokenizer))
+        model.add_adapter(peft.LoraConfig(r=4, **TARGETS))
+        settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1}
+        return sft(tmp_path, tiny_tokenizer, model=model, **settings | more)
+
+    whole = trainer()
+    whole.train()
+    again = trainer()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for (name, one), other in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    again.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
+    again._load_best_model()
+    saved = peft.load_peft_weights(str(tmp_path / "checkpoint-1"))
+    first = {name.removeprefix("base_model.model."): weight for name, weight in saved.items()}
+    now = peft.get_peft_model_state_dict(again.model, adapter_name="default")
+    assert first.keys() == now.keys() and all(torch.equal(first[name], now[name]) for name in now)
+    assert adapter_obstacle(again.model) == "its adapter was added by transformers' add_adapter"
+    merged = {name: get() for name, get in merged_weights(again.model)}
+    ids = torch.tensor([[5, 6, 7]])
+    fresh = build_model(len(tiny_tokenizer))
+    fresh.load_state_dict(merged, strict=False)
+    torch.testing.assert_close(fresh(ids).logits, again.model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_trained_norms_are_not_computed_by_fused_layers():
+    model = peft.get_peft_model(build_model(37), peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    engine = create_engine("native", model, pad_token_id=0)
+    (found,) = engine.generate([Request([5, 6, 7])], Sampling(max_new_tokens=4, seed=1))
+    ids = torch.tensor([[5, 6, 7, *found.token_ids]])
+    logp = model(ids).logits.log_softmax(-1)[0, 2:-1].gather(-1, ids[0, 3:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found.logp), logp, atol=1e-5, rtol=1e-5)

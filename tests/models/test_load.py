@@ -9,7 +9,8 @@ from tokenizers import AddedToken
 import posttrain
 from posttrain import ConfigError, ModelError, SFTConfig, create_model_from_path
 from posttrain.methods.config import PostTrainingConfig
-from posttrain.models.load import add_adapter, load_classifier, prepare_tokenizer
+from posttrain.models.load import add_adapter, check_model_source, load_classifier, prepare_tokenizer
+from posttrain.models.probe import probe_layout
 from posttrain.rewards.model import ModelReward
 from tests.conftest import build_model
 from tests.methods.helpers import SHORT
@@ -107,3 +108,98 @@ def test_targets_of_an_adapter_that_match_nothing_are_named_beside_those_that_ma
     assert any("q_proj.lora_A" in name for name, _ in adapted.named_parameters())
     assert "target_modules: ['w_proj'] match no module" in caplog.text
     assert "modules_to_save: ['head'] match no module" in caplog.text
+
+
+def tiny(kind, config, **more):
+    """Return a small model of transformers."""
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return kind(config(**sizes, **more)).eval()
+
+
+def encoder_decoder():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
+
+
+@pytest.mark.parametrize("generative", [True, False])
+def test_an_encoder_decoder_model_is_refused_as_path_and_as_object(generative, tmp_path):
+    model = encoder_decoder()
+    model.save_pretrained(tmp_path)
+    with raises(ModelError, "is an encoder-decoder model"):
+        check_model_source(model, generative=generative)
+    with raises(ModelError, "is T5ForConditionalGeneration, which is an encoder-decoder model"):
+        create_model_from_path(str(tmp_path), None if generative else transformers.AutoModelForSequenceClassification)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert"])
+def test_a_masked_language_model_is_refused_as_path_and_as_object(family, tmp_path):
+    config = getattr(transformers, f"{family}Config")
+    sizes = {"dim": 16, "hidden_dim": 16, "n_layers": 1, "n_heads": 2} if family == "DistilBert" else {}
+    model = tiny(getattr(transformers, f"{family}ForMaskedLM"), config, **sizes)
+    model.save_pretrained(tmp_path)
+    for refused in (lambda: check_model_source(model), lambda: create_model_from_path(str(tmp_path))):
+        with raises(ModelError, f"{family}ForMaskedLM, which predicts masked tokens"):
+            refused()
+
+
+def bert(decoder):
+    return tiny(transformers.BertLMHeadModel, transformers.BertConfig, is_decoder=decoder)
+
+
+def gemma(*, both):
+    sizes = {"head_dim": 8, "num_key_value_heads": 1, "use_bidirectional_attention": both}
+    return tiny(transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig, **sizes)
+
+
+@pytest.mark.parametrize("make", [lambda: bert(False), lambda: gemma(both=True)], ids=["bert", "gemma"])
+def test_a_model_whose_tokens_attend_to_later_ones_is_refused(make):
+    model = make()
+    first, second = torch.tensor([[5, 6, 7]]), torch.tensor([[5, 6, 8]])
+    assert (model(first).logits[0, 0] - model(second).logits[0, 0]).abs().max() > 1e-5
+    with raises(ModelError, "is not a causal language model", "change with its last token"):
+        probe_layout(model)
+
+
+@pytest.mark.parametrize("make", [lambda: bert(True), lambda: gemma(both=False)], ids=["bert", "gemma"])
+def test_the_same_classes_train_as_decoders(make):
+    assert probe_layout(make()).kind in ("padded", "tree")
+
+
+def edited(folder, change):
+    """Rewrite the tensors of a saved model."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
+    build_model(97).save_pretrained(tmp_path)
+    edited(tmp_path, lambda weights: {name: w for name, w in weights.items() if "layers.1.mlp" not in name})
+    with raises(ModelError, "has no weights for model.layers.1.mlp", "3 parameters would be random"):
+        create_model_from_path(str(tmp_path))
+
+
+def test_a_truncated_weight_file_is_refused(tmp_path):
+    build_model(97).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with raises(ModelError, "a weight file of", "cannot be read"):
+        create_model_from_path(str(tmp_path))
+
+
+def test_a_reward_model_needs_a_head_with_one_label(tiny_model_dir, tmp_path):
+    with raises(ModelError, "has no weights for score.weight, so its scores would be random"):
+        load_classifier(tiny_model_dir, num_labels=1, new_head=False)
+    load_classifier(tiny_model_dir, num_labels=3).save_pretrained(tmp_path)
+    with raises(ModelError, "have other shapes than", "with num_labels=1"):
+        load_classifier(str(tmp_path), num_labels=1)
+    with raises(ModelError, "have other shapes than", "with num_labels=1"):
+        ModelReward(str(tmp_path))

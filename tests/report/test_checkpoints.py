@@ -575,6 +575,7 @@ def loha(alpha=8):
         (lora(), lora(lora_alpha=16), ["lora_alpha=16 (the checkpoint's: 8)"]),  # peft would scale it otherwise, in silence.
         (lora(), lora(target_modules=["v_proj"]), ["target_modules=['v_proj'] (the checkpoint's: ['q_proj'])"]),
         (lora(), lora(lora_dropout=0.5), []),
+        (lora(), lora(init_lora_weights="gaussian"), []),
         # With these settings too, peft would load the weights into an adapter that computes something else, in silence.
         (lora(init_lora_weights="pissa"), lora(), ["init_lora_weights=True (the checkpoint's: pissa)"]),
         (lora(), lora(alpha_pattern={"q_proj": 32}), ["alpha_pattern={'q_proj': 32} (the checkpoint's: {})"]),

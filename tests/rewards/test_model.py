@@ -7,6 +7,7 @@ import torch
 
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.errors import ConfigError, ModelError, RewardError
+from posttrain.models.load import load_classifier
 from posttrain.rewards.model import ModelReward
 from posttrain.rewards.runner import RewardRunner
 from tests.wordings import raises
@@ -144,3 +145,16 @@ def test_an_encoder_pools_as_it_was_trained_to(tiny_tokenizer):
     judge = ModelReward(model, tiny_tokenizer)
     ids = torch.tensor([tiny_tokenizer("The sum of two", add_special_tokens=False)["input_ids"]])
     assert judge(prompts=["The sum"], completions=[" of two"]) == pytest.approx([float(model(ids).logits)], abs=1e-5)
+
+
+def test_a_reward_model_with_an_adapter_scores_as_its_forward_method(tiny_tokenizer, tiny_model_dir):
+    import peft
+
+    model = load_classifier(tiny_model_dir, num_labels=1)
+    model.config.pad_token_id = tiny_tokenizer.pad_token_id
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    texts = ["one and two", "three"]
+    ids = [tiny_tokenizer(text)["input_ids"] for text in texts]
+    truth = [float(adapted(input_ids=torch.tensor([row])).logits) for row in ids]
+    assert ModelReward(adapted, tiny_tokenizer)(["", ""], texts) == pytest.approx(truth, abs=1e-5)

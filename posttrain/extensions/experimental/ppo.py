@@ -578,7 +578,7 @@ def _reward_functions(reward_model: Any, args: PPOConfig) -> list[Any]:
     functions: list[Any] = []
     for reward in rewards:
         if isinstance(reward, str | nn.Module):
-            reward = _classifier(reward, args)
+            reward = _classifier(reward, args, new_head=False)
             check_scorer(reward, "reward_model")
             if args.disable_dropout:
                 disable_dropout_in_model(reward)
@@ -587,10 +587,10 @@ def _reward_functions(reward_model: Any, args: PPOConfig) -> list[Any]:
     return functions
 
 
-def _classifier(model: nn.Module, args: PPOConfig) -> Any:
+def _classifier(model: str | nn.Module, args: PPOConfig, *, new_head: bool = True) -> Any:
     if not isinstance(model, str):
         return model
-    return load_classifier(model, num_labels=1, trust_remote_code=args.trust_remote_code)
+    return load_classifier(model, num_labels=1, new_head=new_head, trust_remote_code=args.trust_remote_code)
 
 
 def _check_pad(tokenizer: Tokenizer, *, may_change: bool) -> None:

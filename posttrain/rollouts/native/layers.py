@@ -478,6 +478,8 @@ def fusable(layer: nn.Module) -> bool:
     linear = (*(getattr(attention, f"{x}_proj") for x in "qkvo"), mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     exact = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in layer.parameters())
     untouched = all(type(x) is nn.Linear for x in linear) and all(map(plain, layer.modules()))
+    norms = [module for name, module in layer.named_modules() if name.endswith("norm")]
+    untouched = untouched and all(type(norm).__module__.startswith("transformers.") for norm in norms)
     silu = type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
     return exact and untouched and silu and attention.head_dim % 4 == 0 and compiled(attention.head_dim) is not None
 
