@@ -18,6 +18,7 @@ import safetensors
 import torch
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from posttrain.data.chat import inner_tokenizer, terminal_token_ids
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError, check_choice
@@ -398,8 +399,10 @@ def create_model_from_path(
         raise ModelError(
             f"a weight file of {model_id!r} cannot be read: {error}. Fix: copy or download the file again."
         ) from error
-    if architecture is None or not new_head:
-        _refuse_missing(model_id, sorted(info["missing_keys"]), scores=architecture is not None)
+    # Under ZeRO-3, transformers does not list all keys. Buffers that are not in the checkpoint are computed, not random.
+    if (architecture is None or not new_head) and not is_deepspeed_zero3_enabled():
+        missing = sorted(info["missing_keys"] & dict(model.named_parameters()).keys())
+        _refuse_missing(model_id, missing, scores=architecture is not None)
     _log_size(model_id, model, config.dtype)
     return model
 
