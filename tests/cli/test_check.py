@@ -46,7 +46,9 @@ def test_a_command_that_would_train_is_ready_and_nothing_is_written(folder, caps
     assert main(["check", "sft", "--config", "sft.yaml", "--no-model"]) == 0
     out = capsys.readouterr().out
     assert (
-        "sft: nothing found without the model" in out and "12 rows, split 'train'" in out and "weights not read" in out
+        "sft: no problems found. Without the model" in out
+        and "12 rows, split 'train'" in out
+        and "weights not read" in out
     )
     assert "learning rate 2e-05" in out and "with a chat template" in out and "12 rows of" in out
     assert sorted(folder.iterdir()) == before
@@ -372,4 +374,4 @@ def test_a_check_that_could_not_run_is_an_error(trainable, capsys, monkeypatch, 
     name, probe = next((name, one) for name, one in registry.PROBES.items() if one.moment == "config" and not one.part)
     monkeypatch.setitem(registry.PROBES, name, dataclasses.replace(probe, function=broken))
     assert main(["check", "sft", "--config", "sft.yaml", "--no-model"]) == 78
-    assert "a check could not run" in capsys.readouterr().out
+    assert "a check could not be completed" in capsys.readouterr().out
