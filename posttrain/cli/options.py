@@ -220,7 +220,7 @@ def help_text(command: str) -> str:
         [
             *lines,
             "",
-            f"For complete descriptions and the values of each option, run: posttrain {command} --help all",
+            f"Complete descriptions and values of options: posttrain {command} --help all",
             "",
         ]
     )

@@ -154,7 +154,9 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
             raise ConfigError("beta=[] is an empty list. Fix: pass one number, or a list with one number per epoch.")
         for value in self.betas:
             if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ConfigError(f"beta={self.beta!r} contains {value!r}, but every beta must be above 0.")
+                raise ConfigError(
+                    f"every value of beta must be above 0, but beta={self.beta!r} has the value {value!r}."
+                )
         betas, self.beta = self.beta, self.betas[0]  # type: ignore[assignment]
         super()._check_sampling()
         self.beta = betas

@@ -87,7 +87,7 @@ def test_a_share_of_one_file_is_its_test_split(folder, capsys):
     (said,) = [stage["said"] for stage in found["stages"] if stage["name"] == "data"]
     assert code == 0 and said.startswith("9 rows, split 'train'; 3 rows, split 'test'")
     code, found = checked(capsys, "sft", "--config", "sft.yaml", *flags, "--dataset_test_split", "train")
-    assert code == 78 and "has a split 'train' already" in str(found["stages"])
+    assert code == 78 and "would create a split 'train'" in str(found["stages"])
 
 
 def test_json_holds_every_check_with_its_seconds(folder, capsys):

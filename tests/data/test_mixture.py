@@ -318,7 +318,7 @@ def test_streaming_gives_a_stream_of_all_members_in_order(jsonl):
     [
         ({"path": "a", "splt": "x"}, r"unknown key 'splt' \(did you mean 'split'\?\)"),
         ({"split": "x"}, "has no 'path'"),
-        (3, "not a int"),
+        (3, "not int"),
         ("{broken", "begins with a brace"),
     ],
 )

@@ -743,9 +743,9 @@ def test_what_is_required_is_asked_for(tiny_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"beta": 0.0}, r"beta=0.0: 0.0 is out of range"),
+        ({"beta": 0.0}, "every value of beta must be above 0, but beta=0.0"),
         ({"beta": []}, r"beta=\[\] is an empty list"),
-        ({"beta": [0.1, -1.0]}, "every beta must be above 0"),
+        ({"beta": [0.1, -1.0]}, "every value of beta must be above 0"),
         ({"missing_eos_penalty": -1.0}, "must be above 0"),
         ({"loss_type": "sigmod"}, "did you mean 'sigmoid'"),
         ({"num_generations": 4}, "are not supported"),
