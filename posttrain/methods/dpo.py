@@ -39,11 +39,12 @@ class DPOConfig(PictureConfig, ComparedConfig):
                 "'exo_pair': reverse KL divergence from the smoothed label. 'nca_pair': like DPO, but also prevents chosen "
                 "answers from becoming less likely. 'robust': DPO for labels that are wrong with the probability "
                 "label_smoothing. 'bco_pair': classifies each answer by its score. 'sppo_hard': moves each score to a target "
-                "value. 'aot': compares the sorted margins of the batch with those of the reference. 'aot_unpaired': compares "
-                "the sorted chosen scores of the batch with its sorted rejected scores. 'apo_zero': makes chosen answers more "
-                "likely and rejected answers less likely. 'apo_down': makes both less likely, rejected answers more so. "
-                "'discopop': mixture of the logistic and the exponential loss (DiscoPOP). 'sft': negative log-likelihood of "
-                "chosen answers. 'sigmoid_norm': DPO on log-ratios per token. Formulas are in docs/losses.md."
+                "value. 'aot': compares the sorted differences of log-probs under the policy with those under the reference. "
+                "'aot_unpaired': compares the sorted chosen scores of the batch with its sorted rejected scores. 'apo_zero': "
+                "makes chosen answers more likely and rejected answers less likely. 'apo_down': makes both less likely, "
+                "rejected answers more so. 'discopop': mixture of the logistic and the exponential loss (DiscoPOP). 'sft': "
+                "negative log-likelihood of chosen answers. 'sigmoid_norm': DPO on log-ratios per token. Formulas are in "
+                "docs/losses.md."
             )
         },
     )
