@@ -1,6 +1,6 @@
 """All exceptions of the package. Messages describe what is wrong, where, both values, and the fix.
 
-Each class also inherits from the matching standard exception, so that ``except ValueError`` works.
+Each class also inherits from a standard exception such as ValueError, so that ``except ValueError`` catches it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PosttrainError(Exception):
 
 
 class ConfigError(PosttrainError, ValueError):
-    """Raised for a config field, or a combination of fields, that cannot work."""
+    """Raised for an invalid value of a config field, or an invalid combination of fields."""
 
 
 class PreflightError(ConfigError):
@@ -208,8 +208,8 @@ def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
 
 
 def raised_at(error: BaseException, besides: str = "") -> str:
-    """Return file and line of the last frame in the user's code, ignoring libraries and the file ``besides``. Empty
-    without frames.
+    """Return file and line of the last stack frame in the user's code. Frames in libraries and in the file ``besides`` are
+    ignored. Return "" if there is no such frame.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != besides]
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<frozen")] or frames
@@ -227,7 +227,7 @@ def unknown_arguments(cls: type, given: Iterable[str]) -> list[str]:
 def refuse_unknown_arguments(
     cls: type, names: Sequence[str], fixes: Mapping[str, str], error: type[PosttrainError] | None = None
 ) -> None:
-    """Raise one error for all given keywords.
+    """Raise an error that lists unknown keyword arguments with their replacements.
 
     Args:
         cls: Class whose constructor was called.
@@ -236,7 +236,7 @@ def refuse_unknown_arguments(
         error: Class of the error. None: `ArgumentTypeError`.
 
     Raises:
-        ArgumentTypeError: There are keywords. The message contains each one, with its replacement or the most similar
+        ArgumentTypeError: ``names`` is not empty. The message contains each keyword with its replacement or the most similar
             argument.
     """
     known = [parameter for parameter in _parameters(cls) if parameter != "self"]
@@ -254,7 +254,8 @@ def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:
 
     Args:
         config: Object with the fields.
-        rules: Tuples of field name, whether the rule holds, and the rule in words: "must be above 0".
+        rules: Tuples of three: name of the field, whether its value is valid, and the rule in words, for example "must be above
+            0".
 
     Raises:
         ConfigError: A rule is violated. The message contains the field, its value and the rule.

@@ -1,4 +1,4 @@
-"""Config fields: their ranges as types, their help texts, and the check of their values."""
+"""Helpers for config fields: types with ranges of values, help texts, and validation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Range:
-    """Range of finite numbers for a field. Limits that are not given do not apply."""
+    """Range of allowed finite numbers for a field. A limit of None means that there is no limit."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -76,7 +76,7 @@ def accepting(init: Callable[..., None]) -> Callable[..., None]:
         try:
             init(self, *args, **kwargs)
         except ValueError:
-            # Check for values from an older release, which may be the cause.
+            # A value from an older release may have caused the error, so check for such values.
             given = dict(zip(known, args, strict=False)) | kwargs
             present = importlib.import_module("posttrain.compat.old_values").converted(type(self), given)
             if present is None:
@@ -108,10 +108,10 @@ def _old_attribute(self: object, name: str) -> Any:
 
 
 def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
-    """Raise one error for all keywords that a constructor neither accepts nor converts.
+    """Raise an error for keyword arguments that a constructor neither accepts nor converts. One error lists all of them.
 
     Raises:
-        ArgumentTypeError: There are such keywords. The message contains them with their replacements.
+        ArgumentTypeError: A keyword is not accepted. The message contains all such keywords with their replacements.
     """
     if unknown := unknown_arguments(cls, given):
         old_names = importlib.import_module("posttrain.compat.old_names")
@@ -122,7 +122,7 @@ def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
 
 
 def read_mapping(name: str, value: object) -> Any:
-    """Parse a field given as a JSON object, which is how a command line passes a mapping. Other values are returned
+    """Convert the text of a JSON object to a mapping, because command lines pass mappings as JSON. Other values are returned
     unchanged.
 
     Raises:
@@ -145,7 +145,7 @@ def read_mapping(name: str, value: object) -> Any:
 def check_fields(config: Any, *, beside: type) -> None:
     """Raise an error for the first field of a config with a value of the wrong type or out of range.
 
-    The contents of containers are not checked here, but where they are read.
+    The contents of lists and mappings are not checked here. They are checked by the code that reads them.
 
     Args:
         config: A dataclass.
@@ -204,7 +204,7 @@ def _choices(kind: Any) -> list[Any]:
 
 
 def _words(kind: Any, value: object) -> str:
-    """Describe the allowed values in words. Only the range is named if the type is already right."""
+    """Return a text that describes the allowed values. If the type of the value is correct, only the range is described."""
     parts = get_args(kind)
     if get_origin(kind) is Annotated:
         return str(parts[1]) if _is_a(value, parts[0]) else f"{_WORDS[parts[0]]}, {parts[1]}"

@@ -1,4 +1,4 @@
-"""Dataclasses of each stage from a dataset row to the loss.
+"""Dataclasses for the data of all stages, from a dataset row to the loss.
 
 The data flows in this order::
 
@@ -74,19 +74,20 @@ Reduction = Literal["token", "sequence_token", "sequence", "constant", "local_to
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """One tokenized example: a prompt and its completions (1 for SFT, 2 for a pair, G for a group).
+    """One tokenized example: a prompt and its completions. SFT has 1 completion per row, pairs have 2, and online methods have
+        G (the group size).
 
     Attributes:
         prompt_ids: Token ids shared by all completions. May be empty (plain language modeling).
         completions: Token ids of each completion, without the prompt.
-        loss_masks: One list per completion, 1 for trained tokens.
+        loss_masks: One list per completion. Its entries are 1 for trained tokens and 0 for other tokens.
         sequence_columns: One number per completion, e.g. ``{"advantages": [0.5, -0.5]}``.
         token_columns: One number per completion token, e.g. ``{"rollout_logp": [[-0.1, -2.0], [-0.3]]}``.
-        model_kwargs: Further inputs of the model's forward (images). The data code does not read them.
-        prompt_mask: 1 for prompt tokens that are also trained (once, regardless of the number of completions). None: no
-            prompt token is trained.
-        pictures: Images of the prompt, then of each completion. Each has the index ``start`` in its segment. Empty: no
-            images.
+        model_kwargs: Additional arguments of the model's forward method, such as images. They are passed on unchanged.
+        prompt_mask: 1 for prompt tokens that are also trained. They are trained once, regardless of the number of completions.
+            None: no prompt token is trained.
+        pictures: Lists of images: those of the prompt, followed by those of each completion. The attribute ``start`` of an
+            image is the index of its first placeholder token. Empty: no images.
     """
 
     prompt_ids: list[int]
@@ -125,14 +126,16 @@ class Row:
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens shared by the same sequences: an edge of a prefix tree. The segments below it follow directly.
+    """Consecutive tokens that belong to the same sequences (an edge of a prefix tree). The segments that continue it follow
+        directly in the batch row.
 
     Attributes:
         row: Row of the batch.
-        start, stop: Range of its columns. Its tokens attend to each other causally.
-        end: Column after the last token below it. Tokens in ``[stop, end)`` attend to all of ``[start, stop)``.
+        start, stop: Range of columns of the segment. Tokens of a segment attend to each other causally.
+        end: Column after the last token of all segments that continue this one. Tokens in ``[stop, end)`` attend to all tokens
+            in ``[start, stop)``.
         parent: Index of the segment that it continues. -1 for a root.
-        position: Position of its first token.
+        position: Position id of the first token.
     """
 
     row: int
@@ -147,10 +150,10 @@ class Leaf(NamedTuple):
     """End of a sequence in a prefix tree.
 
     Attributes:
-        segment: Index of the segment with its last token. -1 for a sequence without tokens.
-        prompt: Number of tokens of its prompt.
-        length: Number of tokens of its prompt and completion.
-        row: Index of its `Row` among the rows that were collated together.
+        segment: Index of the segment that contains the last token of the sequence. -1 for a sequence without tokens.
+        prompt: Number of tokens of the prompt of the sequence.
+        length: Number of tokens of prompt and completion together.
+        row: Index of the `Row` of the sequence, among the rows that were collated together.
     """
 
     segment: int
@@ -161,34 +164,35 @@ class Leaf(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Batch:
-    """Model inputs. Each row holds one or more prefix trees, in which sequences with the same beginning share its
-    tokens.
+    """Inputs of one forward pass. Each batch row contains one or more prefix trees, in which sequences with a common beginning
+    share the tokens of this beginning.
 
-    A token attends to the earlier tokens of its own segment, and to the segments that this one continues. Padding,
-    packing, preference pairs, GRPO groups and branches of an agent's history are all special cases.
+    A token attends to the earlier tokens of its own segment, and to all segments that this segment continues. Padded rows,
+    packed documents, preference pairs, GRPO groups and branches of an agent's history are special cases of prefix trees.
 
     Attributes:
         input_ids: ``(B, T)`` int64.
         position_ids: ``(B, T)`` int64. The positions of a segment continue those of its parent.
-        seen_until: ``(B, T)`` int64, column after the last token that attends to this one; 0 for padding. Column q
-            attends to column k if ``k <= q < seen_until[k]``.
-        predictor: ``(B, T)`` int64, column whose hidden state predicts this token (only meaningful where ``loss_mask``
-            is true).
-        loss_mask: ``(B, T)`` bool, true for trained tokens. A trained token always has a predictor.
-        sequence: ``(B, T)`` int64, index in ``[0, S)`` of the sequence of a completion token; -1 elsewhere.
+        seen_until: ``(B, T)`` int64, column after the last token that attends to this token. 0 for padding. Column q attends to
+            column k if ``k <= q < seen_until[k]``.
+        predictor: ``(B, T)`` int64, column whose hidden state predicts this token. It is only valid where ``loss_mask`` is
+            True.
+        loss_mask: ``(B, T)`` bool, True for trained tokens. A trained token always has a predictor.
+        sequence: ``(B, T)`` int64, index in ``[0, S)`` of the sequence to which a completion token belongs. -1 for all other
+            tokens.
         num_sequences: S.
         segments: Segments of all trees, ordered by row and column. Not a tensor.
-        leaves: End of each sequence, S entries.
+        leaves: Ends of the S sequences, one `Leaf` per sequence.
         dense_mask: Whether attention uses a mask, for models that do not support segments (see `Layout`).
         origin: Index of each sequence in the flat list of collated completions.
         advantages: ``(S,)`` or ``(B, T)`` float32.
         old_logp: ``(B, T)`` float32. None if the policy has not changed since the rollout.
         ref_logp: ``(B, T)`` float32.
         rollout_logp: ``(B, T)`` float32.
-        expected_grad: ``(B, T)`` gradient of the loss with respect to the log-probs, if it is known before the pass or token by
-            token.
+        expected_grad: Gradient ``(B, T)`` of the loss with respect to the log-probs, if it is known before the forward pass. Or
+            a `TokenLoss`, if the loss of each token depends only on its own log-prob.
         columns: Other per-sequence ``(S,)`` or per-token ``(B, T)`` tensors by name (labels, margins, weights).
-        model_kwargs: Passed to the model's forward unchanged.
+        model_kwargs: Additional arguments of the model's forward method, which are passed on unchanged.
         pictures: Tuples of row, column of the first placeholder, and image, in column order.
     """
 
@@ -212,7 +216,7 @@ class Batch:
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     pictures: list[tuple[int, int, Any]] = field(default_factory=list)
     # Number of trained tokens, and the version of ``loss_mask`` for which it was counted. The number is cached, because
-    # counting on a device requires a synchronization.
+    # counting on a GPU synchronizes with the GPU.
     _counted: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def to(self, device: torch.device | str) -> Batch:
@@ -231,7 +235,7 @@ class Batch:
         return copy
 
     def __getitem__(self, name: Any) -> Any:
-        """Raise an error. Code that reads a batch as a dict of padded tensors would not find labels in it."""
+        """Raise an error with advice for code that reads a batch as a dict of padded tensors."""
         raise ConfigError(
             f"inputs[{name!r}]: a Batch is not a dict of padded tensors. Fix: read its attributes (inputs.input_ids, "
             "inputs.loss_mask), or override objective(outputs, batch) (docs/hooks.md)."
@@ -251,8 +255,8 @@ class Batch:
         return values[order].view(-1, size)
 
     def spread_rows(self, values: Tensor, size: int) -> Tensor:
-        """Inverse of `grouped`: repeat one value per collated row, ``(S / size,)``, for each of its sequences,
-        ``(S,)``.
+        """Repeat the value of each collated row, ``(S / size,)``, for each of its sequences, ``(S,)``. See `grouped` for the
+        reverse.
         """
         order = sorted(range(self.num_sequences), key=self.origin.__getitem__)
         out = values.new_zeros(self.num_sequences)
@@ -288,11 +292,11 @@ class Batch:
 
     @property
     def shares(self) -> Tensor | None:
-        """``(S,)``: each sequence's share of the trained tokens of its episode. None if every sequence is a separate
-        episode.
+        """Weight ``(S,)`` of each sequence: its fraction of the trained tokens of its episode. None if every sequence is a
+        separate episode.
 
-        Each branch of an episode is a sequence. The shares of an episode add up to 1, so that means over sequences
-        count it once.
+        Each branch of an episode is a sequence. The weights of an episode's sequences sum to 1, so that an episode counts as
+        one sequence in means.
         """
         return self.columns.get("share")
 
@@ -320,10 +324,12 @@ class Batch:
 
 
 class Batches(list[Batch]):
-    """The batches of one micro-batch, as a data loader yields them. TRL's loaders yield one dict of padded tensors."""
+    """List of the batches of one micro-batch, as a data loader yields them. Unlike in TRL, it is not a dict of padded
+    tensors.
+    """
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a batch. For the name of a tensor, raise an error."""
+        """Return the batch with an index. If the index is a string such as ``"input_ids"``, raise an error with advice."""
         if isinstance(index, str):
             raise ConfigError(
                 f"{index!r}: the loader yields a list of Batch objects, not a dict of padded tensors. Fix: read attributes "
@@ -349,8 +355,8 @@ class ModelOutputs:
         correct: ``(B, T)`` bool, whether the token was the most likely one.
         mean_logit: ``(B, T)`` mean over the vocabulary of the logits that predict a token; 0 outside ``loss_mask``.
         collision: ``(B, T)`` ``log sum_v p_v^2`` of the distribution that predicts a token; 0 outside ``loss_mask``.
-        log_mass: ``(B, T)`` log of the probability mass that remains after the sampler's truncation, including the
-            token itself. No gradient.
+        log_mass: ``(B, T)`` logarithm of the total probability of the tokens that the sampler's truncation keeps, including the
+            token itself. It has no gradient.
         scores: ``(S,)`` reward-model scores.
         values: ``(B, T)`` value-head outputs.
         logits: ``(N, V)`` logits of trained tokens in ``loss_mask`` order. Only if requested.
@@ -374,10 +380,10 @@ class ModelOutputs:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """A loss in which the term of each token depends on the log-prob of this token only.
+    """Loss in which the term of each token depends only on the token's own log-prob.
 
     Attributes:
-        terms: Pure function of log-probs ``(n,)`` and of ``columns``, to ``(n,)`` unreduced terms.
+        terms: Function that computes the loss terms ``(n,)`` of n tokens from their log-probs ``(n,)`` and ``columns``.
         columns: Other arguments of ``terms``, by name. One number per token.
         scale: Gradient of the loss with respect to the terms. One number per token.
     """
@@ -402,18 +408,18 @@ class TokenLoss:
 
 @dataclass(slots=True, frozen=True)
 class LossTerms:
-    """An unreduced loss, which objectives return and ``losses.reduce`` reduces.
+    """Loss before averaging. Objectives return it, and `posttrain.losses.reduce` averages it.
 
     Attributes:
         terms: ``(B, T)`` per token or ``(S,)`` per sequence.
-        mask: Mask of the terms that count, same shape as ``terms``.
+        mask: Bool mask with the shape of ``terms``. Terms where it is False are ignored.
         reduction: Name of the reduction, see `posttrain.losses.reduce`.
         sequence: ``(B, T)`` sequence index, needed by ``sequence_token`` and ``constant``.
         num_sequences: S.
         constant: Fixed length that divides the ``constant`` reduction.
         count: Name of the count in `Denominators.named` that divides the ``token`` reduction. None: the number of
             trained tokens.
-        extra: Further terms with their own reduction (an entropy bonus, a centering penalty), added to the main one.
+        extra: Additional losses with their own reduction, such as an entropy bonus. They are added to this loss.
         metrics: Metrics to log.
         share: ``(S,)`` weight of each sequence in counts of sequences, see `Batch.shares`. None: 1.
         sums: Statistics that are summed over the passes of an optimizer step, for `Method.end_step`. None: no
@@ -465,17 +471,19 @@ class Sampling:
 
     Attributes:
         max_new_tokens: Maximum number of completion tokens, including EOS.
-        temperature: Divides the logits; 0 means greedy.
+        temperature: Number by which logits are divided. 0: greedy decoding.
         top_k: Keep the k most likely tokens; 0 is off.
         top_p: Keep the smallest set with this probability mass; 1 is off.
         min_p: Drop tokens below this share of the most likely token's probability; None or 0 is off.
-        repetition_penalty: Divides positive and multiplies negative logits of seen tokens; 1 is off.
-        stop_token_ids: Sampling ends after any of these. The stop token is kept.
-        seed: Seeds the engine's generator for this call; None continues its stream.
-        min_new_tokens: No stop token before this many tokens.
-        stop_strings: Sampling ends after the token that completes any of these. Needs an engine with a tokenizer.
+        repetition_penalty: Number that divides positive logits, and multiplies negative logits, of tokens that already
+            occurred. 1: no penalty.
+        stop_token_ids: Token ids that end a completion. The stop token is part of the completion.
+        seed: Seed of the engine's random generator for this call. None: the generator continues with its current state.
+        min_new_tokens: Minimum number of tokens before a stop token may be sampled.
+        stop_strings: Texts that end a completion. Sampling ends after the token that completes one of these texts. This needs
+            an engine with a tokenizer.
         logit_bias: Pairs (token id, number added to its logit).
-        no_repeat_ngram: Size of n-grams that must not occur twice, including the prompt; 0 is off.
+        no_repeat_ngram: Size of n-grams that must not occur twice in prompt and completion. 0: no limit.
         guide: Pair (kind, text) that completions must match: ``("regex", pattern)``, ``("json", schema)``,
             ``("grammar", EBNF)`` or ``("choices", lines)``; None is off.
         top_logps: Number of most likely tokens to return for every step, with their log-probs.
@@ -502,7 +510,7 @@ class Sampling:
         return Truncation(self.top_k, self.top_p, self.min_p)
 
     def unseeded(self) -> dict[str, Any]:
-        """Return all settings except the seed. They define the distribution."""
+        """Return a copy without the seed. Two copies are equal if they define the same distribution."""
         return {name: value for name, value in asdict(self).items() if name != "seed"}
 
     @property
@@ -555,7 +563,7 @@ class Prompt(list[int]):
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One prompt to complete ``n`` times with ``sampling`` (None: the settings of the call).
+    """Request for ``n`` completions of one prompt. ``sampling`` are its sampling settings (None: the settings of the call).
 
     ``pictures`` are the images of the prompt, for engines that support them (`Capabilities.pictures`); see `Prompt`.
     The last ``written`` tokens of the prompt are the beginning of an interrupted completion. Stop strings and guides
@@ -574,11 +582,11 @@ class Rollout:
     """One sampled completion.
 
     Attributes:
-        prompt_ids: The prompt as the engine read it.
+        prompt_ids: Token ids of the prompt that the engine has completed.
         token_ids: Completion tokens, including the stop token.
         logp: Raw log-probability of each completion token, under the distribution at ``temperature`` before penalties,
             bias, guide, top-k, top-p and min-p. Empty if the engine does not return it.
-        finish_reason: ``stop`` for a stop token, ``length`` for the length limit, ``abort`` if interrupted.
+        finish_reason: ``stop`` for a stop token, ``length`` for the length limit, ``abort`` if sampling was interrupted.
         version: Version of the policy weights that sampled it.
         tool_mask: 1 for tokens of the model, 0 for tokens of a tool or environment. None if all tokens are the model's.
         text: Decoded completion, if it was decoded.
@@ -590,9 +598,9 @@ class Rollout:
             ``version``.
         pictures: Images of the prompt.
         shown: Images from tools and environments, with their positions in ``token_ids``.
-        branches: Further sequences of the same episode (branches of an agent's history), whose prompts may include this
-            one. They share its reward and advantage, and count with it as one sequence.
-        credit: Factor of the advantage for this sequence.
+        branches: Other sequences of the same episode, i.e. branches of an agent's history. Their prompts may contain this
+            sequence. All sequences of an episode have the same reward and advantage, and together count as one sequence.
+        credit: Number by which the advantage of this sequence is multiplied.
     """
 
     prompt_ids: list[int]
@@ -666,7 +674,7 @@ class Advantages:
         start: Index in ``values`` of this rank's first completion.
         columns: One number per completion of this rank, by name. The objective reads them from `Batch.columns`.
         token_columns: One list per sequence of this rank, by name, such as log-probs that the objective needs.
-        left_out: Indices of this rank's completions that are not trained.
+        left_out: Indices of this rank's completions that are excluded from training.
         keep: One mask per completion of this rank, 1 for trained tokens. None: masks are unchanged.
         unbounded: ``values`` before they were clipped to `posttrain.losses.advantages.MOST_ADVANTAGE`. None: they were
             not clipped.
@@ -690,8 +698,8 @@ class Advantages:
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """Result of a check: a stable code, a severity, and what is wrong, where, why and how to fix it. Contains no
-    secrets.
+    """Problem that a check has found: its code and severity, what is wrong, where, why it matters, and how to fix it. It
+    contains no secrets.
     """
 
     code: str

@@ -18,7 +18,7 @@ NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "too
 
 
 class BadValue(RolloutError, ValueError):
-    """A value from outside the library that cannot be used."""
+    """Raised for a value from outside the library that cannot be used."""
 
 
 def scalar(value: object) -> Any:

@@ -40,7 +40,7 @@ Propagate Publish Push Put Query Queue Raise Rank Read Rearrange Reassemble Rebu
 Reduce Refer Refuse Register Regroup Reject Release Reload Remap Remember Remove Rename Render Repeat Replace Report
 Request Require Reserve Reset Reshape Resize Resolve Restore Resume Retry Return Reuse Rewrite Roll Rotate Round Route
 Run Sample Save Scale Scan Scatter Schedule Score Search See Select Send Separate Serialize Serve Set Shard Share Shift
-Show Shrink Shuffle Shut Simulate Skip Sleep Slice Solve Sort Spawn Split Stack Start Steer Stop Store Stream Strip
+Show Shrink Shuffle Shut Simulate Skip Sleep Slice Solve Sort Spawn Split Stack Standardize Start Steer Stop Store Stream Strip
 Submit Substitute Subtract Sum Summarize Suppress Swap Switch Sync Synchronize Take Test Thin Tokenize Track Train
 Transform Translate Trim Truncate Try Turn Undo Unload Unpack Unwrap Update Upload Use Validate Verify Wait Wake Walk
 Warn Weight Whiten Widen Wrap Write Yield

@@ -90,7 +90,7 @@ def test_trap_s41_the_key_of_kept_log_probs_holds_every_setting_that_moves_them(
 
 
 def test_trap_s43_one_seed_for_all_completions_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"'seed': 1.*completions would repeat"):
+    with pytest.raises(ConfigError, match=r"'seed': 1.*Completions would repeat"):
         GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, generation_kwargs={"seed": 1})
 
 

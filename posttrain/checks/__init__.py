@@ -1,1 +1,3 @@
-"""Checks: functions that take plain data and return findings."""
+"""Checks of configs, data, tokenizers, models, machines and logs. A check is a function that returns findings, i.e.
+descriptions of problems.
+"""

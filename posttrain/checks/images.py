@@ -21,17 +21,18 @@ from posttrain.types import Batch, Finding, Row
 if TYPE_CHECKING:
     from torch import nn
 
-ROWS_LOOKED_AT = 2000  # Number of rows from which images are sampled.
-IMAGES_READ = 200  # Number of these rows whose images are opened and read.
-SHARE_UNFIT = 0.005  # If more than this share of the rows does not fit, the finding is an error.
+ROWS_LOOKED_AT = 2000  # Number of first rows from which images are sampled for the check.
+IMAGES_READ = 200  # Number of sampled rows whose images are opened and read.
+SHARE_UNFIT = 0.005  # If more than this fraction of the rows does not fit into the context, the finding is an error.
 ROWS_NAMED = 5
 SMALLEST_SIDE = 32  # Minimum number of pixels per side. The content of a smaller image is not recognizable.
 # SHARE_ALIKE: a finding is reported if at least this share of the rows has the same image. ROWS_COMPARED: minimum number of
 # rows for this comparison.
 SHARE_ALIKE, ROWS_COMPARED = 0.9, 10
-# If log-probs change less than this on average when images are exchanged, the model ignores images. Half precision uses 1e-2.
+# Minimum mean change of log-probs, in nats, when images are exchanged. If the change is smaller, the model ignores images. In
+# half precision, the minimum is 1e-2.
 LEAST_MOVE = {torch.float32: 1e-4}
-# If the model gets at least this share of its reward with exchanged images, the task does not need the images.
+# If the model gets at least this fraction of its reward with exchanged images, it does not need the images for its answers.
 SHARE_GUESSED = 0.9
 PNG = b"\x89PNG"
 
@@ -40,7 +41,7 @@ def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Fin
     """Find rows whose text, images and completion together exceed the model's context.
 
     Args:
-        rows: Rows whose images are placed.
+        rows: Rows whose image placeholders are already expanded.
         limit: Context length in tokens.
         completion: Maximum number of tokens that are generated after a row without an answer.
     """
@@ -79,7 +80,8 @@ def fit(context: Context) -> list[Finding | None]:
 
 
 def check_pictures(rows: Sequence[tuple[int, Any]]) -> list[Finding]:
-    """Find images that are unreadable, tiny, blank, remote, re-encoded or unusual, and rows that all have the same image.
+    """Find images that are unreadable, tiny, blank, remote, re-encoded or unusual. Also find an image that nearly all rows
+    share.
 
     Args:
         rows: Pairs of a row number and an image. A row with several images has several pairs.
@@ -201,7 +203,7 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
         own = forward(model, batch).logp
         counts = encoder.encoded, encoder.reused
         exchanged = forward(model, other).logp
-        # Restore the counters, because metrics must count only the images of the run itself.
+        # Restore the counters, because the images of this check must not be included in the metrics of the run.
         encoder.encoded, encoder.reused = counts
     moved = float((own - exchanged)[batch.loss_mask].abs().mean()) if own is not None and exchanged is not None else 1.0
     limit = LEAST_MOVE.get(parameter.dtype, 1e-2)
@@ -218,13 +220,15 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
 
 
 def _another(placed: Placed) -> Placed:
-    """Return a placement with another image of the same size."""
+    """Return the same placement, with another image of the same size."""
     return replace(placed, picture=shaded(placed.picture.size, turned=True))
 
 
 @probe("log_step", "PT-G017", part="processor")
 def images_needed(context: Context) -> list[Finding | None]:
-    """Check the newest row of the log, if it contains the reward with exchanged images (``check_image_use``)."""
+    """Check the newest log line for rewards that do not depend on images. It contains the reward with exchanged images if
+    ``check_image_use`` is set.
+    """
     lines = [line for line in context.parts.get("history", ()) if "eval_images/exchanged_reward" in line]
     if not lines or lines[-1] is not context.parts["history"][-1]:
         return []

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Two checkpoints exist at the same time, because a new checkpoint is written before an old one is removed.
+# Number of checkpoints that must fit on the disk. It is two, because a new checkpoint is written before an old one is removed.
 CHECKPOINTS_AT_ONCE = 2
 # Maximum number of names that an error message lists.
 NAMES_LISTED = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
-# ROOM_ANYWHERE: number of bytes that are assumed to be free on every machine. SHARE_UNTRACED: if the rough upper bound is below
-# this share of the memory, no forward pass is traced for an exact estimate.
+# ROOM_ANYWHERE: number of bytes that are assumed to be free on every machine. SHARE_UNTRACED: if a rough upper bound of the
+# needed memory is below this fraction of the free memory, no exact estimate is made.
 ROOM_ANYWHERE, SHARE_UNTRACED = 2**30, 0.25
 # Number of tokens in a forward pass that the rough upper bound assumes.
 MOST_TOKENS = 16_384
@@ -47,10 +47,10 @@ MOST_TOKENS = 16_384
 
 
 def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Finding | None:
-    """Return a finding if the folder of a run that starts at step 0 contains checkpoints of another run, else None.
+    """Return a finding if ``output_dir`` of a run that starts at step 0 already contains checkpoints of another run, else None.
 
     Args:
-        names: Names of these checkpoints.
+        names: Names of the other run's checkpoints.
         folder: ``output_dir``.
         resumed: Whether the run resumes from a checkpoint.
     """
@@ -70,13 +70,14 @@ def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Find
 
 
 def check_disk_space(free: int, checkpoint: int, *, folder: str, limit: int | None = None) -> Finding | None:
-    """Return a finding if there is no space for two checkpoints, else None. A new one is written before an old one is removed.
+    """Return a finding if the disk has no space for two checkpoints, else None. Two are needed, because a new checkpoint is
+    written before an old one is removed.
 
     Args:
         free: Free bytes.
         checkpoint: Approximate bytes of one checkpoint.
         folder: ``output_dir``.
-        limit: ``save_total_limit``, for the advice.
+        limit: ``save_total_limit``. The advice depends on it.
     """
     if free >= CHECKPOINTS_AT_ONCE * checkpoint:
         return None
@@ -107,7 +108,7 @@ def check_gpu_memory(
     Args:
         free: Free bytes.
         total: Bytes of the device.
-        needed: Bytes needed regardless of the batch size.
+        needed: Bytes for gradients and optimizer states. They do not depend on the batch size.
         device: Name of the device.
         others: Other processes by index of the GPU, as (process id, name, bytes).
     """
@@ -131,7 +132,9 @@ def check_gpu_memory(
 
 @probe("config", "PT-L004")
 def ports_of_servers(context: Context) -> list[Finding]:
-    """Check that the port for weight updates is free. Otherwise a second run could connect to the server of the first run."""
+    """Check that the port for weight updates is free. If another run uses it, this run could connect to the server of the
+    other run.
+    """
     args = context.args
     if not args.use_vllm or args.vllm_mode != "server":
         return []
@@ -318,13 +321,15 @@ def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | N
 
 
 def _compared(need: Need, version: str | None) -> Finding | None:
-    """Return a finding about an installed version, or None. ``version=None`` means that the package is not installed."""
+    """Compare an installed version with a requirement, and return a finding or None. ``version=None``: the package is not
+    installed.
+    """
     feature, name = FEATURES[need.feature], need.name
     install = f"pip install '{name}=={need.tested}'" if need.tested else f"pip install '{need.package}'"
     if version is None:
         what, why = (
             f"{feature} needs {need.package}, which is not installed.",
-            "the run would stop when it first uses the package.",
+            "the run would stop with an error when it uses the package for the first time.",
         )
         return finding("PT-V001", "error", what, name, why, f"{install}, or do not use {feature}.")
     have = base_version(version)
@@ -336,7 +341,7 @@ def _compared(need: Need, version: str | None) -> Finding | None:
         return finding("PT-V002", "error", what, name, why, f"{install}. To try it anyway, set preflight='warn'.")
     if need.tested and have > base_version(need.tested):
         what = f"{feature} was tested with {need.package},<={need.tested}; found {version}."
-        why = "a newer version may have changed names or results. Only a comparison of log-probs can show this."
+        why = "a newer version may have changed names or results. Changed results are only visible if log-probs are compared."
         fix = f"{install}, or compare a few steps with a tested version."
         return finding("PT-V003", "warning", what, name, why, fix)
     return None
@@ -345,7 +350,7 @@ def _compared(need: Need, version: str | None) -> Finding | None:
 def check_binaries(
     *, torch: str | None, vllm_torch: str | None, vllm: str | None = None, bitsandbytes: bool = False
 ) -> list[Finding]:
-    """Return findings about compiled packages that are incompatible in the process that runs vLLM.
+    """Return findings about compiled packages that cannot be used together in the process that runs vLLM.
 
     Args:
         torch: Installed version of torch, with the build's suffix (``2.9.1+cu128``).
@@ -357,7 +362,7 @@ def check_binaries(
     if torch and vllm_torch and base_version(torch) != base_version(vllm_torch):
         findings.append(finding(
             "PT-V005", "error", f"vllm was built for torch {vllm_torch}, but torch {torch} is installed.", "vllm",
-            "its kernels are compiled for that torch version: the import fails, or results are wrong.",
+            f"vLLM's kernels are compiled for torch {vllm_torch}. With another version, the import fails or results are wrong.",
             f"pip install 'torch=={vllm_torch}', or install a vllm that was built for torch {base_version(torch)}.",
         ))  # fmt: skip
     # The suffix of a build's version contains the major version of CUDA.
@@ -393,7 +398,7 @@ def versions(context: Context) -> Iterable[Finding | None]:
 
 
 def verdict() -> list[str]:
-    """Return one line per problem with an installed package, including packages of unused features."""
+    """Return one line for each problem with an installed package, even if the feature that needs the package is not used."""
     findings = [item for item in check_versions(dict.fromkeys(FEATURES, True)) if item.code != "PT-V001"]
     return [f"{item.code} ({item.severity}): {item.what} {item.fix}" for item in [*findings, *_binaries()]]
 
@@ -408,7 +413,8 @@ LONG_ROW = 4096
 
 
 def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
-    """Return the smallest change of a 16-bit weight that is not rounded to 0: half the distance to the next number.
+    """Return the smallest change that an addition can make to a 16-bit weight: half the distance to the next number. Smaller
+    changes are rounded to 0.
 
     >>> round(smallest_update("bfloat16"), 6)
     6.1e-05
@@ -417,7 +423,7 @@ def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
 
 
 def check_precision(trainable: Mapping[str, int], *, learning_rate: float) -> Finding | None:
-    """Return a finding if 16-bit weights are trained with a learning rate too small to change these weights, else None.
+    """Return a finding if 16-bit weights are trained with a learning rate that is too small to change them, else None.
 
     Args:
         trainable: Number of trained parameters by dtype (``{"bfloat16": 134_000_000}``).
@@ -460,7 +466,8 @@ def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
 
 
 def check_launch(environment: Mapping[str, str], processes: int) -> Finding | None:
-    """Return a finding if several processes were requested, but only one runs, or if each process is a separate run.
+    """Return a finding if several processes were requested, but they do not form one run. Either only one process was started,
+    or each process trains separately.
 
     ``accelerate launch --cpu`` exports a rendezvous address and then runs the script once, regardless of ``--num_processes``.
     torchrun starts all processes. Without an accelerator, they form a process group only with ``use_cpu=True``.
@@ -548,7 +555,9 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
 
 @probe("data", "PT-M001", "PT-M002")
 def memory_fits(context: Context) -> Iterable[Finding | None]:
-    """Compare the estimated memory with the free memory. The model is traced only if a rough bound is not sufficient."""
+    """Compare the estimated memory with the free memory. An exact estimate, which needs a traced forward pass, is made only
+    if a rough upper bound does not fit.
+    """
     method = context.parts.get("method")
     limit, bound = memory_limit(context.args), _bound(context.model)
     # If a model is split over several devices, the memory of a single device does not show whether the model fits.
@@ -566,7 +575,9 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
 
 
 def _bound(model: nn.Module) -> float:
-    """Return an upper bound in bytes: weights, gradients, two moments, a float32 reference, and the activations of one pass."""
+    """Return a rough upper bound of the needed memory in bytes: weights, gradients, two optimizer moments, a float32
+    reference model, and the activations of one forward pass.
+    """
     text = text_of(config_of(model))
     try:
         layer = 4 * inner_size(text) + 12 * text.hidden_size

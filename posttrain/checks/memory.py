@@ -1,4 +1,6 @@
-"""Checks of memory: whether the longest step fits, and how much memory a run uses. `plan` builds the estimated workload."""
+"""Checks of memory: whether the longest step fits, and how much memory a run uses. `plan` describes a run for the memory
+estimate.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Share of the memory that a run may use. The rest is for errors of the estimate (up to 20 %) and for memory that the allocator
-# wastes.
+# Fraction of the free memory that a run may use. The rest is a reserve for errors of the estimate (up to 20 %) and for memory
+# that the allocator cannot use.
 PLANNED_SHARE = 0.9
-# Limits for the peak memory, as shares of the total memory. A peak above FULL_SHARE leaves too little memory for longer rows. A
-# peak below IDLE_SHARE leaves at least half of the memory unused.
+# Limits for the peak memory, as fractions of the total memory. If the peak is above FULL_SHARE, longer rows may not fit. If it
+# is below IDLE_SHARE, at least half of the memory is unused.
 FULL_SHARE, IDLE_SHARE = 0.94, 0.5
-# Memory counts as fragmented if more than this share of the device's memory is reserved but contains no tensor.
+# Memory counts as fragmented if more than this fraction of the device's memory is reserved by the allocator but contains no
+# tensor.
 FRAGMENTED = 0.15
-# Ranks count as unbalanced if the busiest rank has more than this multiple of the mean number of tokens.
+# Ranks count as unbalanced if the busiest rank computes more than this multiple of the mean number of tokens.
 IMBALANCE = 1.25
-# Generation dominates a step if it takes more than this share of the step time.
+# If generation takes more than this fraction of the step time, a finding is reported.
 GENERATION_SHARE = 0.75
 # Default maximum lengths in tokens, of a row and of a prompt. They apply if neither the data nor the config gives a length.
 ASSUMED_ROW, ASSUMED_PROMPT = 1024, 256
@@ -52,11 +55,11 @@ ASSUMED_ROW, ASSUMED_PROMPT = 1024, 256
 def check_estimate(
     components: Mapping[str, int], available: int, *, total: int, where: str, fixes: Sequence[str] = ()
 ) -> Finding | None:
-    """Return a finding if an estimate exceeds the memory, else None. The finding is an error if no batch size or length
-    could help.
+    """Return a finding if the estimated memory exceeds the available memory, else None. The finding is an error if not even the
+    weights and optimizer states fit, so that a smaller batch size or length could not help.
 
     Args:
-        components: Bytes at the peak, by component.
+        components: Estimated bytes at the peak, by component (weights, gradients, activations, ...).
         available: Bytes available to this process.
         total: Bytes of the device.
         where: Name of the device, for messages.
@@ -91,7 +94,7 @@ def check_estimate(
 def check_dry_step(
     needed: int, available: int, *, tokens: int, where: str, failed: bool, divisible: bool = True
 ) -> Finding | None:
-    """Return a finding if a dry step ran out of memory or needs more than the planned share, else None.
+    """Return a finding if the dry step ran out of memory, or needed more memory than a run may use. Else return None.
 
     Args:
         needed: Peak memory in bytes, including the optimizer states that the first update will add.
@@ -122,7 +125,7 @@ def check_dry_step(
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements over some steps of a run.
+    """Measurements of memory and speed over some steps of a run.
 
     Attributes:
         step: Number of optimizer steps so far.
@@ -130,11 +133,12 @@ class Profile:
         reserved, allocated: Bytes reserved by the allocator, and bytes in tensors. 0 on a CPU.
         batch, accumulation: ``per_device_train_batch_size`` and ``gradient_accumulation_steps``.
         pass_tokens, row_tokens: Number of tokens of the largest micro-batch, and maximum number of tokens of a row.
-        standing: Bytes that do not depend on the batch size (weights, gradients, optimizer states).
+        standing: Bytes of weights, gradients and optimizer states, which do not depend on the batch size.
         longest_seen, longest: Tokens of the longest row trained so far, and of the longest row of the data (0 if unknown).
         tokens_per_second: Number of tokens per second without padding, over all processes.
         mfu: Model FLOPS utilization in percent, or None if it is unknown.
-        imbalance: Ratio of the busiest process's tokens to the mean. (Times are equal, because all processes wait.)
+        imbalance: Number of tokens of the busiest process divided by the mean over processes. Durations cannot be used, because
+            all processes wait for the slowest one.
         generation: Share of the time spent on generation, or None for methods that do not sample.
         checkpointing: Whether activations are recomputed.
     """
@@ -159,7 +163,9 @@ class Profile:
 
 
 def check_profile(seen: Profile) -> Iterator[Finding]:
-    """Find memory that is nearly full, unused or fragmented, uneven ranks, and steps that mostly generate."""
+    """Find memory that is nearly full, mostly unused or fragmented, ranks with unequal numbers of tokens, and steps that
+    spend most of their time on generation.
+    """
     here, share, wasted = f"step {seen.step}", seen.peak / max(seen.total, 1), seen.reserved - seen.allocated
     peak = f"peak memory {gib(seen.peak)} of {gib(seen.total)} ({100 * share:.0f} %) after {seen.step} steps"
     if share >= FULL_SHARE:
@@ -199,8 +205,8 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
 
 
 def _larger_passes(seen: Profile) -> str:
-    """Advise a larger row budget if micro-batches fill the current budget, else a larger batch size. Empty if nothing
-    larger fits.
+    """Return advice to use larger micro-batches, or an empty string if nothing larger fits. If micro-batches reach
+    ``max_row_tokens``, the advice is to increase it, else to increase the batch size.
     """
     factor = min(max((PLANNED_SHARE * seen.total - seen.standing) / max(seen.peak - seen.standing, 1), 1.0), 64.0)
     # Reduce the factor, to leave memory for rows that are longer than any row so far.
@@ -222,7 +228,7 @@ def _larger_passes(seen: Profile) -> str:
 
 
 def batch_sizes(batch: int, accumulation: int) -> list[int]:
-    """Return all batch sizes with which the effective batch size can stay the same."""
+    """Return all batch sizes per device that divide the effective batch size, so that it can stay the same."""
     whole = batch * accumulation
     return [size for size in range(1, whole + 1) if whole % size == 0]
 
@@ -279,7 +285,9 @@ def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
 
 
 def group_sizes(args: PostTrainingConfig, size: int) -> list[int]:
-    """Split a micro-batch of ``size`` rows into groups, and return their sizes. Only for methods that sample."""
+    """Split a micro-batch of ``size`` completions into groups of the same prompt, and return the sizes of the groups. Only
+    for methods that sample.
+    """
     size *= int(args.train_batch_size) // int(args.per_device_train_batch_size) // max(args.n_gpu, 1) or 1
     group = min(int(args.num_generations), size)
     return [group] * (size // group) + ([size % group] if size % group else [])
@@ -324,7 +332,7 @@ def plan(
     pictures: tuple[PictureProcessor, Sequence[Picture]] | None = None,
     model: nn.Module | None = None,
 ) -> Workload:
-    """Build the workload of one process of this run, for `estimate_memory`.
+    """Create the `Workload` of one process of this run, which is the input of `estimate_memory`.
 
     Args:
         method: The algorithm, with its config.
@@ -383,7 +391,7 @@ def plan(
 
 
 def _kind(traits: Traits, args: PostTrainingConfig, *, images: bool) -> dict[str, Any]:
-    """Return the properties of the policy that the method and its config determine."""
+    """Return the properties of the policy in the memory estimate that depend on the method and its config."""
     kind = "causal" if traits.generative else "sequence"
     return {"kind": kind, "freeze_vision": args.freeze_vision, "images": images}
 
@@ -414,7 +422,7 @@ def _dtype(args: PostTrainingConfig, config: Any, model: nn.Module | None = None
 
     counts: Counter[torch.dtype] = Counter()
     for parameter in () if model is None else model.parameters():
-        # One-byte dtypes are packed weights, whose dtype is not the dtype of the computation.
+        # Quantized weights are packed into one-byte dtypes, which are not the dtype of the computation.
         counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() and parameter.itemsize > 1 else 0
     if counts.total():
         return counts.most_common(1)[0][0]
@@ -506,7 +514,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
     loaded = [] if model is None else list(model.parameters())
     weights = sum(parameter.nbytes for parameter in loaded)
     if args.device.type == "cpu" and loaded:
-        # Subtract the weights from the memory in use, because the estimate includes them.
+        # Weights that are already in memory are counted as free, because the estimate includes them.
         process = max(in_use("cpu") - weights, 0)
     # The model may have been passed with its adapter already added.
     adapter = context.peft_config or next(iter(adapters_of(model).values()), None)

@@ -1,4 +1,6 @@
-"""Checks of preference pairs: flipped labels, contradictions, and differences that are not related to quality."""
+"""Checks of preference pairs: flipped or contradictory labels, and differences between chosen and rejected answers that are
+not related to quality.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ JUDGED_CODES = ("PT-D026",)
 PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")
 AGREEMENT_CODES = ("PT-D036",)
 
-# Minimum number of pairs for which a percentage is reported.
+# Findings with a percentage need at least this number of pairs.
 PAIRS_NEEDED = 20
 # There is a finding if more than this share of the pairs has the property: one side is longer (SHARE_LONGER), only one side has
 # an end token (SHARE_ENDING), only one side is truncated (CUT_ONE_SIDE), or the reference prefers the rejected answer
@@ -43,7 +45,8 @@ SHARE_LONGER, SHARE_ENDING, CUT_ONE_SIDE, SHARE_FLIPPED = 0.85, 0.8, 0.05, 0.9
 
 
 def check_pairs(rows: Sequence[Row], *, limit: int | None = None, stops: Sequence[int] = ()) -> list[Finding]:
-    """Find differences between chosen and rejected answers other than quality: length, truncation, missing end tokens.
+    """Find systematic differences between chosen and rejected answers other than quality: length, truncation and missing end
+        tokens.
 
     Args:
         rows: Tokenized rows. Only rows with two completions are checked, chosen first.
@@ -95,7 +98,8 @@ def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int
             "warning",
             f"only the {'chosen' if ended[odd[0]][0] else 'rejected'} answers end with an end-of-turn token",
             where(odd),
-            "the last token alone separates the two sides, so the model learns to always stop, or to never stop.",
+            "the end-of-turn token alone distinguishes chosen from rejected answers, so the model learns to always stop, or "
+            "to never stop.",
             "end both answers in the same way: pass messages, or strings without a template.",
         )
 
@@ -160,15 +164,15 @@ NEAR_DIFFERENCE, NEAR_SHARE = 0.02, 0.001
 
 @dataclass
 class PairScan:
-    """Result of scanning all pairs of a dataset.
+    """Suspicious pairs of a dataset, found by comparing the texts of all pairs.
 
     Attributes:
         total: Number of pairs.
-        suspects: Reasons by row number. If a row has several, the first reason that was found.
+        suspects: For each suspicious row number, the reason. If there are several reasons, the first one.
         swapped: Rows whose pair also occurs with chosen and rejected swapped.
         contradicted: Rows in which the rejected answer has the higher score.
         near: Rows whose answers are nearly equal.
-        repeated: Number of repeated pairs, whether swapped or not.
+        repeated: Number of pairs that repeat an earlier pair, in the same order or swapped.
         scored: Number of pairs with scores.
     """
 
@@ -181,7 +185,7 @@ class PairScan:
     scored: int = 0
 
     def flip_rate(self) -> tuple[float, float] | None:
-        """Return a lower and an upper estimate of the share of flipped labels, or None if there is no evidence of flips.
+        """Return a lower and an upper estimate of the fraction of flipped labels, or None if no labels appear to be flipped.
 
         If each label is flipped with probability p, two labels of the same pair disagree with probability 2 p (1 - p).
         """
@@ -196,7 +200,7 @@ class PairScan:
     def findings(self) -> list[Finding]:
         """Return the findings about all pairs."""
         rate = self.flip_rate()
-        smoothing = f"label_smoothing={rate[1]:.2f}" if rate else "label_smoothing near the share of flips"
+        smoothing = f"label_smoothing={rate[1]:.2f}" if rate else "label_smoothing near the fraction of flipped labels"
         estimate = f" Estimated flip rate {_span(*rate)}." if rate else ""
         robust = (
             f", or use a loss for noisy labels: loss_type='robust' (or 'sigmoid') with {smoothing}. bad_rows='drop' drops "
@@ -209,7 +213,8 @@ class PairScan:
                 "warning",
                 f"{count_of(len(rows), self.total)} {what}",
                 where(rows),
-                "the labels of such pairs are noise: they contradict other pairs, or the answers hardly differ.",
+                "the labels of these pairs are noise, because they contradict other pairs or scores, or because the two "
+                "answers hardly differ.",
                 f"look at the pairs in suspect_pairs.jsonl, and remove them{advice}",
             )
             for code, rows, what, advice in (
@@ -259,7 +264,7 @@ def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None
             _compare_scores(scan, index, row.get(scores[0]), row.get(scores[1]))
         if chosen == rejected:
             continue
-        # The same question with a different image counts as a different prompt.
+        # A question with another image counts as another prompt.
         asked = (
             str([row.get(name) for name in PROMPT_COLUMNS]) if has_pictures([row]) else answers_of(row.get("prompt"))
         )
@@ -318,11 +323,12 @@ LOSS_OFF = {"float32": 0.02, "half": 0.04}  # Maximum difference of the first si
 
 
 def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, given: bool = False) -> Finding | None:
-    """Check that policy and reference are equal before the first update: the log-ratio is 0, and the sigmoid loss is ln 2.
+    """Check that policy and reference are equal before the first update. The log-ratio should be 0, and the sigmoid loss should
+        be ln 2.
 
     Args:
         gap: Maximum absolute log-ratio of a sequence, per token, in nats.
-        half: Whether the run computes in half precision.
+        half: Whether the run computes in half precision, where the tolerance is larger.
         loss: The first loss, if the loss is the plain sigmoid loss. Long answers can change it even if ``gap`` is small.
         given: Whether the user passed the reference model. A difference may then be intended.
     """
@@ -361,8 +367,9 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
     )
 
 
-# Two careful annotators prefer the same answer in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs (arXiv:2203.02155,
-# section 3.4). A judge whose agreement with the labels is below AGREES uses other criteria than annotators.
+# Two human annotators prefer the same answer in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs (arXiv:2203.02155,
+# section 3.4). If a reward model agrees with the labels in a smaller fraction than AGREES, it uses other criteria than
+# annotators, or the labels are wrong.
 AGREES, INVERTED = 0.55, 0.45
 
 
@@ -381,7 +388,7 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
         return None
     agree = sum((good > bad) + (good == bad) / 2 for good, bad in scores.values())
     share = agree / len(scores)
-    # Two standard errors of the agreement rate that a random judge would have.
+    # Twice the standard error of the agreement rate of a judge that chooses at random.
     noise = 2 * math.sqrt(0.25 / len(scores))
     why = "it agrees with the labels."
     if share < min(INVERTED, 0.5 - noise):
@@ -394,7 +401,8 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
         f"{model} prefers the chosen answer in {agree:g} of {len(scores)} pairs ({100 * share:.0f} %).",
         "the pairs",
         why,
-        f"look at the pairs in suspect_pairs.jsonl, for which it disagrees. Swap the columns if {model} is right.",
+        f"look at the pairs in suspect_pairs.jsonl, for which it disagrees. If {model} is right, swap the columns chosen and "
+        "rejected.",
     )
 
 
@@ -403,7 +411,7 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
 # PAIRS_JUDGED: maximum number of pairs that the reward model scores. EXCERPT: maximum length of a text in suspect_pairs.jsonl,
 # in characters.
 PAIRS_JUDGED, EXCERPT = 512, 200
-# A pair consists of row number, prompt, chosen answer and rejected answer.
+# Row number, prompt, chosen answer and rejected answer of a pair.
 Pair = tuple[int, Any, Any, Any]
 
 
@@ -470,7 +478,7 @@ class PairWatch:
                 yield number, parted["prompt"], parted["chosen"], parted["rejected"]
 
     def _scores(self, pairs: Sequence[Pair], accelerator: Accelerator) -> list[tuple[int, tuple[float, float]]]:
-        """Score this process's share of the pairs."""
+        """Score the pairs of this process. The pairs are distributed over all processes."""
         from posttrain.rewards.model import ModelReward
 
         mine = pairs[accelerator.process_index :: accelerator.num_processes]

@@ -35,7 +35,7 @@ Severity = Literal["info", "warning", "error"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 CODE = re.compile(r"PT-([A-Z])\d{3}")
 
-# Areas of checks. The key is the letter in a finding's code.
+# Areas of checks, by the letter after ``PT-`` in the code.
 AREAS = {
     "C": "configuration",
     "D": "data: rows and pairs",
@@ -62,8 +62,8 @@ class Check:
         moment: When the check runs.
         title: Short description of the problem.
         page: Page of the documentation below ``assumptions/``, such as ``"f"``.
-        fatal: Whether the problem makes training or sampling impossible. It is then raised where it occurs, and cannot be
-            silenced.
+        fatal: Whether the problem makes training or sampling impossible. A fatal problem is raised as an error where it occurs,
+            and it cannot be silenced.
     """
 
     code: str
@@ -76,7 +76,8 @@ class Check:
 
 @dataclass
 class Context:
-    """Information about a run at some moment. Fields that are not available yet are None or empty.
+    """Information about a run that checks can read. Fields that are not available yet at the moment of a check are None or
+    empty.
 
     Attributes:
         trainer: The trainer's command name, such as ``"grpo"``.
@@ -86,8 +87,8 @@ class Context:
         tokenizer: Tokenizer or processor.
         train_dataset, eval_dataset: The raw datasets.
         rows: A tokenized sample of the training set.
-        sample: The same rows with cached results of checks (`posttrain.checks.rows.RowSample`), if available.
-        limit: Maximum number of tokens to which these rows were truncated.
+        sample: The same ``rows``, as a `posttrain.checks.rows.RowSample` with cached results of checks, if available.
+        limit: Maximum length to which ``rows`` were truncated, in tokens.
         peft_config: Config of the trained adapter.
         processes: Number of ranks.
         parts: Other arguments of the trainer by name (``reward_funcs``, ``teacher_model``, ...).
@@ -160,7 +161,7 @@ def finding(code: str, severity: Severity, what: str, where: str, why: str, fix:
     """
     if code not in REGISTRY:
         raise ConfigError(f"code={code!r} is not registered{did_you_mean(code, REGISTRY)}. Fix: call register() first.")
-    # Make control characters visible, because these texts may contain text from rows.
+    # Escape control characters, because these texts may contain text of dataset rows.
     return Finding(code, severity, *map(visible, (what, where, why, fix)))
 
 
@@ -382,7 +383,7 @@ Told = Literal["told", "repeated", "silenced", "off"]
 
 
 def silenced_codes(silence: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the codes of silenced findings with their reasons.
+    """Validate ``silence_findings``, and return a mapping from codes to reasons.
 
     Args:
         silence: Reasons by code or name.
@@ -411,7 +412,7 @@ def silenced_codes(silence: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def describe(finding: Finding) -> str:
-    """Format a finding as one line: code, problem, place, consequence, fix, and the name that silences it."""
+    """Format a finding as one line: code, problem, place, consequence, fix, and the name with which it can be silenced."""
     name = f" [{REGISTRY[finding.code].name}]" if finding.code in REGISTRY else ""
     return f"{finding.code}: {finding.what} ({finding.where}): {finding.why} Fix: {finding.fix}{name}"
 
@@ -443,7 +444,7 @@ class Result:
 
 
 class Preflight:
-    """Checks of one run, at four moments.
+    """Runs the checks of a run at four moments, and records their results.
 
     Args:
         mode: ``error`` raises an error for findings of severity error, ``warn`` only logs them, ``off`` runs no checks.
@@ -464,7 +465,7 @@ class Preflight:
         self.results: dict[str, Result] = {}
         self.seconds: dict[str, float] = {}
         self.told: list[Finding] = []
-        self.notes: dict[str, Any] = {}  # Additional entries that are written to preflight.json.
+        self.notes: dict[str, Any] = {}  # Additional entries of preflight.json.
         # Whether the report has changed since the file was last written.
         self.changed = True
 
@@ -475,7 +476,7 @@ class Preflight:
 
     @contextmanager
     def record_check(self, moment: Moment, codes: Collection[str]) -> Iterator[None]:
-        """Record the ``with`` block as one run of the checks with these codes."""
+        """Record the code in a ``with`` block as one execution of the checks with these codes."""
         if not self.active:
             yield
             return
@@ -501,8 +502,8 @@ class Preflight:
         return probe.moment == moment and (probe.part is None or context.parts.get(probe.part) is not None)
 
     def run(self, moment: Moment, context: Context) -> list[Finding]:
-        """Run the checks of a given moment and return the findings. A check that fails is logged; a `ConfigError` is
-        raised.
+        """Run the checks of a given moment and return the findings. If a check itself raises an error, the error is logged.
+        Only a `ConfigError` is raised.
         """
         findings: list[Finding] = []
         for probe in list(PROBES.values()) if self.active else ():
@@ -521,7 +522,7 @@ class Preflight:
         return findings
 
     def add(self, finding: Finding) -> Told:
-        """Record a finding. Return whether the finding is new, repeated or silenced, which decides whether it is logged."""
+        """Record a finding. Return whether it is new, repeated or silenced. The caller decides from this whether to log it."""
         if not self.active:
             return "off"
         result = self.results.setdefault(finding.code, Result())
@@ -576,7 +577,10 @@ class Preflight:
         checks = load()
         rows = []
         for code in sorted({*self.results, *self.silenced}):
-            check, result = checks.get(code), self.results.get(code, Result())  # Codes that users define have no entry.
+            check, result = (
+                checks.get(code),
+                self.results.get(code, Result()),
+            )  # Checks that users define are not in the registry.
             row: dict[str, Any] = {
                 "code": code,
                 "name": check and check.name,

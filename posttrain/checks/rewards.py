@@ -27,7 +27,8 @@ HISTOGRAM_BINS = 8
 
 
 def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool) -> Iterator[Finding]:
-    """Find outliers, and rewards that are too large for advantages that are not divided by a standard deviation.
+    """Find outliers among the rewards. If advantages are not divided by a standard deviation, also find rewards that are too
+    large.
 
     Args:
         rewards: Rewards of each function in a generation. NaN means that the function did not score the completion.
@@ -42,7 +43,7 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
                 "warning",
                 f"{name} is {largest:g} for one completion, and about {middle:g} for the other completions.",
                 f"rewards/{name}",
-                "within a group, an outlier makes the advantages of all other completions nearly equal.",
+                "an outlier dominates its group: the advantages of all other completions become nearly equal.",
                 "set reward_transform to 'log1p', 'rank' or 'clip:a:b' for this function.",
             )
         elif not scaled and largest > LARGE_REWARD:
@@ -101,7 +102,8 @@ def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
 
 
 def histogram(values: Sequence[float]) -> str:
-    """Format the number of occurrences of each value, or of each range if there are many different values.
+    """Return a text with the number of occurrences of each value. If there are many different values, they are counted by
+    range.
 
     >>> histogram([0.0, 0.0, 1.0])
     '0: 2, 1: 1'
@@ -139,9 +141,10 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
     )
 
 
-# There is a finding if the largest standard deviation of a reward function exceeds this multiple of the second largest.
+# A finding is reported if the standard deviation of one reward function is more than this multiple of the second largest
+# standard deviation.
 SPREAD_RATIO = 20.0
-# Arguments that every reward function can request, in addition to the dataset's columns.
+# Names of arguments that every reward function can have, in addition to the dataset's columns.
 SUPPLIED = frozenset([*ROWS, "prompt_ids", *TRAINERS_ARGUMENTS])
 
 
@@ -167,7 +170,7 @@ class RunningReward:
     high: float = -math.inf
 
     def add(self, values: Sequence[float]) -> RunningReward:
-        """Return the statistics including the rewards of one more generation. NaN counts as missing."""
+        """Return updated statistics that include the rewards of another generation. NaN counts as missing."""
         known = [value for value in values if not math.isnan(value)]
         count, mean, squares = self.count, self.mean, self.squares
         for value in known:
@@ -223,7 +226,7 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
 
 # Findings about one generation, compared with earlier generations ---------------------------------------------------------
 
-# A run has no usable reward if more than this share of the rows is unscored in this number of consecutive batches.
+# A run has no usable reward if more than UNSCORED_SHARE of the rows have no reward in this number of consecutive batches.
 UNSCORED_SHARE, UNSCORED_BATCHES = 0.5, 5
 # The variance share of each reward function is logged after these numbers of generations.
 GENERATIONS_REPORTED = (1, 10, 100)
@@ -236,7 +239,7 @@ GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
 
 
 class Notice(NamedTuple):
-    """Message without a code. It is logged the first time, and then every 100th time, for each key."""
+    """Message without a code. For each key, it is logged at its first and then at every 100th occurrence."""
 
     key: str
     text: str
@@ -245,7 +248,7 @@ class Notice(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardHistory:
-    """Statistics of earlier training generations, which `findings` needs for comparison.
+    """Statistics of earlier training generations, with which `findings` compares the current one.
 
     Attributes:
         generations: Number of generations.
@@ -366,7 +369,7 @@ def unscored_rows(
 def _unscored_generations(
     table: RewardTable, history: RewardHistory, columns: Sequence[str]
 ) -> Iterator[Notice | RewardError]:
-    """Find consecutive generations in which most or all rows are unscored."""
+    """Find consecutive generations in which most or all rows have no reward."""
     names, count = ", ".join(table.names), history.mostly_unscored
     if any(running.count for running in history.running.values()) and history.unscored >= 2 * UNSCORED_BATCHES:
         yield RewardError(
@@ -388,7 +391,9 @@ def _unscored_generations(
 
 
 def _narrow_groups(history: RewardHistory, least: float) -> Notice | None:
-    """Find groups with a tiny standard deviation. Dividing by it would turn noise into full-size updates."""
+    """Find groups whose rewards have a tiny standard deviation. Division by it would amplify noise to updates of normal
+    size.
+    """
     known, whole = len(history.spreads), history.totals.std
     narrow = sum(std > 0 and least <= std < NARROW_SPREAD * whole for std in history.spreads)
     if known < GROUPS_NEEDED or narrow <= NARROW_SHARE * known:

@@ -1,4 +1,4 @@
-"""Checks of tokenized rows. Each finding has a code, the affected rows, the consequence, and the fix.
+"""Checks of tokenized rows. A finding contains a code, the affected rows, the consequence, and the fix.
 
 A *sequence* is a prompt with one completion, or only a prompt if completions are sampled later. Findings count rows. Row numbers
 are indices into the list of rows that was passed, unless other numbers are passed.
@@ -26,7 +26,9 @@ from posttrain.types import Finding, Row
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-ROWS_NAMED = 8  # Maximum number of row numbers in a finding. Further rows are only counted.
+ROWS_NAMED = (
+    8  # Maximum number of row numbers that a finding lists. If more rows are affected, only their number is added.
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class TokenSequence:
     """One completion with its prompt.
 
     Attributes:
-        row: Index of its row.
+        row: Index of the row to which the completion belongs.
         completion: Index of the completion in its row, or None if the completion is sampled later.
         ids: Token ids of prompt and completion.
         trained: Whether each token is trained. The first token is never trained, because no token predicts it.
@@ -50,14 +52,14 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class RowSample:
-    """Rows with cached findings and cached properties of their tokenizer.
+    """Rows to check, with cached findings and cached properties of the tokenizer.
 
     Attributes:
         rows: The rows. They are never changed.
         tokenizer: Tokenizer of the rows.
         limit: Maximum number of tokens to which rows were truncated, or None.
         numbers: Row numbers for messages. None uses indices.
-        examples: Index of an affected row by code of the finding. Filled by the checks.
+        examples: For each code of a finding, the index of an affected row. The checks fill this mapping.
     """
 
     rows: Sequence[Row]
@@ -183,10 +185,11 @@ def where(rows: Sequence[int]) -> str:
     return f"row{'s' if len(rows) > 1 else ''} {named}{more}"
 
 
-# Duplicates and identical pairs cause only a warning up to this share of the rows, because they are common in real datasets.
+# Up to this fraction of the rows, duplicates and identical pairs are only logged at a lower severity, because they are common
+# in real datasets.
 SHARE_OF_NOISE = 0.01
-# Number of tokens on each side of the end of the prompt that are tokenized again. This is enough, because tokenizers merge
-# characters only within a word.
+# To test whether tokens at the end of the prompt merge with the completion, this number of tokens on each side is tokenized
+# again. It is sufficient, because tokenizers merge characters only within a word.
 BOUNDARY_TOKENS = 8
 DAMAGED = re.compile("[\ufffd\ud800-\udfff]")
 
@@ -200,7 +203,9 @@ def _outside(sample: RowSample) -> Seen:
 
 
 def _bos_double(sample: RowSample) -> Seen:
-    """Find two adjacent bos tokens. Also find any later bos token, unless the template begins every turn with bos."""
+    """Find rows with two adjacent bos tokens. Also find rows with a later bos token, unless the template begins every turn
+    with bos.
+    """
     bos = sample.tokenizer.bos_token_id
     several = [s for s in sample.sequences if bos is not None and s.ids.count(bos) > 1]
     once = bool(several) and not sample.bos_opens_turns and bos != sample.tokenizer.eos_token_id
@@ -208,7 +213,9 @@ def _bos_double(sample: RowSample) -> Seen:
 
 
 def _eos_double(sample: RowSample) -> Seen:
-    """Find two eos tokens with only whitespace between them. Ignore a first token that is both bos and eos."""
+    """Find rows with two eos tokens that have only whitespace between them. A first token that is both bos and eos is
+    ignored.
+    """
     eos, bos = sample.tokenizer.eos_token_id, sample.tokenizer.bos_token_id
 
     def twice(ids: list[int]) -> bool:
@@ -219,7 +226,9 @@ def _eos_double(sample: RowSample) -> Seen:
 
 
 def _eos_untrained(sample: RowSample) -> Seen:
-    """Find rows whose last trained token, ignoring whitespace, does not end a turn. Truncated rows are ignored."""
+    """Find rows whose last trained token (apart from whitespace) is not an end token, so the model does not learn to stop.
+    Truncated rows are ignored.
+    """
     asked = [s for s in sample.sequences if any(s.trained) and not sample.cut(s)]
 
     def last(s: TokenSequence) -> int | None:
@@ -277,13 +286,15 @@ def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
 
 
 def _damaged(sample: RowSample) -> Seen:
-    """Find replacement characters and lone surrogates. Ignore a character that was split by truncation."""
+    """Find rows whose text contains replacement characters or lone surrogates. A character that truncation has split is
+    ignored.
+    """
     texts = ((s, sample.decode(s.ids)) for s in sample.sequences)
     return (s.row for s, t in texts if DAMAGED.search(t.strip("\ufffd") if sample.cut(s) else t)), "warning"
 
 
 def _unknown(sample: RowSample) -> Seen:
-    """Find the unknown token, unless the same token is also bos, eos or pad."""
+    """Find rows that contain the unknown token, unless the same token is also bos, eos or pad."""
     tokenizer = sample.tokenizer
     unk = tokenizer.unk_token_id
     if unk is None or unk in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
@@ -310,7 +321,7 @@ class RowRule:
 
     Attributes:
         code: Code in the registry of checks, which has its name and title.
-        look: Function that returns the affected rows, and the severity of the finding.
+        look: Function that returns the indices of affected rows and the severity of the finding.
         what: Text that follows the number of rows. Placeholders such as ``{bos}`` and ``{limit}`` are replaced.
         why: The consequence.
         fix: What the user should do.
@@ -504,7 +515,9 @@ def _messages(value: object) -> list[Mapping[str, Any]]:
 
 
 def _beyond_model(context: Context) -> bool:
-    """Return whether an id has no embedding. A model can have more embeddings than the tokenizer has tokens."""
+    """Return whether rows contain a token id without an embedding. Ids beyond the tokenizer's vocabulary can have an
+    embedding, because models can have more embeddings than the tokenizer has tokens.
+    """
     text = text_of(context.model_config)
     size = None if text is None else text.vocab_size
     ids = (token for row in context.rows for part in (row.prompt_ids, *row.completions) for token in part)
@@ -523,13 +536,13 @@ SPEAKERS = frozenset({"system", "user", "assistant", "tool", "developer", *ROLES
 def columns_of(
     columns: Sequence[str], *, prompts_only: bool, unread: Collection[str] = (), ids: Collection[str] = TOKENIZED
 ) -> list[str]:
-    """Return the columns that decide whether a row can be trained. Return no columns if rows contain token ids.
+    """Return the names of the columns that must not be empty in a row. If rows contain token ids, return no columns.
 
     Args:
         columns: Columns of the dataset.
         prompts_only: Whether completions are sampled. Only reward functions then read columns other than the prompt.
         unread: Columns of other tasks.
-        ids: Columns with token ids that the method reads instead of text.
+        ids: Names of columns with token ids. If they exist, the method does not read text columns.
     """
     if set(columns) & set(ids):
         return []
@@ -571,7 +584,7 @@ def is_open(row: Mapping[str, Any], filled: bool) -> bool:
 
 
 def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return the reason why a row is probably a mistake (e.g. no assistant turn, a blank answer, equal answers), or "".
+    """Return the reason why a row is probably wrong (e.g. no assistant turn, a blank answer, equal answers), or "".
 
     >>> doubt({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
     'no assistant turn in `messages`'
@@ -622,7 +635,7 @@ def answers_of(value: object) -> str:
     return "" if value is None else str(value)
 
 
-# Files with rows for the user -----------------------------------------------------------------------------------------
+# Files that list rows for the user -----------------------------------------------------------------------------------------
 
 SUSPECTS = "suspect_pairs.jsonl"
 

@@ -1,8 +1,9 @@
-"""Rules that find problems in the log of a run. They are applied during training, and when the page of a run is built.
+"""Rules that find problems in the metrics of a run. They are applied to every log line during training, and to the whole log
+when a report is written.
 
 A rule consists of a code, the metrics that it reads, a window in optimizer steps, a predicate, and the texts of its finding.
-`check_log` applies the rules to the newest row of a log. `review` applies the same rules to every row of a log. A row that covers
-ten steps counts as ten steps. Thresholds without a cited source are defaults of this project.
+`check_log` applies the rules to the newest row of a log, and `review` to every row. If a log row is the mean of ten steps, it
+counts as ten steps of a window. Thresholds without a cited source are choices of this project.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ KL_LARGE, KL_GROWTH = 0.5, 5.0
 ENTROPY_LEFT = 0.1  # Minimum entropy, as a fraction of the initial entropy.
 CUT_SHARE = 0.5  # Maximum share of completions that reach the length limit.
 CUT_AT_FIRST = 0.9  # Maximum share of completions that reach the length limit in the first generation.
-# Maximum growth factor of the mean length while the reward changes by less than a tenth of its standard deviation.
+# A finding is reported if the mean length grows by more than this factor while the reward changes by less than a tenth of its
+# standard deviation.
 LENGTH_GROWTH = 1.5
 # MASKED_SHARE: share of tokens with weight 0 above which a warning is logged. MASKED_MOST: share above which stopping the run
 # is advised.
@@ -40,7 +42,7 @@ SATURATED = 10.0  # Reward margin above which the loss is saturated.
 # EVALUATIONS: number of consecutive evaluations that must have an accuracy below BACKWARDS to cause a finding.
 EVALUATIONS, BACKWARDS = 3, 0.45
 SPIKE = 10.0  # Maximum gradient norm, as a multiple of the median of the norms before it.
-ROWS_NEEDED = 6  # Minimum number of log rows for a finding about a whole log.
+ROWS_NEEDED = 6  # A whole log is reviewed only if it has at least this number of rows.
 MOST_ROWS = 5000  # Maximum number of log rows that are checked.
 
 
@@ -81,7 +83,7 @@ def window(history: History, name: str, steps: int) -> list[float] | None:
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the means of the first and the last fifth of the values."""
+    """Return the mean of the first fifth and the mean of the last fifth of the values."""
     fifth = max(1, len(values) // 5)
     return statistics.fmean(values[:fifth]), statistics.fmean(values[-fifth:])
 
@@ -96,7 +98,7 @@ def columns(history: History, ending: str) -> list[str]:
 
 @dataclass(frozen=True)
 class View:
-    """The part of a log that a rule reads: all rows up to a given row.
+    """Part of a log to which a rule is applied: all rows up to a given row.
 
     Attributes:
         history: Rows with ``step``, oldest first.
@@ -127,7 +129,9 @@ class View:
 
 @dataclass(frozen=True)
 class Sign:
-    """Result of a predicate: a sentence with numbers. All other fields override the fields of the rule if they are set."""
+    """Problem that a predicate has found, as a sentence with numbers. If its other fields are set, they override the fields
+    of the rule.
+    """
 
     what: str
     where: str = ""
@@ -141,14 +145,15 @@ class Rule:
 
     Attributes:
         code: Code in the registry of checks, which has its name and title.
-        metrics: Metrics that the rule reads, each separately, if the log contains them. If empty, the predicate selects metrics.
+        metrics: Names of the metrics to which the rule is applied, one at a time. If empty, the predicate itself selects
+            metrics.
         steps: Window in optimizer steps.
         holds: Predicate that takes a `View` and yields a `Sign` for each problem.
         why: The consequence.
         fix: What the user should do.
         severity: ``error`` stops a run. ``warning`` and ``info`` are logged.
-        live: Whether the rule is applied during training. False if another check finds the problem, or if the whole log is
-            needed.
+        live: Whether the rule is applied during training. It is False if another check finds the problem during training, or if
+            the rule needs the whole log.
         title: Title on the page of a run. If empty, the title in the registry is used.
     """
 
@@ -173,7 +178,7 @@ class Rule:
     def findings(self, history: History, steps: int, generations_per_step: float = 1.0) -> Iterator[Finding]:
         """Yield the rule's findings at the newest row of a log."""
         newest = next((row for row in reversed(history) if "loss" in row), {})
-        # Use evaluation metrics only if the last row was written by an evaluation.
+        # Evaluation metrics are checked only if an evaluation has written the last row.
         newest = dict(newest) | {
             name: value for name, value in (history[-1] if history else {}).items() if "eval_" in name
         }
@@ -364,7 +369,7 @@ def _discarded(view: View) -> Iterator[Sign]:
     dropped, produced = view.values(), view.values("async/produced")
     if dropped is None or produced is None or len(dropped) < 2:
         return
-    # Both metrics are totals since the start of the run, so compute their differences.
+    # Both metrics are totals since the start of the run, so their differences within the window are used.
     old, new = dropped[-1] - dropped[0], produced[-1] - produced[0]
     if new > 0 and old > DISCARDED * new:
         yield Sign(
@@ -554,7 +559,7 @@ class Verdict:
 
     Attributes:
         rule: The rule.
-        status: ``seen`` if the rule found the problem, ``clear`` if it did not, ``unknown`` if the log is too short.
+        status: ``seen``: the rule has found the problem. ``clear``: it has not. ``unknown``: the log is too short.
         evidence: Text of the last finding. Empty unless the status is ``seen``.
         spans: Ranges ``(first, last)`` of steps at which the rule holds, in order.
     """
@@ -571,7 +576,7 @@ class Verdict:
 
 
 def review(history: History) -> list[Verdict]:
-    """Apply every rule with named metrics to every row of a log. Rules that found a problem come first.
+    """Apply all rules that name their metrics to every row of a log. In the result, rules that have found a problem come first.
 
     The window of a rule is at most a quarter of the log, so that short runs are checked too.
 

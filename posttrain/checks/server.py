@@ -17,7 +17,8 @@ from posttrain.types import Finding
 if TYPE_CHECKING:
     pass
 
-# Number of sequences in the parity probe, their length in tokens, and the largest sliding window that the probe covers.
+# The parity probe compares the log-probs of trainer and engine. These are its number of sequences, their length in tokens, and
+# the largest sliding window that it tests.
 SEQUENCES, LENGTH, LONGEST = 4, 64, 2048
 
 
@@ -30,19 +31,19 @@ GAPS = {"float32": (0.02, 0.5), "float16": (0.05, 0.5), "bfloat16": (0.15, 1.0)}
 GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
 
 
-# Maximum differences (mean and 99th percentile) as multiples of the measured rounding noise. The larger of the limits in GAPS
-# and NOISY applies. In a mixture of experts, rounding can route a token to a different expert. On tiny models of six families
-# in bfloat16, the noise was 0.03 to 0.16 nats. After complete pushes, the difference was up to 1.3 times (mean) and 14 times
-# (99th percentile) the noise.
+# Maximum differences of log-probs (mean and 99th percentile), as multiples of the measured rounding noise. The larger one of
+# the limits in GAPS and NOISY is used. In a mixture of experts, rounding can route a token to a different expert. On tiny
+# models of six families in bfloat16, the noise was 0.03 to 0.16 nats. After complete pushes, the difference was up to 1.3 times
+# (mean) and 14 times (99th percentile) the noise.
 NOISY = (2.0, 20.0)
 
 
-# An update counts as lost if the engine's log-probs lack more than the fraction MISSED of the expected change. The missing part
-# must also exceed CONCLUSIVE times the rounding noise of both sides, and MOVED nats.
+# A weight update counts as lost if more than the fraction MISSED of the expected change of log-probs is missing in the engine.
+# The missing part must also be above MOVED nats, and above CONCLUSIVE times the rounding noise of trainer and engine.
 CONCLUSIVE, MISSED, MOVED = 3.0, 0.1, 1e-4
 
 
-COST_SHARE = 0.01  # Maximum share of the run time that comparisons of log-probs may take.
+COST_SHARE = 0.01  # Maximum fraction of the run time that comparisons of log-probs may take.
 
 
 def probe_sequences(vocabulary: int, context: int | None, window: int | None = None) -> list[list[int]]:
@@ -74,9 +75,9 @@ def check_parity(
 ) -> Finding | None:  # fmt: skip
     """Compare the log-probs of the same tokens in the trainer and in an engine.
 
-    There are two tests. First, the difference must be within the limits for the dtypes, or for the measured rounding noise if
-    this limit is larger. Second, the change since the first comparison must be the same on both sides. The second test detects a
-    lost update much earlier.
+    There are two tests. First, the difference must be within a limit, which depends on the dtypes and on the measured rounding
+    noise. Second, log-probs of trainer and engine must have changed equally since the first comparison. The second test detects
+    a lost weight update much earlier.
 
     Args:
         where: Name of the server or worker.
@@ -134,10 +135,11 @@ class Probe:
 
 
 class Parity:
-    """Schedule of the comparisons between trainer and engines, and the first comparison of each engine.
+    """Decides when the log-probs of trainer and engines are compared, and stores the first comparison of each engine.
 
     Args:
-        every: Number of pushes between two comparisons. None compares as often as possible within `COST_SHARE` of the time.
+        every: Number of weight updates between two comparisons. None: as often as possible within the fraction `COST_SHARE` of
+            the run time.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -148,7 +150,7 @@ class Parity:
         self._cost, self._pushes = 0.0, 0
 
     def due(self) -> bool:
-        """Return whether to compare after this push. Call this once per push."""
+        """Return whether log-probs are compared after this weight update. It must be called once per update."""
         self._pushes += 1
         if self.ended is None or not self.moved:
             return True
@@ -180,8 +182,8 @@ class Parity:
 
 
 def check_negative_control(where: str, before: Finding | None) -> Finding | None:
-    """Warn if the server of a resumed run already has the new weights before the push, because the comparison cannot test
-    such a push.
+    """Return a warning if the server of a resumed run already has the trainer's weights before they are sent, because a
+    comparison then cannot show that the update works.
     """
     if before is not None:
         return None

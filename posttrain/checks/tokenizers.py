@@ -29,7 +29,7 @@ IDS_SHOWN = 5
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # Name of a token for a single byte in a SentencePiece vocabulary.
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
-# Texts that tokenizers are known to tokenize differently. This is version 1 of the list.
+# Texts that many tokenizers encode differently.
 PROBE_TEXTS = (
     "", "The quick brown fox jumps over the lazy dog.", " leading", "trailing ", "two  spaces", "   ", "a\tb", "line\r\nend",
     "three\n\n\nnewlines", "7", "1234567", "3.14159", "-0.5e-10", "1,000,000", "2/3 = 66.7 %", "$42.00", "2024-02-29T23:59:60Z",
@@ -56,14 +56,14 @@ CONVERSATIONS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class TokenizerMatch:
-    """Result of `compare_tokenizers`. Pairs contain a value for the first and a value for the second tokenizer.
+    """Result of `compare_tokenizers`. Attributes that are pairs contain one value for each of the two tokenizers.
 
     Attributes:
         verdict: ``identical``; ``identical-padded`` (only the number of logits differs); ``superset`` (one tokenizer has
             additional ids); ``cross-tokenizer`` (different vocabularies, but both represent all bytes); or ``incompatible``.
         sizes: Number of tokens of each tokenizer.
         widths: Number of logits of each model, or None if it is unknown.
-        different: Number of ids that represent different bytes, including ids that only one tokenizer has.
+        different: Number of ids that stand for different bytes in the two tokenizers, including ids that only one of them has.
         common: Number of tokens whose bytes are in both vocabularies, under any id.
         examples: The first differences, as (id, bytes in the first tokenizer, bytes in the second). None if an id is absent.
         special: Ids of bos, eos, pad and unk that differ, by name.
@@ -185,8 +185,8 @@ def _verdict(
 ) -> Verdict:
     small, large = sorted(maps, key=len)
     added = [large[i].decode(errors="replace") for i in large.keys() - small.keys()]
-    # A text does not count as a difference if it is tokenized differently only because of a token added to the larger
-    # vocabulary.
+    # If a text is tokenized differently only because the larger vocabulary has an additional token, it does not count as a
+    # difference.
     same_texts = all(any(token in text for token in added) for text in written)
     if all(large.get(i) == spelled for i, spelled in small.items()) and same_texts:
         if added:
@@ -209,7 +209,7 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
     prompt = messages[-1]["role"] == "user"
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    # A template can reject a role. In this case, both templates should reject it.
+    # A template may reject a role, but then the other template should reject it too.
     except Exception as error:
         return f"refused: {type(error).__name__}"
 
@@ -245,7 +245,7 @@ def check_tokenizers(
     names: tuple[str, str] = ("student", "teacher"),
     extra: Sequence[str] = (),
 ) -> list[Finding]:
-    """Check whether a loss over token ids can compare two models.
+    """Check whether the token ids of two models have the same meaning, so that a loss over token ids can compare the models.
 
     Args:
         student: Tokenizer whose ids are trained.

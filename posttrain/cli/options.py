@@ -1,4 +1,6 @@
-"""Options of training commands, read from source files without importing torch: short help, completion, starter configs."""
+"""Short help, completion and starter configs of training commands. Options are read from source files, so that torch is not
+imported.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from typing import NamedTuple
 from posttrain.cli.commands import TRAINING
 from posttrain.errors import ConfigError, check_choice
 
-WRITTEN = {"PLANNED": "8"}  # Values of the named constants that are used as default values.
+WRITTEN = {"PLANNED": "8"}  # Values of constants that configs use as defaults, by name.
 MOST, RUN, TRANSFORMERS = "most used", "every run", "every run, from transformers.TrainingArguments"
 SENTENCE = re.compile(r"(?<!e\.g)(?<!i\.e)\. ")  # Matches the end of a sentence.
 ROOT = Path(__file__).parents[1]
@@ -31,7 +33,7 @@ SOURCES = (
     "models/load.py",
     "rollouts/episodes/options.py",
 )
-# Evaluation settings of transformers.TrainingArguments that a new config file lists.
+# Evaluation settings of transformers.TrainingArguments that `posttrain init` writes to a new config file.
 EVALUATION = {
     "eval_strategy": "steps  # The data needs a test split: a folder with train and test files, or test_split_size.",
     "eval_steps": "50",
@@ -51,30 +53,30 @@ MOST_USED = (
 )  # fmt: skip
 # Descriptions of frequently used options of transformers.TrainingArguments. They are shorter than the originals.
 COMMON = {
-    "output_dir": "Folder of the run: checkpoints, metrics, the model.",
+    "output_dir": "Folder of the run, with checkpoints, metrics and the trained model.",
     "max_steps": "Number of optimizer steps. Overrides num_train_epochs.",
-    "num_train_epochs": "Number of passes over the rows.",
-    "max_hours": "Hours after which the run saves and ends.",
+    "num_train_epochs": "Number of passes over the training set.",
+    "max_hours": "Maximum training time in hours. After it, the run saves a checkpoint and ends.",
     "learning_rate": "Peak learning rate.",
-    "per_device_train_batch_size": "Rows per micro-batch on each device, or auto.",
-    "gradient_accumulation_steps": "Micro-batches per optimizer step.",
-    "logging_steps": "Steps between two log lines.",
-    "eval_strategy": "When to evaluate: no, steps (every eval_steps) or epoch.",
-    "eval_steps": "Steps between two evaluations. Below 1: a fraction of all steps.",
-    "save_steps": "Steps between two checkpoints. Below 1: a fraction of all steps.",
-    "resume_from_checkpoint": "Checkpoint path, true (latest checkpoint) or auto (latest if there is one).",
+    "per_device_train_batch_size": "Number of rows per micro-batch on each device, or auto.",
+    "gradient_accumulation_steps": "Number of micro-batches per optimizer step.",
+    "logging_steps": "Number of steps between two log lines.",
+    "eval_strategy": "When to evaluate: no (never), steps (every eval_steps steps) or epoch (after each epoch).",
+    "eval_steps": "Number of steps between two evaluations. A value below 1 is a fraction of all steps.",
+    "save_steps": "Number of steps between two checkpoints. A value below 1 is a fraction of all steps.",
+    "resume_from_checkpoint": "Checkpoint to resume from: a path, true (the latest one), or auto (the latest one if it exists).",
     "load_best_model_at_end": "Load the best checkpoint at the end: the lowest eval_loss, or the best metric_for_best_model.",
-    "warmup_steps": "Steps over which the learning rate rises from 0 to its peak. Below 1: a fraction of all steps.",
+    "warmup_steps": "Number of steps in which the learning rate rises to its peak. A value below 1 is a fraction of all steps.",
     "lr_scheduler_type": "Schedule of the learning rate: linear, cosine, constant, constant_with_warmup and others.",
     "gradient_checkpointing": "Recompute activations in the backward pass, which saves memory and costs time.",
     "report_to": "Trackers: none, tensorboard, wandb, trackio; several are allowed.",
-    "preflight": "Effect of findings before training: error, warn, off.",
-    "seed": "Seed of all random numbers.",
+    "preflight": "What happens if a check finds a problem: error (stop the run), warn (log it), or off (no checks).",
+    "seed": "Seed of all random number generators.",
 }
 
 
 class Option(NamedTuple):
-    """Field of a config: its default as source text, its description, and its values if they are listed."""
+    """Field of a config, with its default as source text, its description, and its possible values if they are listed."""
 
     default: str
     text: str = ""
@@ -82,7 +84,7 @@ class Option(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """First sentence of the description, with the values."""
+        """First sentence of the description, followed by the possible values."""
         first, *others = SENTENCE.split(self.text)
         if others and " " not in first and not self.choices:
             first = f"{first}. {others[0]}"
@@ -102,7 +104,9 @@ def _nodes() -> dict[str, ast.AST]:
 
 
 def _unread(node: ast.ClassDef) -> set[str]:
-    """Return the strings in the argument ``unread`` of a config's decorator. Inherited options among them are refused."""
+    """Return the names in the argument ``unread`` of a config's decorator. These are inherited options that the method does
+    not use.
+    """
     calls = [call for call in node.decorator_list if isinstance(call, ast.Call)]
     given = [word.value for call in calls for word in call.keywords if word.arg == "unread"]
     parts = [part for value in given for part in ast.walk(value)]
@@ -116,7 +120,7 @@ def _unread(node: ast.ClassDef) -> set[str]:
 def _declared(node: ast.ClassDef) -> dict[str, Option]:
     """Return the fields that a class itself declares."""
     options = {}
-    # Distillation presets set their defaults in a decorator. Some of these defaults have descriptions.
+    # Distillation presets set defaults in a decorator. A default can have a new description.
     keywords = [
         k
         for call in node.decorator_list
@@ -134,7 +138,7 @@ def _declared(node: ast.ClassDef) -> dict[str, Option]:
             continue
         value, text = line.value, ""
         if isinstance(value, ast.Call) and any(k.arg == "init" for k in value.keywords):
-            continue  # The config computes this field.
+            continue  # This field is computed and cannot be set.
         if isinstance(value, ast.Call):
             texts = [
                 *value.args[1:],
@@ -155,7 +159,7 @@ def _declared(node: ast.ClassDef) -> dict[str, Option]:
 
 
 def _lineage(name: str) -> list[ast.ClassDef]:
-    """Return a config's class and its bases in this package, nearest first."""
+    """Return the class of a config and its base classes in this package, in method resolution order."""
     node = _nodes().get(name)
     if not isinstance(node, ast.ClassDef):
         return []
@@ -169,11 +173,10 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
     lineage = _lineage(f"{chosen.method}Config")
     shared = [node for node in lineage if node.name == "PostTrainingConfig"]
     foreign = [node for node in lineage if node.name == "TrainingArguments"]
-    # A field is listed under the first class that declares it, starting with the method's own class. That class sets the
-    # default.
+    # A field is listed under the class that sets its default: the first class in this order that declares it.
     parts = {
         chosen.method: lineage[:1],
-        f"{chosen.method} and methods like it": [n for n in lineage[1:] if n not in shared + foreign],
+        f"{chosen.method} and related methods": [n for n in lineage[1:] if n not in shared + foreign],
         RUN: shared,
         TRANSFORMERS: foreign,
         "data and rewards": _lineage("DatasetMixtureConfig") + _lineage(chosen.script_args),
@@ -183,7 +186,7 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
     headings: dict[str, list[str]] = {}
     for heading, nodes in parts.items():
         for options in map(_declared, nodes):
-            # List fields of base classes first, because they apply to more methods.
+            # Groups of base classes come first, because their fields apply to more methods.
             headings[heading] = [name for name in options if name not in declared] + headings.get(heading, [])
             for name, option in options.items():
                 first = declared.get(name, option)
@@ -214,7 +217,12 @@ def help_text(command: str) -> str:
                 option.sentence + default, width, initial_indent=head, subsequent_indent=" " * 36
             ) or [head.rstrip()]
     return "\n".join(
-        [*lines, "", f"Whole descriptions and the values of each option: posttrain {command} --help all", ""]
+        [
+            *lines,
+            "",
+            f"Complete descriptions and values of options: posttrain {command} --help all",
+            "",
+        ]
     )
 
 
@@ -235,7 +243,7 @@ autoload -U +X bashcompinit && bashcompinit
 
 
 def completion(commands: list[str], argv: list[str]) -> int:
-    """Print a script that completes commands, options and files: posttrain completion bash|zsh."""
+    """Print a shell script that completes commands, options and files. ``argv`` contains ``bash`` or ``zsh``."""
     parser = argparse.ArgumentParser(prog="posttrain completion", description=completion.__doc__)
     parser.add_argument("shell", choices=("bash", "zsh"))
     shell = parser.parse_args(argv).shell
@@ -243,7 +251,7 @@ def completion(commands: list[str], argv: list[str]) -> int:
     for command in TRAINING:
         flags = " ".join(f"--{name}" for options in groups(command).values() for name in options)
         cases.append(f'    {command}) words="--config --help {flags}";;')
-    # In zsh, no space would be added after a completed option if -o filenames were used.
+    # The option `-o filenames` is not used, because zsh then adds no space after a completed option.
     before, filenames = (ZSH, "") if shell == "zsh" else ("", "-o filenames ")
     text = COMPLETION.format(
         shell=shell, before=before, filenames=filenames, commands=" ".join(commands), cases="\n".join(cases)
@@ -253,7 +261,9 @@ def completion(commands: list[str], argv: list[str]) -> int:
 
 
 def _configs() -> Path:
-    """Return the folder of example configs: next to this file in a wheel, else in a clone."""
+    """Return the folder of example configs. In an installed wheel, it is next to this file. In a clone, it is in
+    ``examples``.
+    """
     copy = Path(__file__).with_name("examples") / "configs"
     return copy if copy.is_dir() else ROOT.parent / "examples" / "configs"
 
@@ -270,8 +280,7 @@ def _write(text: str, output: str | None) -> int:
     return 0
 
 
-# Lines for starter configs of commands that have no example config. Each line selects the teacher, or is a comment if there is
-# no separate teacher.
+# For starter configs of distillation commands: the line that selects the teacher, or a comment if there is no separate teacher.
 TEACHERS = {
     "server-distillation": "teacher_model_server_url: http://localhost:8001",
     "async-distillation": "teacher_server_urls: http://localhost:8001",
@@ -281,13 +290,14 @@ TEACHERS = {
 }
 
 
-# Columns that these commands need in addition to prompts. With all other commands, the student generates the answers.
+# Dataset columns that these commands need in addition to prompts. All other commands need only prompts, because the student
+# samples the answers.
 BESIDE_PROMPTS = {"gkd": ("completion",), "gold": ("completion",), "sdft": ("privileged_context",)}
 
 
 def starter(command: str) -> str:
-    """Write a starter config, which runs after model and data are set. The first lines are active settings. The
-    command's other options follow as comments.
+    """Return a starter config as text. The first lines set the model, data and output folder. All other options of the command
+    follow as comments with their defaults.
     """
     example = _configs() / f"{command}.yaml"
     if example.is_file():
@@ -322,14 +332,14 @@ def starter(command: str) -> str:
 
 
 def _in_yaml(default: str) -> str:
-    """Format a default as YAML, including line breaks of strings. Non-literals are returned unchanged."""
+    """Convert the source text of a default to YAML. Source text that is not a literal is returned unchanged."""
     with contextlib.suppress(ValueError, SyntaxError):
         return json.dumps(ast.literal_eval(default), ensure_ascii=False)
     return default
 
 
 def init(argv: list[str]) -> int:
-    """Write a commented config to start from: posttrain init METHOD."""
+    """Write a commented config to start from (``posttrain init METHOD``)."""
     parser = argparse.ArgumentParser(prog="posttrain init", description=init.__doc__)
     parser.add_argument("method", choices=sorted(TRAINING), metavar="METHOD", help=", ".join(TRAINING))
     parser.add_argument("-o", "--output", metavar="FILE", help="output file; default: print the config")
@@ -338,7 +348,7 @@ def init(argv: list[str]) -> int:
 
 
 def recipes(argv: list[str]) -> int:
-    """List settings from papers, or print one of them: posttrain recipes [NAME]."""
+    """List the recipes (settings from papers), or print one of them (``posttrain recipes [NAME]``)."""
     parser = argparse.ArgumentParser(prog="posttrain recipes", description=recipes.__doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print; default: list all recipes")
     parser.add_argument("-o", "--output", metavar="FILE", help="output file; default: print the recipe")

@@ -1,5 +1,5 @@
-"""Parser for dataclasses. Their fields become command-line flags, and entries of YAML files are converted like these
-flags.
+"""Command-line parser for dataclasses. Each field becomes an option, and entries of YAML files are converted in the same way as
+options.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 class PosttrainArgumentParser(HfArgumentParser):
     """`transformers.HfArgumentParser` that also reads a YAML file. Every boolean field has a ``--no_`` flag.
 
-    Precedence: command line, then file, then the dataclass's default. Values of the file go through the converter of their flag:
+    The command line overrides the file, and the file overrides the dataclass's default. Values of the file are converted like
+        options of the command line:
     ``dtype: bf16`` is rejected like ``--dtype bf16``, and ``reward_funcs: accuracy_reward`` is a list of one.
 
     Args:
-        dataclass_types: One or several dataclasses. Their instances are returned in this order.
+        dataclass_types: One or several dataclasses. The parser returns one instance of each, in this order.
         options: Arguments of `argparse.ArgumentParser`, such as ``prog``.
 
     >>> @dataclasses.dataclass
@@ -49,11 +50,14 @@ class PosttrainArgumentParser(HfArgumentParser):
         types = list(classes) if isinstance(classes, list | tuple) else [classes]
         for kind in types:
             if any(item.name == "config" for item in dataclasses.fields(kind)):
-                raise ConfigError(f"{kind.__name__} has a field called 'config'. That name is reserved for --config.")
+                raise ConfigError(
+                    f"{kind.__name__} has a field called 'config', but this name is reserved for --config. Fix: rename the "
+                    "field."
+                )
         super().__init__(types, **({"allow_abbrev": False} | options))
-        # Pattern for negative numbers, so that values such as -1e-05 are not read as options.
+        # With this pattern for negative numbers, values such as -1e-05 are not read as options.
         self._negative_number_matcher = NEGATIVE
-        # Do not list all options in the usage line, because they would fill several screens.
+        # The usage line does not list all options, because they would fill several screens.
         self.usage = options.get("usage", f"{self.prog} [--config FILE.yaml] [--option value ...]")
         hints = dict(item for kind in types for item in typing.get_type_hints(kind).items())
         configs = [kind for kind in types if "check_fields" in dir(kind)]
@@ -67,23 +71,23 @@ class PosttrainArgumentParser(HfArgumentParser):
                 action.help = action.help.replace("%", "%%").replace("%%%%", "%%")
             hint = hints.get(action.dest)
             if action.dest == "report_to":
-                # Accept several trackers. The parser of transformers would accept only one.
+                # Accept several trackers, because the parser of transformers accepts only one.
                 action.nargs, action.type = "+", str
             if dict in (action.type, typing.get_origin(action.type)):
-                # Parse the text as JSON. The parser of transformers would call dict() on the text.
+                # Parse the text as JSON, because the parser of transformers would call dict() on the text.
                 action.type = _mapping
             if hint == int | str:
-                # Accept a number or a word. The parser of transformers would accept only numbers.
+                # Accept a number or a word, because the parser of transformers accepts only numbers.
                 action.type = _number_or_word
             if action.choices and action.dest in checked:
-                # List the choices without checking them. The config refuses other values itself, with an error that names a
-                # replacement.
+                # The choices are listed in the help but not checked here. The config checks them, and its error contains a
+                # replacement for an old value.
                 action.metavar = "{" + ",".join(map(str, action.choices)) + "}"
                 action.choices = None
             if hint in (bool, bool | None) and f"--no_{action.dest}" not in self._option_string_actions:
                 flags = dict.fromkeys((f"--no_{action.dest}", f"--no-{action.dest.replace('_', '-')}"))
                 self.add_argument(*flags, action="store_false", dest=action.dest, default=SUPPRESS, help=SUPPRESS)
-        # report_to accepts None by its type, but transformers then rejects it.
+        # The type of report_to allows None, but transformers raises an error for it.
         self.optional = {name for name, hint in hints.items() if type(None) in typing.get_args(hint)} - {"report_to"}
         self.fields = {item.name: item for kind in types for item in dataclasses.fields(kind) if item.init}
         self.kinds = types
@@ -95,17 +99,19 @@ class PosttrainArgumentParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """Return instances of the dataclasses; with ``return_remaining_strings``, also the unrecognized strings.
+        """Return instances of the dataclasses. With ``return_remaining_strings``, also return the strings that are no known
+        option.
 
-        With ``separate_remaining_strings`` as well, the strings of the config file and of the command line are two lists.
+        With ``separate_remaining_strings``, the unknown strings of the config file and of the command line are returned as two
+        lists.
 
         Raises:
-            ConfigError: The file is missing or not a mapping, a key is unknown, or a dataclass rejects a value.
-            SystemExit: 2, as in argparse, for values that cannot be converted.
+            ConfigError: The file does not exist or is not a mapping, a key is unknown, or a dataclass rejects a value.
+            SystemExit: A value cannot be converted. The exit code is 2, as in argparse.
         """
         tokens, path = split_config(sys.argv[1:] if args is None else args)
         config = load_config(path) if path is not None else {}
-        # null in the file means that an option is not set, except for fields where None is a value.
+        # null in the file means that an option is not set, except if None is a possible value of the field.
         config = {key: value for key, value in config.items() if value is not None or key in self.optional}
         _apply_env(config.pop("env", None))
         tokens, kept = self._present(tokens, config)
@@ -113,7 +119,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         others = {key: value for key, value in config.items() if key not in self.fields}
         if others and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"{path}: unknown key{'s' if len(others) > 1 else ''} {self._suggest(others)}.")
-        # Set None and empty lists as defaults, because no command-line argument can express them.
+        # None and empty lists are set as defaults, because no command-line argument can express them.
         unsaid = {key: value for key, value in known.items() if value is None or value == []}
         self.set_defaults(**unsaid)
         given = [to_tokens(key, value) for key, value in known.items() if key not in unsaid]
@@ -125,7 +131,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         trusts = any(vars(instance).get("trust_remote_code") for instance in instances)
         for instance in instances:
             vars(instance).update(kept.get(type(instance), {}))
-            # Scripts also read this setting from the `ModelConfig`.
+            # Scripts also read this option from the `ModelConfig`.
             if trusts and "trust_remote_code" in dir(instance):
                 instance.trust_remote_code = True
         if rest and not return_remaining_strings and fail_with_unknown_args:
@@ -136,10 +142,11 @@ class PosttrainArgumentParser(HfArgumentParser):
         return tuple(instances)
 
     def _present(self, tokens: list[str], config: dict[str, Any]) -> tuple[list[str], dict[type, dict[str, Any]]]:
-        """Convert options of older releases, in ``config`` and among the command line's tokens.
+        """Replace the names of options of older releases with current names, in ``config`` and in the tokens of the command
+        line.
 
         Returns:
-            The tokens with present names, and attributes for the instances of each dataclass.
+            The tokens with current names, and for each dataclass the attributes to set on its instance.
         """
         flags = (token.split("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--"))
         names = {*flags, *config} - self.fields.keys()
@@ -159,13 +166,11 @@ class PosttrainArgumentParser(HfArgumentParser):
         return rest + [token for key, value in given.items() for token in to_tokens(key, value)], kept
 
     def parse_known_args(self, args: PostTrainingConfig | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse like argparse. If two classes have the same option, it sets the field of the first class, and the
-        second class keeps its default.
-        """
+        """Parse like argparse. If two classes have the same option, only the field of the first class is set."""
         return super().parse_known_args(args, _Shared() if namespace is None else namespace)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Set the defaults of fields; return the other values as command-line tokens."""
+        """Use ``values`` as defaults of the fields with these names. Return all other values as command-line tokens."""
         self.set_defaults(**{key: value for key, value in values.items() if key in self.fields})
         for action in self._actions:
             action.required = action.required and action.dest not in values
@@ -173,8 +178,8 @@ class PosttrainArgumentParser(HfArgumentParser):
         return [token for key, value in others for token in to_tokens(key, value)]
 
     def _meant(self, key: str, value: object, path: str | None) -> object:
-        """Return the intended value of a file entry. YAML reads ``no`` and ``off`` as false. If one of these words is a
-        valid choice, false is converted back to it.
+        """Return the intended value of an entry of the file. YAML reads ``no`` and ``off`` as false. If one of these words is a
+        valid choice of the field, false is converted back to this word.
         """
         if isinstance(value, list) and None in value:
             raise ConfigError(f"{path}: {key}={value!r} has an empty item. Fix: remove the item.")
@@ -193,7 +198,9 @@ TrlParser = PosttrainArgumentParser
 
 
 class _Shared(Namespace):
-    """Namespace that allows deleting a name twice, because `transformers` deletes the names of each class in turn."""
+    """Namespace in which a name can be deleted twice. `transformers` deletes the names of each class, and two classes can
+    have the same name.
+    """
 
     def __delattr__(self, name: str) -> None:
         vars(self).pop(name, None)
@@ -208,23 +215,25 @@ def _value(text: str) -> Any:
 
 
 def _number_or_word(text: str) -> int | str:
-    """Convert a field that may be a number or a word. The dataclass rejects unknown words."""
+    """Convert text to a number if possible, else return the text. The dataclass rejects unknown words."""
     return int(text) if text.lstrip("-").isdigit() else text
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """Parse a mapping from JSON, the form in which `to_tokens` writes mappings of a YAML file."""
+    """Parse a mapping from JSON. `to_tokens` converts mappings of a YAML file to JSON."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"{text!r} is not a mapping")
     return value
 
 
-_mapping.__name__ = "JSON mapping"  # argparse shows the name of the type in its error message.
+_mapping.__name__ = "JSON mapping"  # argparse shows this name in its error message.
 
 
 def split_config(tokens: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return all tokens except ``--config path`` or ``--config=path``, and the path. The last one takes precedence."""
+    """Remove ``--config path`` or ``--config=path`` from the tokens. Return the remaining tokens and the path. If there are
+    several, the last path is returned.
+    """
     parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     parser.add_argument("--config", nargs="?")
     parsed, rest = parser.parse_known_args(list(tokens))
@@ -234,7 +243,7 @@ def split_config(tokens: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def load_config(path: str) -> dict[str, Any]:
-    """Read a YAML file as a flat mapping of field names; an empty file is an empty mapping."""
+    """Read a YAML file that maps field names to values. An empty file gives an empty mapping."""
     import yaml
 
     file = Path(path)
@@ -246,7 +255,7 @@ def load_config(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: the file is not valid YAML: {error}") from error
     names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-    # YAML itself would silently use the last of several duplicate keys.
+    # Without this check, YAML would silently use the last one of duplicate keys.
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
         raise ConfigError(f"--config {path}: {twice[0]!r} is set twice. Fix: remove one of them.")
     if content is None:
@@ -267,7 +276,9 @@ def _apply_env(env: Any) -> None:
 
 
 def to_tokens(key: str, value: object, flags: bool = False) -> list[str]:
-    """Convert a config entry to command-line tokens. With ``flags``, true is a bare flag and false is omitted."""
+    """Convert an entry of the config file to command-line tokens. With ``flags``, true becomes a flag without value, and
+    false becomes no token.
+    """
     name = f"--{key}"
     if isinstance(value, bool) and flags:
         return [name] if value else []

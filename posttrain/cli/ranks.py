@@ -1,4 +1,4 @@
-"""Exit codes and stderr of launched processes, so that the command can report which one failed first and why."""
+"""Store exit codes and stderr of launched processes, so that the command can report which process failed first and why."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-# Environment variable with the folder in which a failing process stores its exit code. It is needed because launchers always
+# Environment variable that contains a folder. A failing process stores its exit code in this folder, because launchers always
 # return 1.
 EXIT_CODES = "POSTTRAIN_EXIT_CODES"
-LINES = 30  # Number of stderr lines to show.
+LINES = 30  # Number of last lines of stderr to show.
 CRASH = "Fatal Python error"  # Text that `faulthandler` writes at the beginning of its report.
 
 
 class _Both:
-    """Stderr that also writes to a file. All other attributes are those of the wrapped stream."""
+    """Replacement of stderr that also writes to a file. It has all attributes of the wrapped stream."""
 
     def __init__(self, shown: TextIO, file: TextIO) -> None:
         self._shown, self._file = shown, file
@@ -41,7 +41,7 @@ def keep_stderr() -> None:
     if folder is None or isinstance(sys.stderr, _Both):
         return
     path = Path(folder, f"{os.environ.get('RANK', '0')}.stderr")
-    # Remove the exit code that this rank wrote before the launcher restarted it.
+    # Remove the exit code that this rank has stored before the launcher restarted it.
     path.with_suffix(".code").unlink(missing_ok=True)
     file = path.open("a", buffering=1, encoding="utf-8", errors="replace")
     faulthandler.enable(file)
@@ -56,8 +56,8 @@ def leave_code(code: int) -> None:
 
 
 def launch() -> None:
-    """Run ``accelerate launch``. For each process that was killed, and so could not store its exit code, store the
-    signal.
+    """Run ``accelerate launch``. If a signal killed a process, the process could not store an exit code, so the signal is
+    stored for it.
     """
     from accelerate.commands.launch import main
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -66,11 +66,12 @@ def launch() -> None:
     try:
         main()
     except SignalException as told:
-        # The processes have already saved and reported the signal, so do not print a traceback after their messages.
+        # The processes have already saved a checkpoint and reported the signal, so no traceback is printed after their
+        # messages.
         sys.exit(128 + int(told.sigval))
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            # Ignore SIGTERM, because the launcher sends it to the remaining processes.
+            # Ignore SIGTERM. The launcher sends it to the remaining processes after one has failed.
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                 Path(os.environ[EXIT_CODES], f"{rank}.signal").write_text(str(-failure.exitcode), encoding="utf-8")
         raise
@@ -82,7 +83,7 @@ class Failure:
 
     Attributes:
         rank: Rank of the process.
-        code: Exit code; 128 plus the signal number if a signal ended it.
+        code: Exit code. It is 128 plus the signal number if a signal ended the process.
         tail: Last lines of its stderr.
     """
 
@@ -107,9 +108,9 @@ def first_failure(folder: Path, code: int) -> Failure | None:
 
     Args:
         folder: Folder in which processes stored their codes and stderr.
-        code: Exit code of the launcher, for a process that crashed before it could store its own.
+        code: Exit code of the launcher. It is used for a process that crashed before it could store its own exit code.
     """
-    # Report a killed process first, because other processes fail only as a consequence.
+    # A killed process counts as the first failure, because other processes fail only as a consequence.
     for path in sorted(folder.glob("*.signal")):
         return Failure(int(path.stem), 128 + int(path.read_text(encoding="utf-8")), _tail(path.with_suffix(".stderr")))
     codes = sorted(folder.glob("*.code"), key=lambda path: path.stat().st_mtime_ns)
@@ -125,7 +126,7 @@ def first_failure(folder: Path, code: int) -> Failure | None:
 
 def _tail(path: Path) -> str:
     text = path.read_bytes().decode("utf-8", "replace") if path.is_file() else ""
-    # Keep only the last state of a progress bar.
+    # Only the last state of a progress bar is kept.
     lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     return "\n".join([line for line in lines if line.strip()][-LINES:])
 

@@ -1,5 +1,5 @@
-"""Components of a training command, for the commands ``check``, ``inspect`` and ``estimate``, which examine them
-without training. Each component is loaded once.
+"""Load the components of a training command (arguments, tokenizer, data) for the commands ``check``, ``inspect`` and
+``estimate``, which do not train. Each component is loaded only once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ROWS = (
 
 
 class Prepared(NamedTuple):
-    """Rows that a training command creates from dataset examples.
+    """Training rows that a command creates from dataset examples.
 
     Attributes:
         rows: Rows in the order of the examples.
-        findings: Findings of the preparation.
-        cut: Number of truncated rows. None if unknown. A row whose length equals the limit counts as truncated.
-        numbers: Row numbers in the dataset. None: same as the examples', or unknown.
-        reasons: Why rows were dropped.
+        findings: Problems that the preparation has found.
+        cut: Number of truncated rows, or None if it is unknown. A row whose length equals the limit is counted as truncated.
+        numbers: Row numbers in the dataset. None: the same as those of the examples, or unknown.
+        reasons: Reasons why rows were dropped.
     """
 
     rows: list[Row]
@@ -46,14 +46,14 @@ class Prepared(NamedTuple):
 
 
 class Subject:
-    """Training command with its arguments, loaded without model weights.
+    """Training command with its parsed arguments. Model weights are not loaded.
 
     Args:
         name: Name of the training command.
-        tokens: Arguments of the command. The accelerator has no effect here.
+        tokens: Command-line arguments. Options of the accelerator have no effect.
 
     Attributes:
-        parsed: Result of the command's parser: data, config, model and mixture arguments.
+        parsed: Result of the command's parser, i.e. the instances of the data, config, model and mixture arguments.
         kind: Trainer class.
         method: Method of the trainer, with the config.
 
@@ -68,7 +68,7 @@ class Subject:
         self.script_args, self.config, self.model_args, self.mixture = self.parsed
         init = self.model_args.model_init_kwargs(self.config.trust_remote_code)
         if self.model_args.load_in_4bit or self.model_args.load_in_8bit:
-            # Use a dict, because the config object can only be created if bitsandbytes is installed.
+            # A dict is used, because the config object can only be created if bitsandbytes is installed.
             init["quantization_config"] = {
                 "load_in_4bit": self.model_args.load_in_4bit,
                 "load_in_8bit": self.model_args.load_in_8bit,
@@ -87,7 +87,7 @@ class Subject:
         """Path or Hub id of the model.
 
         Raises:
-            ConfigError: No model is named.
+            ConfigError: No model is set.
             ModelError: The model does not exist or has the wrong type.
         """
         from posttrain.models.load import check_model_source
@@ -103,13 +103,14 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Tokenizer as the trainer prepares it before reading rows."""
+        """Tokenizer, prepared in the same way as by the trainer."""
         from posttrain.models.load import changes_vocabulary, load_tokenizer, prepare_tokenizer, resolve_pad_token
 
         config, trust = self.config, self.config.trust_remote_code
         tokenizer = load_tokenizer(self.source, trust_remote_code=trust, revision=self.model_args.model_revision)
         if changes_vocabulary(config):
-            # Use the chat template, added tokens and eos token of the other tokenizer. New embeddings do not affect rows.
+            # Copy the chat template, added tokens and eos token of the other tokenizer. The model's embedding is not extended,
+            # because it does not affect rows.
             other, known = load_tokenizer(config.chat_template_path, trust_remote_code=trust), tokenizer.get_vocab()
             tokenizer.chat_template = other.chat_template
             tokenizer.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in known])
@@ -120,7 +121,7 @@ class Subject:
 
     @property
     def split(self) -> str:
-        """Split to train on."""
+        """Name of the split on which the command trains."""
         return train._train_split(self.script_args, self.mixture)
 
     @cached_property
@@ -131,7 +132,7 @@ class Subject:
 
     @cached_property
     def data(self) -> Any:
-        """Training set; None if the environment produces prompts during training."""
+        """Training set, or None if the environment produces prompts during training."""
         return self.splits.get(self.split)
 
     def drawn(self, dataset: AnyDataset, count: int) -> tuple[Any, int | None, list[int]]:
@@ -157,12 +158,14 @@ class Subject:
             examples = list(dataset.select(places))
         if not examples:
             raise DataError("the dataset is empty, so there is nothing to inspect.")
-        # Create the dataset in memory, so that no cache file is written when rows are prepared.
+        # Create an in-memory dataset, so that no cache file is written when rows are prepared.
         drawn: Any = datasets.Dataset.from_list(examples, features=dataset.features)
         return drawn.add_column(ROW, places), total, places
 
     def rows_of(self, examples: Any) -> tuple[Prepared, Any]:
-        """Return rows as the trainer makes them, and the image reader (None if rows are text)."""
+        """Return the rows that the trainer would create from examples, and the image reader (None if rows contain only
+        text).
+        """
         from posttrain.loop.pictures import Vision
 
         takes = self.method.traits.reads_images
@@ -174,7 +177,7 @@ class Subject:
         return prepared, vision if vision.images else None
 
     def _prompts(self, examples: Any, vision: Any) -> Prepared:
-        """Return prompts as the generation engine receives them."""
+        """Return the prompts in the form in which the generation engine receives them."""
         from posttrain.data.samplers import check_prompts
         from posttrain.loop.data_report import prompt_rows
 
@@ -186,7 +189,7 @@ class Subject:
         return Prepared(prompt_rows(list(examples), self.tokenizer, self.config, id_columns))
 
     def _answers(self, examples: Any, vision: Any) -> Prepared:
-        """Run the trainer's `prepare` and row conversion without its model. Packed rows are split into documents."""
+        """Prepare and convert examples like the trainer, but without a model. Packed rows are split into documents."""
         from posttrain.checks.pairs import check_pairs
         from posttrain.checks.rows import diverged_prompts
         from posttrain.data.chat import terminal_token_ids
@@ -195,7 +198,7 @@ class Subject:
 
         config = copy.copy(self.config)
         packs = config.packing
-        # The strategy "bfd" keeps documents whole, so check each document as a separate row.
+        # The strategy "bfd" does not split documents, so each document is shown as a separate row.
         if packs and config.packing_strategy == "bfd":
             packs = False
         elif packs and ROW in examples.column_names:
@@ -211,7 +214,8 @@ class Subject:
         if isinstance(self.method, AnswerMethod) and self.method.branches == ("chosen", "rejected"):
             findings += check_pairs(rows, limit=config.max_length, stops=terminal_token_ids(self.tokenizer))
         numbers = list(prepared[ROW]) if ROW in prepared.column_names else None
-        # Packing that splits rows does not truncate them. Without a report, truncation is detected from the row lengths.
+        # Packing strategies that split rows do not truncate them. If there is no report, rows with the maximum length are
+        # counted as truncated.
         cut = None if packs or not trainer.reports else report.truncated
         return Prepared(
             rows, [finding for finding in findings if finding is not None], cut, numbers, listed(report.dropped)

@@ -1,4 +1,4 @@
-"""`posttrain teacher-scores`: compute a teacher's scores of a dataset once."""
+"""`posttrain teacher-scores`: compute a teacher's log-probs of the answers of a dataset, and write them to a file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ class TeacherScoresArguments:
     teacher_model_name_or_path: str = field(metadata={"help": "Teacher model."})
     model_name_or_path: str = field(metadata={"help": "Student model. Only its tokenizer is loaded."})
     dataset_name: str = field(metadata={"help": "Hub id, folder or file, with prompt and completion, or messages."})
-    output: str = field(metadata={"help": "Path of the output file. Set teacher_scores to it in a config."})
+    output: str = field(
+        metadata={
+            "help": "Path of the output file. In the config of the training run, set teacher_scores to this path."
+        }
+    )
     dataset_config: str | None = option(None, "Configuration of a Hub dataset.")
     dataset_train_split: str = option("train", "Split to score.")
     top_k: int = option(
-        64, "Number of token ids stored per position. The remaining probability is stored as one number."
+        64,
+        "Number of most likely token ids per position whose log-probs are stored. The log-prob of the answer's own "
+        "token is always stored.",
     )
     max_length: int | None = option(
         1024, "Must equal max_length of the config that reads the file. GKD's default is 1024."
@@ -31,9 +37,11 @@ class TeacherScoresArguments:
     )
     batch_size: int = option(16, "Number of rows per forward pass of the teacher.")
     tokenizer_check: Literal["error", "warn", "off"] = option(
-        "error", "What to do if the two tokenizers differ: 'error' stops, 'warn' logs a warning, 'off' does not check."
+        "error",
+        "What to do if the tokenizers of student and teacher differ. 'error': raise an error. 'warn': log a warning. "
+        "'off': do not compare them.",
     )
-    trust_remote_code: bool = option(False, "Run Python code from the models' repositories.")
+    trust_remote_code: bool = option(False, "Allow Python code from the repositories of student and teacher to run.")
 
 
 def run(argv: list[str]) -> int:

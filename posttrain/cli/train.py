@@ -1,4 +1,6 @@
-"""`posttrain sft`, `posttrain grpo`, ...: build a trainer from a config and train, here or under `accelerate launch`."""
+"""Training commands such as `posttrain sft` and `posttrain grpo`: create a trainer from a config and train, in this process
+or with `accelerate launch`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def named_object(path: str, option: str) -> Any:
         return _from_file(Path(file), name, option)
     module, _, name = path.replace(":", ".").rpartition(".")
     if path.endswith(".py") or not module:
-        raise ConfigError(f"{option}: {path!r} does not name an object. Fix: pass module.name, or file.py:name.")
+        raise ConfigError(
+            f"{option}: {path!r} is not the path of a Python object. Fix: pass module.name, or file.py:name."
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -69,7 +73,9 @@ def _from_file(file: Path, name: str, option: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.path.remove(str(file.resolve().parent))
-        if sys.modules.get(file.stem) is module:  # Remove the module, because it is only partially initialized.
+        if (
+            sys.modules.get(file.stem) is module
+        ):  # Remove the module, because its import failed and it is only partially initialized.
             del sys.modules[file.stem]
         raise ConfigError(
             f"{option}: {str(file)!r} raised an error during import: {error!r} ({raised_at(error)})"
@@ -87,7 +93,9 @@ def _member(module: Any, name: str, where: str, option: str) -> Any:
 
 
 def resume_from(config: Any) -> Any:
-    """Convert the option ``resume_from_checkpoint`` (true, false, auto or a path) to the argument of `Trainer.train`."""
+    """Convert the option ``resume_from_checkpoint`` (true, false, auto or a path) to the argument ``resume_from_checkpoint``
+    of `Trainer.train`.
+    """
     asked = config.resume_from_checkpoint
     word = str(asked).lower()
     if word in ("auto", "false"):
@@ -115,7 +123,9 @@ def reward_functions(script_args: Any) -> list[Any]:
 
 
 def ppo_parts(script_args: Any, config: Any) -> dict[str, Any]:
-    """Return rewards and value model. Without rewards, ``reward_model_path`` is used for both."""
+    """Return the reward functions and the value model of PPO. If no rewards are set, the model ``reward_model_path`` is used
+    as reward and as value model.
+    """
     rewards, value = reward_functions(script_args), script_args.value_model_name_or_path
     if rewards:
         return {"reward_model": rewards, "value_model": value}
@@ -142,7 +152,7 @@ def _callable(value: Any, name: str, option: str) -> Callable:
 
 # Exit code after Ctrl-C: 128 + SIGINT, as in shells.
 INTERRUPTED = 130
-# Maximum time that processes have to save after Ctrl-C, in seconds.
+# Maximum time in seconds to wait for processes to save a checkpoint after Ctrl-C.
 SAVE_SECONDS = 15.0
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 # Loggers whose INFO messages are shown on the terminal.
@@ -160,8 +170,8 @@ class ScriptArguments:
     dataset_config: str | None = option(None, "Configuration of a Hub dataset.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
-    dataset_streaming: bool = option(False, "Read rows while training instead of loading the dataset first.")
-    ignore_bias_buffers: bool = option(False, "Exclude boolean buffers from the broadcasts of DDP.")
+    dataset_streaming: bool = option(False, "Read rows during training instead of loading the whole dataset before.")
+    ignore_bias_buffers: bool = option(False, "Do not broadcast boolean buffers of the model in DDP.")
 
 
 @dataclass
@@ -182,7 +192,10 @@ class EpisodeScriptArguments(GRPOScriptArguments):
     environment_factory: str | None = option(
         None, "Class or function that creates an environment. A dataset is then optional."
     )
-    rollout_func: str | None = option(None, "Function (prompts, trainer) that replaces the engine.")
+    rollout_func: str | None = option(
+        None,
+        "Function f(prompts, trainer) that samples completions instead of the engine: module.function, or file.py:function.",
+    )
 
 
 @dataclass
@@ -190,7 +203,7 @@ class JudgedScriptArguments(GRPOScriptArguments):
     """Arguments that select the dataset, and the rewards or judge that rank two completions."""
 
     judge_url: str | None = option(
-        None, "URL of a judge with OpenAI's API, used instead of rewards: http://host:8000/v1"
+        None, "URL of a judge model with OpenAI's API, for example http://host:8000/v1. The judge replaces the rewards."
     )
     judge_model: str = option("judge", "Model name of the judge on that server.")
 
@@ -215,20 +228,19 @@ def parser_for(name: str) -> Any:
     rewarded = command.plugin is not None and command.trainer.METHOD.traits.samples
     script_args = GRPOScriptArguments if rewarded else globals()[command.script_args]
     types = (script_args, command.config, ModelConfig, DatasetMixtureConfig)
-    # The configs of asynchronous trainers declare dtype, and so does `ModelConfig`. The later definition then replaces the
-    # earlier one.
+    # Both the configs of asynchronous trainers and `ModelConfig` declare dtype. The definition that is added last is used.
     shared = {"conflict_handler": "resolve"} if name.startswith("async-") else {}
     return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)
 
 
 def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """Return the result of a training command's parser, and flags for accelerate.
+    """Parse the arguments of a training command. Also return the options of ``accelerate launch`` among them.
 
     Raises:
         ConfigError: An option is unknown.
     """
     *parsed, rest = parser_for(name).parse_args_and_config(list(argv), return_remaining_strings=True)
-    # Options from the file come first, so that options from the command line override them.
+    # Options of the file come first, so that options of the command line override them.
     rest, launch = _accelerate_shortcut(rest)
     return parsed, launch + _launch_flags(rest, name)
 
@@ -236,8 +248,8 @@ def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
 def run(name: str, argv: list[str]) -> int:
     """Run a training command with ``argv``.
 
-    Training runs in this process by default. Flags of ``accelerate launch`` (or ``--accelerate_config``) start several processes.
-    ``--launcher ray`` starts servers and trainer on a cluster.
+    By default, training runs in this process. With options of ``accelerate launch`` or ``--accelerate_config``, several
+    processes are started. With ``--launcher ray``, servers and trainer are started on a cluster.
     """
     if launch_ray.is_wanted(argv):
         return plugins.module("extensions.ray.launch").run(name, argv, TRAINING[name].asks_servers)
@@ -247,13 +259,13 @@ def run(name: str, argv: list[str]) -> int:
     for shown in LOGGERS_SHOWN:
         logging.getLogger(shown).setLevel(logging.INFO)
     for library in ("transformers", "huggingface_hub", "datasets", "accelerate"):
-        # Remove the libraries' own handlers, which would write each line a second time and overwrite progress bars.
+        # Remove the log handlers of libraries, which would write each line a second time and overwrite progress bars.
         logging.getLogger(library).handlers, logging.getLogger(library).propagate = [], True
     return INTERRUPTED if train(name, *parsed) else 0
 
 
 def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> bool:
-    """Load data, build the trainer, train, save and push. Return True if Ctrl-C ended training early."""
+    """Load the data, create the trainer, train, save and upload the model. Return True if Ctrl-C ended training early."""
     import transformers
 
     from posttrain.loop.checkpoint import last_complete_checkpoint
@@ -262,18 +274,18 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     resume = resume_from(config)
     trainer = make_trainer(name, script_args, config, model_args, mixture)
     use_rich_progress(trainer)
-    # Disable these bars, because there would be one for every checkpoint that is written.
+    # Disable these progress bars, because every saved checkpoint would show one.
     transformers.utils.logging.disable_progress_bar()
     try:
         trainer.train(resume_from_checkpoint=resume)
-    # Without this handler, the program would end as if training had finished.
+    # If this exception was not converted, the program would end as if training had finished.
     except SystemExit as stop:
         raise PosttrainError(
-            f"sys.exit({stop.code!r}) at {raised_at(stop)} ended the run at step {trainer.state.global_step}. Fix: raise an "
-            "error that describes the problem, or return."
+            f"sys.exit({stop.code!r}) at {raised_at(stop)} ended the run at step {trainer.state.global_step}. Fix: instead of "
+            "calling sys.exit, raise an error that describes the problem, or return."
         ) from stop
     except Exception as error:
-        # Add the fix only to errors during training. Errors about the checkpoint itself already contain a fix.
+        # The hint is added only to errors during training, because errors about the checkpoint itself already contain a fix.
         if (
             not isinstance(error, CheckpointError)
             and (last := last_complete_checkpoint(config.output_dir))
@@ -285,7 +297,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         raise
     interrupted = trainer.interrupt.requested
     if interrupted and trainer.state.global_step < trainer.state.max_steps:
-        # Do not save the partially trained model as a result. It is in its checkpoint.
+        # The partially trained model is not saved as the result, because it is already saved as a checkpoint.
         return True
     trainer.save_model(config.output_dir)
     if config.push_to_hub and not interrupted:
@@ -339,7 +351,7 @@ def model_source(model_args: Any, config: Any) -> str:
     """
     source = model_args.model_name_or_path or config.sft_model_path
     if not source:
-        raise ConfigError("--model_name_or_path is missing. Fix: name the model to train.")
+        raise ConfigError("--model_name_or_path is missing. Fix: set it to the folder or Hub id of the model to train.")
     return source
 
 
@@ -348,7 +360,7 @@ def _train_split(script_args: Any, mixture: Any) -> str:
 
 
 def _parts(script_args: Any, config: Any) -> dict[str, Any]:
-    """Return the trainer's arguments besides model, config and data."""
+    """Return the arguments of the trainer other than model, config and data."""
     if isinstance(script_args, PPOScriptArguments):
         return ppo_parts(script_args, config)
     if not isinstance(script_args, GRPOScriptArguments):
@@ -364,7 +376,7 @@ def _parts(script_args: Any, config: Any) -> dict[str, Any]:
 
 
 def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
-    """Load the splits by name."""
+    """Load the splits of the data as a mapping from names to datasets."""
     from posttrain.data.mixture import get_dataset, load_rows, split_off
 
     if mixture.datasets:
@@ -372,17 +384,23 @@ def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
     if not script_args.dataset_name:
         if isinstance(script_args, EpisodeScriptArguments) and script_args.environment_factory:
             return {}  # The environment provides the prompts, so no dataset is loaded.
-        raise ConfigError("neither --dataset_name nor datasets is set. Fix: name the data to train on.")
+        raise ConfigError(
+            "neither --dataset_name nor datasets is set. Fix: set --dataset_name to a Hub id, a folder or a file."
+        )
     data = load_rows(script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
     data = data if isinstance(data, dict) else {"train": data}
     if script_args.dataset_train_split not in data:
-        raise ConfigError(f"dataset_train_split={script_args.dataset_train_split!r} is not one of {sorted(data)}.")
+        raise ConfigError(
+            f"dataset_train_split={script_args.dataset_train_split!r} is not a split of the data, which has the splits "
+            f"{sorted(data)}."
+        )
     if mixture.test_split_size is None:
         return data
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
     if test in data:
         raise ConfigError(
-            f"test_split_size={mixture.test_split_size}, but the data has a split {test!r} already. Fix: remove the option."
+            f"test_split_size={mixture.test_split_size} would create a split {test!r}, but the data already has one. Fix: "
+            "remove test_split_size."
         )
     parts = split_off(data[train], mixture.test_split_size, config.seed)
     return {**data, train: parts["train"], test: parts["test"]}
@@ -410,14 +428,14 @@ def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _launch_flags(rest: list[str], name: str) -> list[str]:
-    """Check that the remaining tokens are flags of ``accelerate launch``. Raise an error for other tokens."""
+    """Check that the remaining tokens are options of ``accelerate launch``, and raise an error for unknown options."""
     if not rest:
         return []
     from accelerate.commands.launch import launch_command_parser
 
     parser = launch_command_parser()
     known = {option for action in parser._actions for option in action.option_strings}
-    # Commands that only examine a training command also receive its launcher options.
+    # Commands such as ``check`` may receive the launcher options of the training command that they examine.
     if "--launcher" in rest:
         rest = launch_ray.other_options(rest)
     fields = parser_for(name).fields
@@ -426,18 +444,19 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
         if flag.startswith("--") and flag not in known:
             bare = flag.lstrip("-").replace("-", "_")
             raise ConfigError(
-                f"unknown argument {flag!r}{did_you_mean(bare, fields)}: not a field of {name} or an option of accelerate launch."
+                f"unknown argument {flag!r}{did_you_mean(bare, fields)}. It is neither an option of posttrain {name} nor an "
+                "option of accelerate launch."
             )
-    # If the launch parser treats a word as the script to start, this word is an unknown argument.
+    # accelerate's parser treats a word that belongs to no option as the script to start.
     vars(parser)["error"] = _refuse_launch_flag
     parsed, _ = parser.parse_known_args([*rest, ""])
     if parsed.training_script_args:
         raise ConfigError(
-            f"unknown argument {parsed.training_script!r}: it does not follow an "
+            f"unknown argument {parsed.training_script!r}: it is neither an option nor the value of an "
             f"option{did_you_mean(parsed.training_script, fields)}. Fix: remove it, or quote a value that contains spaces."
         )
     if parsed.num_processes is not None and parsed.num_processes < 1:
-        raise ConfigError(f"num_processes={parsed.num_processes}: a run needs at least 1 process.")
+        raise ConfigError(f"num_processes={parsed.num_processes} must be at least 1.")
     return list(rest)
 
 
@@ -447,28 +466,29 @@ def _refuse_launch_flag(message: str) -> NoReturn:
 
 
 def _launch(name: str, argv: list[str], launch: list[str]) -> int:
-    """Run this command in every process that accelerate starts. Return the exit code of the process that failed first.
+    """Run this command in several processes with ``accelerate launch``. Return the exit code of the process that failed first,
+    or 0.
 
-    The processes get all options, and ignore those of the launcher.
+    The processes receive all options. They ignore the options of the launcher.
     """
     import torch
 
     again = {}
     if any(token.startswith(("--max_restarts", "--max-restarts")) for token in launch):
-        # Do not share the store, because it may still hold addresses of killed processes to which restarted processes would
-        # connect.
+        # Restarted processes must not share the old store, because it may still contain addresses of killed processes, to which
+        # they would try to connect.
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
     launch = with_multi_gpu(launch)
     if not torch.accelerator.is_available():
-        # Without this flag, each process would start its own run with a single process.
+        # Without this option, each process would start its own run with a single process.
         argv = [*argv, "--use_cpu", "true"]
     command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=os.environ | again | {ranks.EXIT_CODES: folder})
         told: list[int] = []
 
-        # A job scheduler sends the signal only to this process, so it must be passed on.
+        # A job scheduler sends the signal only to this process, so it is forwarded to the launched processes.
         def terminated(number: int, _: Any) -> None:
             told.append(number)
             raise KeyboardInterrupt
@@ -489,7 +509,9 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
 
 def with_multi_gpu(launch: list[str]) -> list[str]:
-    """Add ``--multi_gpu`` if needed. Without GPUs or this flag, accelerate ignores ``--num_processes`` and starts one process."""
+    """Add ``--multi_gpu`` if several processes are requested. On a machine without GPUs, accelerate otherwise ignores
+    ``--num_processes`` and starts one process.
+    """
     from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
@@ -497,8 +519,8 @@ def with_multi_gpu(launch: list[str]) -> list[str]:
     several = (parsed.num_processes or 1) > 1
     if several and parsed.cpu:
         raise ConfigError(
-            f"accelerate launch starts one process with --cpu, but num_processes={parsed.num_processes} is set. Fix: replace "
-            "--cpu by --use_cpu true."
+            f"with --cpu, accelerate launch starts only one process, but num_processes={parsed.num_processes}. Fix: replace "
+            "--cpu with --use_cpu true."
         )
     said = parsed.config_file or parsed.multi_gpu or parsed.use_deepspeed or parsed.use_fsdp or parsed.tpu
     said = said or parsed.use_megatron_lm or Path(default_config_file).is_file()
@@ -506,11 +528,12 @@ def with_multi_gpu(launch: list[str]) -> list[str]:
 
 
 def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> tuple[int, int]:
-    """Return the number of processes that accelerate flags start, and the equivalent ZeRO stage (0: no sharding).
+    """Return the number of processes that ``accelerate launch`` would start, and the ZeRO stage that corresponds to its
+    sharding (0: no sharding).
 
     Args:
         launch: Flags of ``accelerate launch``.
-        config: Config of a run whose processes will start on this machine, which must be able to shard the model as requested.
+        config: Config of the run. If it is passed, an error is raised if this machine cannot shard the model as requested.
     """
     import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -534,8 +557,8 @@ def launched(launch: list[str], *, config: PostTrainingConfig | None = None) -> 
 
 
 def _end(process: subprocess.Popen, *, tell: bool) -> None:
-    """Wait until processes have finished their step and saved a checkpoint. With ``tell``, interrupt them first; otherwise
-    the terminal has already done so.
+    """Wait until processes have finished their step and saved a checkpoint. With ``tell``, interrupt them first. Without it,
+    the terminal has already interrupted them.
     """
     if tell:
         process.send_signal(signal.SIGINT)

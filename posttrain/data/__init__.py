@@ -1,1 +1,1 @@
-"""Data pipeline: dataset formats, chat templates, tokenization, packing, collation and sampling."""
+"""Data pipeline: load datasets, apply chat templates, tokenize, pack, collate and sample rows."""

@@ -40,7 +40,7 @@ def inner_tokenizer(processing_class: Tokenizer) -> Any:
 
 
 def ids_without_token(processing_class: Tokenizer, size: int) -> frozenset[int]:
-    """Return the ids below ``size`` for which the tokenizer has no token. They belong to rows of a padded embedding."""
+    """Return the ids below ``size`` for which the tokenizer has no token. Models with a padded embedding have such ids."""
     return frozenset(range(size)) - frozenset(inner_tokenizer(processing_class).get_vocab().values())
 
 
@@ -62,7 +62,9 @@ def tool_call(name: Any, arguments: Any) -> dict[str, Any]:
 
 
 def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose tool call arguments are JSON text, for templates that concatenate arguments with strings."""
+    """Return messages in which the arguments of tool calls are JSON text. Templates that concatenate arguments with strings
+    need this form.
+    """
     converted = []
     for message in messages:
         calls = [
@@ -73,12 +75,13 @@ def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return converted
 
 
-# Keys under which a message can store the model's reasoning. A template reads one of them and silently ignores the other two.
+# Keys under which a message can store the model's reasoning. A chat template reads only one of them and silently ignores the
+# others.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def check_unicode(text: str, where: str) -> None:
-    """Reject text with lone surrogates, which no tokenizer can encode.
+    """Raise an error for text with lone surrogates, which no tokenizer can encode.
 
     Raises:
         DataError: The text cannot be encoded as UTF-8. The message contains ``where`` and the surrounding text.
@@ -94,13 +97,14 @@ def check_unicode(text: str, where: str) -> None:
 
 
 def check_messages(messages: Any) -> None:
-    """Check that each message has a role and some content. Many templates render an empty message as nothing or as "None".
+    """Check that each message has a role and some content. Without this check, many templates would render an empty message as
+    "" or "None".
 
     Raises:
         DataError: A message is not a mapping with a role, or has neither content nor a tool call nor reasoning.
     """
     for number, message in enumerate(messages):
-        # This test is true for nearly all messages, and it is faster than isinstance with Mapping.
+        # This test is true for nearly all messages, and it is faster than isinstance(message, Mapping).
         plain = type(message) is dict
         if not (plain or isinstance(message, Mapping)) or not isinstance(message.get("role"), str):
             keys = sorted(message) if isinstance(message, Mapping) else type(message).__name__
@@ -108,7 +112,7 @@ def check_messages(messages: Any) -> None:
         said = message.get("content") is not None or message.get("tool_calls")
         if not said and not any(message.get(name) for name in REASONING):
             raise DataError(
-                f"message {number} (role {message['role']!r}) has no content; its keys are {sorted(message)}. Fix: add "
+                f"message {number} (role {message['role']!r}) has no content. Its keys are {sorted(message)}. Fix: add "
                 "'content', or remove the message."
             )
 
@@ -116,7 +120,7 @@ def check_messages(messages: Any) -> None:
 def fit_messages(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: Any = None) -> list[dict[str, Any]]:
     """Adapt messages to the chat template. The input is not changed.
 
-    Reasoning is moved to the key that the template reads. Tool arguments stored as JSON text are decoded if the template would
+    Reasoning is moved to the key that the template reads. Tool arguments that are JSON text are decoded if the template would
     encode them a second time.
     """
     if not any(m.get(name) for m in messages for name in ("tool_calls", *REASONING) if name in m):
@@ -192,7 +196,7 @@ def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
     return twice
 
 
-PROBE = "7f3a probe 9c1e"  # Message content that occurs in no chat template.
+PROBE = "7f3a probe 9c1e"  # Message content for tests of a template. This text occurs in no chat template.
 
 
 def render(
@@ -229,7 +233,9 @@ def render(
 
 
 def _template(tokenizer: Tokenizer, messages: list[dict[str, Any]], *, tools: Any, **options: Any) -> Any:
-    """Run `apply_chat_template` on checked and adapted messages. Convert its exceptions to errors that contain a fix."""
+    """Render messages that were already checked and adapted. Exceptions of the template are converted to errors that contain
+    a fix.
+    """
     check_messages(messages)
     fitted = fit_messages(tokenizer, messages, options.get("chat_template"))
     try:
@@ -258,13 +264,14 @@ def render_prompt(
     answered: bool = False,
     **template_kwargs: Any,
 ) -> str:
-    """Render a prompt with the generation prompt. If the last message is an assistant message, leave it open instead.
+    """Render a prompt, followed by the generation prompt. If the last message is from the assistant, no generation prompt is
+    added, and the message is left open so that the model continues it.
 
     Args:
         tokenizer: Tokenizer with a chat template.
         prompt: Messages.
         tools: Schemas or functions.
-        answered: Whether the row contains an answer. The prompt may then end with a message of any role.
+        answered: Whether the row contains an answer. If it does, the prompt may end with a message of any role.
         template_kwargs: Passed to the template.
 
     Raises:
@@ -301,24 +308,24 @@ def apply_chat_template(
     tokenizer: Tokenizer | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:
-    """Render a conversational row as text. ``messages`` becomes ``text``; other columns keep their names.
+    """Render a conversational row as text. The column ``messages`` is renamed to ``text``. All other columns keep their names.
 
     Prompt and answers are split at the end of the longest common prefix of their renderings. Therefore ``prompt + answer`` always
     equals the rendering of the whole conversation.
 
     Args:
         example: Row with ``messages``; ``prompt``; ``prompt`` with ``completion`` (and ``label``); ``prompt`` with ``chosen``
-            and ``rejected``; or ``chosen`` and ``rejected`` alone. Other columns are dropped.
+            and ``rejected``; or ``chosen`` and ``rejected`` alone. Columns with other names are not returned.
         processing_class: Tokenizer with a chat template.
         tools: Schemas or functions. An empty list is the same as None.
-        merge_prefill: If the prompt ends with an assistant message, whether to join it with the answer into one turn. By default
-            they are two turns.
+        merge_prefill: If the prompt ends with an assistant message, whether this message and the answer are joined into one
+            turn. By default, they are rendered as two turns.
         tokenizer: Deprecated name of ``processing_class``.
         template_kwargs: Passed to the template.
 
     Raises:
-        ArgumentTypeError: Neither or both of ``processing_class`` and ``tokenizer`` are given.
-        KeyError: The row's columns do not match any of these types.
+        ArgumentTypeError: Not exactly one of ``processing_class`` and ``tokenizer`` is passed.
+        KeyError: The columns of the row are not one of the combinations listed under ``example``.
         DataError: The prompt is empty or ends with a message of another role.
     """
     if (processing_class is None) == (tokenizer is None):
@@ -350,8 +357,8 @@ def _appended(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> lis
     if prompt[-1].get("role") == "assistant":
         warn_once(
             logger,
-            "a prompt ends with an assistant message, and the answer is a separate assistant turn. The model therefore reads two "
-            "assistant turns in a row. To join them, pass merge_prefill=True.",
+            "a prompt ends with an assistant message, and the answer is another assistant message, so two assistant turns "
+            "follow each other. To join them into one turn, pass merge_prefill=True.",
         )
     return prompt + answer
 
@@ -388,7 +395,9 @@ def has_generation_markers(template: str | dict | None) -> bool:
 
 
 def as_blocks(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose text is a list with one text block, which is the form that vision-language templates expect."""
+    """Return messages in which each text is a list with one text block. Templates of vision-language models expect this
+    form.
+    """
     return [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
@@ -435,13 +444,14 @@ def terminal_token_ids(tokenizer: Tokenizer, generation_config: Any = None) -> t
 def assistant_mask(
     tokenizer: Tokenizer, messages: list[dict], tools: Any = None, *, rendered: Callable | None = None, **kwargs: Any
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation, and a mask that is 1 on assistant tokens, including end-of-turn tokens.
+    """Return the token ids of a conversation, and a mask that is 1 for the tokens of assistant turns, including their
+    end-of-turn tokens.
 
-    If the template has generation markers, the markers define the mask. Otherwise the conversation is rendered twice for each
-    assistant turn: up to the turn (with the generation prompt), and up to the end of the turn. The assistant's text is the
-    difference.
+    If the template has ``{% generation %}`` markers, they define the mask. Otherwise, the conversation is rendered twice for
+    each assistant turn: once up to the beginning of the turn (with the generation prompt), and once up to its end. The text of
+    the turn is the difference of the two renderings.
 
-    ``rendered`` replaces `render` if it is not None.
+    ``rendered`` is the function that renders messages. None: `render`.
     """
     if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
         out = _template(
@@ -477,7 +487,7 @@ def assistant_spans(
         kwargs: Passed to ``rendered``.
 
     Raises:
-        ModelError: The template changes earlier turns when later turns follow.
+        ModelError: The template renders earlier turns differently when later turns follow.
     """
     text, spans = rendered(messages, **kwargs), []
     for index, message in enumerate(messages):
@@ -490,8 +500,8 @@ def assistant_spans(
         stop = through.rfind(end, len(before)) + len(end) if end in through[len(before) :] else len(through)
         if not (text.startswith(before) and text.startswith(through[:stop])):
             raise ModelError(
-                "the chat template changes earlier turns when later turns follow, so the assistant's tokens cannot be located. "
-                "Fix: use a template with {% generation %} markers (chat_template_path)."
+                "the chat template renders earlier turns differently when later turns follow, so the tokens of assistant "
+                "turns cannot be located. Fix: use a template with {% generation %} markers (chat_template_path)."
             )
         spans.append((len(before), stop))
     return text, spans
@@ -540,13 +550,14 @@ def encode(
 def encode_rows(
     tokenizer: Tokenizer, rows: Sequence[tuple[bool, Sequence[str]]], indices: Sequence[int]
 ) -> list[list[list[int]]]:
-    """Tokenize the texts of several rows with two calls: one for plain texts, and one for rendered texts.
+    """Tokenize the texts of several rows with two calls of the tokenizer: one for plain texts, and one for rendered
+        conversations.
 
-    Plain texts get the tokenizer's special tokens. Rendered texts already contain special tokens.
+    The tokenizer adds its special tokens only to plain texts, because rendered conversations already contain them.
 
     Args:
         tokenizer: Tokenizer.
-        rows: For each row, whether it is plain text, and the row's texts.
+        rows: For each row, a bool that is True for plain texts, and the texts of the row.
         indices: Row numbers for error messages.
 
     Raises:
@@ -563,7 +574,7 @@ def encode_rows(
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """Remove a duplicate bos token. It occurs if the text itself begins with the token."""
+    """Remove one bos token if ids begin with two. This happens if the text itself begins with the bos token."""
     return ids[1:] if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos else ids
 
 
@@ -610,8 +621,8 @@ def tokenize_prompts(
 ) -> list[list[int]]:
     """Tokenize a batch of prompts for generation. Consecutive equal prompts are tokenized once.
 
-    Conversational prompts end with the generation prompt, or with an open assistant message. The template writes their special
-    tokens. Plain prompts get the tokenizer's special tokens.
+    Conversational prompts end with the generation prompt, or with an assistant message that the model continues. Their special
+    tokens come from the chat template. Plain prompts get special tokens from the tokenizer.
     """
     chat = is_messages(rows[0]["prompt"])
     alike = [list(group) for _, group in groupby(rows, key=lambda row: [row.get(name) for name in RENDERED])]
@@ -627,7 +638,8 @@ def cut_prompt(ids: list[int], most: int | None) -> list[int]:
     """Truncate a prompt from the left to ``most`` tokens.
 
     Raises:
-        DataError: The prompt contains images and is longer than ``most``. Truncation could split an image.
+        DataError: The prompt contains images and is longer than ``most``. It is not truncated, because truncation could split
+            an image.
     """
     if most is None or len(ids) <= most:
         return ids

@@ -1,4 +1,6 @@
-"""Collate rows into batches of packed prefix trees. Each prompt is computed once, and batches contain little padding."""
+"""Collate rows into batches of packed prefix trees. The sequences of a prompt share its tokens, so each prompt is computed
+once, and batches contain little padding.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ from posttrain.data.trie import Member, Node, Tree
 from posttrain.errors import DataError
 from posttrain.types import Batch, Leaf, Row, Segment
 
-# Maximum share of padding in a stacked pass. With more padding, an additional pass would be cheaper.
+# Maximum fraction of padding in a forward pass of several stacked batch rows. With more padding, a separate pass would be
+# cheaper.
 PADDED_MOST = 0.05
-# Columns that are also fields of `Batch`, under the same name.
+# Names of row columns that become fields of `Batch`.
 FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")
 
 
@@ -27,24 +30,27 @@ class Layout:
     """Arrangement of sequences in a batch. It depends on the model and the attention backend.
 
     Attributes:
-        kind: ``tree`` computes common prefixes once and packs several prefix trees into a batch row. ``padded`` gives every
-            sequence its own padded row with a copy of the prompt. It is for models whose attention cannot separate sequences.
-        dense_mask: Whether the attention for ``tree`` takes a dense mask instead of segments (see
-            `posttrain.models.tree_attention`). Its time and memory grow with the square of the row length.
-        row_tokens: Maximum number of tokens of a packed batch row, and of a tree that joins several rows with a common prefix.
-            It should be small with a dense mask.
-        pass_tokens: Maximum number of tokens of a forward pass with a dense mask. Batch rows of similar width are stacked,
-            because every pass has a fixed cost (reading weights, accumulating gradients). At most 5 % of a pass is padding.
-        max_tree_tokens: Maximum number of tokens of a tree. If the sequences of a row need more, they are split into several
-            trees and the prompt is repeated. Without a dense mask, trees longer than ``row_tokens`` are also split if this
-            repeats few tokens (see `posttrain.data.trie.REPEATED_MOST`).
-        joins_rows: Whether rows with a common prefix are computed as one tree. Must be False for models that read prompts
-            bidirectionally or attend across all images of a row.
-        pad_to_multiple_of: The length T of a batch is rounded up to a multiple of this number.
-        rope_switch: Sequence length above which the model uses different rotary frequencies (longrope). All sequences of a pass
-            use the same frequencies, so shorter and longer sequences are never in the same pass. None if there is no such length.
-        rope_end: Maximum sequence length. With ``dynamic`` rotary embeddings, the log-probs of longer sequences would depend on
-            earlier passes, so longer sequences raise an error.
+        kind: ``tree``: common prefixes are computed once, and several prefix trees are packed into a batch row. ``padded``:
+            every sequence has its own padded batch row with a copy of the prompt. ``padded`` is for models whose attention
+            cannot separate several sequences in a row.
+        dense_mask: Whether attention over prefix trees uses a dense mask instead of segments (see
+            `posttrain.models.tree_attention`). Time and memory of a dense mask grow with the square of the row length.
+        row_tokens: Maximum number of tokens of a packed batch row, and of a prefix tree that joins several dataset rows. It
+            should be small with a dense mask.
+        pass_tokens: Maximum number of tokens of a forward pass with a dense mask. Batch rows of similar length are stacked into
+            one pass, because every pass has a fixed cost (reading weights, accumulating gradients). At most 5 % of the tokens
+            of a pass are padding.
+        max_tree_tokens: Maximum number of tokens of a prefix tree. If the sequences of a dataset row need more tokens, they are
+            distributed to several trees, each with a copy of the prompt. Without a dense mask, trees longer than ``row_tokens``
+            are also split if the copies add few tokens (see `posttrain.data.trie.REPEATED_MOST`).
+        joins_rows: Whether dataset rows with a common prefix are joined into one tree. It must be False for models with
+            bidirectional attention in prompts or over all images of a row.
+        pad_to_multiple_of: The length T of batch rows is rounded up to a multiple of this number.
+        rope_switch: Sequence length above which a model with longrope uses different rotary frequencies. All sequences of a
+            forward pass use the same frequencies, so shorter and longer sequences are computed in separate passes. None: the
+            frequencies do not depend on the length.
+        rope_end: Maximum sequence length of a model with ``dynamic`` rotary embeddings. Longer sequences raise an error,
+            because their log-probs would depend on earlier forward passes. None: no limit.
     """
 
     kind: Literal["tree", "padded"] = "tree"
@@ -58,9 +64,10 @@ class Layout:
     rope_end: int | None = None
 
     def adjusted(self, row_tokens: int | None, pad_to_multiple_of: int | None = None) -> Layout:
-        """Return the layout with the given settings. None keeps a setting, and ``row_tokens=1`` of the layout is always kept.
+        """Return a copy of the layout with other settings. For None, the setting is not changed. If ``row_tokens`` of the
+        layout is 1, it is never changed.
 
-        Passes with a dense mask are limited to ``row_tokens`` too, or to 512 if it is less.
+        With a dense mask, ``pass_tokens`` is also reduced to ``row_tokens``, but not below 512.
         """
         changes = {"pad_to_multiple_of": pad_to_multiple_of} if pad_to_multiple_of else {}
         if row_tokens is not None and self.row_tokens > 1:
@@ -74,8 +81,8 @@ def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
     Rows with ``model_kwargs`` are not merged.
 
     Returns:
-        The merged rows, in the order in which their prompts first occur. Also one index per completion of the merged rows: the
-        position of the completion in the flat list of input completions.
+        The merged rows, in the order in which their prompts first occur, and a list with one index per completion of the merged
+        rows. The index is the position of the completion in the flat list of all input completions.
 
     >>> rows, places = share_prompts([Row([1], [[2]], [[1]]), Row([3], [[4]], [[1]]), Row([1], [[5]], [[1]])])
     >>> [row.completions for row in rows], places
@@ -123,10 +130,10 @@ def collate(
         pad_token_id: Id of padding tokens. Padding is identified by position, so the value does not matter.
         layout: Arrangement of the sequences.
         whole_rows: Whether all completions of a row must be in one batch. Losses that compare completions need this.
-        together: Whether all rows must be in one batch. Losses that sort the rows need this.
+        together: Whether all rows must be in one batch. Losses that sort the rows of a micro-batch need this.
 
     Returns:
-        Batches that contain every completion exactly once. Their ``num_sequences`` sum up to the number of completions.
+        Batches that together contain every completion exactly once.
 
     Raises:
         DataError: There are no rows; a row has no completions; a mask, column or id list has the wrong length; or the loss
@@ -150,7 +157,7 @@ def collate(
 
 
 def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows: bool, together: bool) -> list[Batch]:
-    """Return batches of trees that can be in the same pass; see `collate`."""
+    """Return batches of trees that may be in the same forward pass. See `collate` for the arguments."""
     if together:
         packed = [[tree] for tree in trees] if layout.kind == "padded" else _best_fit(trees, layout.row_tokens)
         return [_lay_out(packed, pad_token_id, layout)]
@@ -158,11 +165,12 @@ def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows
         units = _units(trees) if whole_rows else [[tree] for tree in trees]
         bins = _by_length(units, layout.row_tokens)
         return [_lay_out([[tree] for unit in group for tree in unit], pad_token_id, layout) for group in bins]
-    # Units of several trees. Each of them is a row that is too long for a single tree.
+    # Units that consist of several trees. Each unit is a dataset row that is too long for a single tree.
     split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []
     apart = {id(tree) for unit in split for tree in unit}
     whole = [tree for tree in trees if id(tree) not in apart]
-    # If a tree exceeds the row budget, other batch rows may be as long as this tree, up to twice the budget.
+    # If a tree is longer than the budget of a batch row, other batch rows may be as long as this tree, but at most twice the
+    # budget.
     longest = max((tree.size for tree in whole), default=0)
     packed = _best_fit(whole, max(layout.row_tokens, min(longest, 2 * layout.row_tokens)))
     batches = [_lay_out(stack, pad_token_id, layout) for stack in _stacks(packed, layout.pass_tokens)]
@@ -172,7 +180,7 @@ def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows
 def split_by_sequence(values: Tensor, batch: Batch) -> list[Tensor]:
     """Split a per-token ``(B, T)`` tensor into one 1-D tensor per sequence, in the order of ``batch.origin``.
 
-    Only completion tokens are returned. Each tensor has the length of its completion.
+    Only the values of completion tokens are returned, so each tensor is as long as its completion.
     """
     inside = batch.sequence >= 0
     lengths = torch.bincount(batch.sequence[inside], minlength=batch.num_sequences)
@@ -185,7 +193,10 @@ def _check(row: Row, index: int, rope_end: int | None) -> None:
         raise DataError(f"row {index} has no completion. Fix: give every row at least one completion.")
     for i, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
         if len(ids) != len(mask):
-            raise DataError(f"row {index}, completion {i}: {len(ids)} token ids, but {len(mask)} mask values.")
+            raise DataError(
+                f"row {index}, completion {i} has {len(ids)} token ids, but {len(mask)} mask values. Fix: pass one mask "
+                "value per token id."
+            )
         if rope_end is not None and len(row.prompt_ids) + len(ids) > rope_end:
             raise DataError(
                 f"row {index}, completion {i} has {len(row.prompt_ids) + len(ids)} tokens including its prompt. With "
@@ -199,11 +210,14 @@ def _check(row: Row, index: int, rope_end: int | None) -> None:
     for name, lists in row.token_columns.items():
         lengths, wanted = [len(x) for x in lists], [len(x) for x in row.completions]
         if lengths != wanted:
-            raise DataError(f"row {index}, column {name!r}: lengths {lengths} differ from the completions' {wanted}.")
+            raise DataError(
+                f"row {index}, column {name!r}: its lists have the lengths {lengths}, but the completions have the lengths "
+                f"{wanted}."
+            )
 
 
 def _members(rows: Sequence[Row]) -> list[Member]:
-    """Return all completions, in order."""
+    """Return all completions of the rows, in order."""
     members: list[Member] = []
     for number, row in enumerate(rows):
         members += [Member(row, number, index, len(members) + index) for index in range(len(row.completions))]
@@ -215,7 +229,7 @@ def _length(member: Member) -> int:
 
 
 def _by_rope(members: list[Member], switch: int | None) -> list[list[Member]]:
-    """Group sequences by length: up to ``switch`` tokens, and longer. Return the groups that are not empty."""
+    """Split sequences into those of up to ``switch`` tokens and longer ones. Empty groups are not returned."""
     if switch is None:
         return [members]
     parts = [[member for member in members if (_length(member) > switch) is beyond] for beyond in (False, True)]
@@ -223,7 +237,9 @@ def _by_rope(members: list[Member], switch: int | None) -> list[list[Member]]:
 
 
 def _refuse_mixed(parts: list[list[Member]], layout: Layout, together: bool) -> None:
-    """Raise an error if the loss compares a sequence of up to ``rope_switch`` tokens with a longer sequence."""
+    """Raise an error if the loss compares sequences on both sides of ``rope_switch``, because such sequences cannot be in
+    one forward pass.
+    """
     short, long = ({member.number: member for member in part} for part in parts)
     shared = [number for number in short if number in long] or ([next(iter(short))] if together else [])
     if shared:
@@ -279,7 +295,9 @@ def _stacks(rows: list[list[Tree]], budget: int) -> Iterator[list[list[Tree]]]:
 
 
 def _units(trees: list[Tree]) -> list[list[Tree]]:
-    """Group trees by row. The trees of a row that was split are not shared with other rows."""
+    """Group trees into units. The trees of a dataset row that was split form one unit, and every other tree is a unit of its
+    own.
+    """
     units: dict[int, list[Tree]] = {}
     for tree in trees:
         units.setdefault(tree.members[0].number, []).append(tree)
@@ -302,7 +320,7 @@ def _by_length(units: list[list[Tree]], budget: int) -> list[list[list[Tree]]]:
 
 
 class _Canvas:
-    """Columns of a batch row, as lists, while the batch is built."""
+    """Batch under construction, with one list per column."""
 
     def __init__(self, token_names: Sequence[str]) -> None:
         names = ("input_ids", "position_ids", "seen_until", "predictor", "loss_mask", "sequence", *token_names)
@@ -327,17 +345,17 @@ class _Canvas:
         return len(self.tokens["input_ids"][-1])
 
     def tree(self, tree: Tree) -> None:
-        """Write a prefix tree in depth-first order. A node with a single child continues the segment of its parent."""
+        """Append a prefix tree in depth-first order. If a node has a single child, the child continues the node's segment."""
         self._segment([tree.root], -1, 0, -1)
 
     def _segment(self, run: list[Node], parent: int, position: int, last: int) -> None:
-        """Write a run of consecutive nodes and the subtrees below it.
+        """Append a segment (a run of consecutive nodes) and the subtrees below it.
 
         Args:
             run: First node of the run.
             parent: Index of the parent segment.
             position: Position of the run's first token.
-            last: Column of the token before the run, or -1 for the first run.
+            last: Column of the token before the run, or -1 if there is none.
         """
         while len(run[-1].children) == 1:
             run.append(run[-1].children[0])
@@ -393,7 +411,7 @@ class _Canvas:
         row = member.row
         leaf = Leaf(segment, len(row.prompt_ids), _length(member), member.number)
         if start:
-            # Keep only one leaf. This completion was split into two consecutive nodes, because the prompt of another row ends
+            # Register the completion only once. It consists of two consecutive nodes, because the prompt of another row ends
             # inside it.
             self.leaves[-1] = leaf
             return len(self.leaves) - 1
@@ -465,7 +483,7 @@ def _model_kwargs(groups: list[list[Tree]]) -> dict[str, Any]:
 
 
 def to_rows(batch: Batch) -> list[Row]:
-    """Reconstruct the rows of a batch in their original order. They contain only data that the batch contains.
+    """Reconstruct the rows of a batch in their original order. Columns that were not collated are missing.
 
     If a prompt was repeated in several trees, there is one row per repetition.
     """
@@ -487,7 +505,7 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
     per_token = {name for name, value in named.items() if value.shape == batch.input_ids.shape}
     ids, mask, owner = batch.input_ids.tolist(), batch.loss_mask.tolist(), batch.sequence.tolist()
     placed = {(b, column): picture for b, column, picture in batch.pictures}
-    # Positions of trained prompt tokens that an earlier row already contains.
+    # Positions of prompt tokens with a loss that an earlier row already contains.
     earlier: set[tuple[int, int]] = set()
     rows = []
     for group in groups:
@@ -523,8 +541,9 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
 def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool = False) -> list[Batch]:
     """Split a batch into two smaller batches with the same completions. Return it unchanged if it cannot be split.
 
-    The trees are distributed to two batches of about equal size. A single tree is split between its completions, and the prompt
-    is repeated. This is not possible if the loss compares the completions (``whole_rows``) or if the prompt is trained.
+    The trees are distributed to two batches of about equal size. If there is only one tree, its completions are distributed to
+    two trees, each with a copy of the prompt. This is not possible if the loss compares the completions (``whole_rows``) or if
+    prompt tokens have a loss.
 
     Args:
         batch: Batch on any device. The returned batches are on the CPU.
@@ -533,7 +552,7 @@ def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool 
         whole_rows: Whether the completions of a tree must stay in one batch.
     """
     if batch.model_kwargs or (whole_rows and layout.kind == "padded"):
-        return [batch]  # Concatenated images cannot be separated again, and padded batches are not split either.
+        return [batch]  # Concatenated images cannot be separated again. Padded batches are not split either.
     rows = to_rows(batch.to("cpu"))
     if len(rows) > 1:
         parts = _dealt(rows)
@@ -551,7 +570,9 @@ def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool 
 
 
 def _dealt(rows: list[Row]) -> list[list[Row]]:
-    """Distribute rows, longest first, to two lists. Each row goes to the list with fewer tokens."""
+    """Distribute rows to two lists of similar size. The longest row is assigned first, and each row is added to the list
+    with fewer tokens.
+    """
     parts: list[list[Row]] = [[], []]
     sizes = [0, 0]
     for row in sorted(rows, key=_size, reverse=True):
@@ -584,7 +605,8 @@ def unbatched(batch: Any) -> list[dict[str, Any]]:
             document. ``labels`` and ``completion_mask`` of the same shape are optional.
 
     Raises:
-        DataError: The batch has no ``input_ids``, or neither a mask nor positions from which padding can be identified.
+        DataError: The batch has no ``input_ids``, or it has neither ``attention_mask`` nor ``position_ids``, so padding cannot
+            be identified.
 
     >>> unbatched({"input_ids": torch.tensor([[1, 2], [3, 9]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])})
     [{'input_ids': [1, 2]}, {'input_ids': [3]}]
@@ -608,7 +630,7 @@ def unbatched(batch: Any) -> list[dict[str, Any]]:
 
 
 def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: Sequence[str]) -> list[dict[str, Any]]:
-    """Replace the tokens of examples with those of a batch that a custom data collator returned.
+    """Replace the tokens of examples with the tokens of a batch that a custom data collator has returned.
 
     Args:
         batch: Batch as in `unbatched`. It contains the first answers of all examples, then the second answers, and so on.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# This is a tuple, because the order of the names matters.
+# This is a tuple and not a set, because the order of the names matters.
 MESSAGE_COLUMNS = (
     "prompt",
     "chosen",
@@ -31,14 +31,15 @@ MESSAGE_COLUMNS = (
     "completion",
     "messages",
 )
-# Number of rows that are read to determine the format of a dataset. In mixed data, the first row is not representative.
+# Number of rows that are read to determine the format of a dataset. One row is not enough, because the rows of mixed data
+# differ.
 LOOK = 64
 PICTURE_COLUMNS = ("image", "images")
-# Names of columns with token ids. If they exist, they are used instead of the text columns.
+# Names of columns with token ids. If a dataset has these columns, they are used instead of the text columns.
 TOKENIZED = (
     "input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "reference_ids", "completion_ids", "KL_completion_ids",
 )  # fmt: skip
-PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # Columns that contain the model's input.
+PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # Names of columns that contain text or messages for the model.
 PICTURE_BLOCKS = ("image", "image_url", "image_pil")  # Types of content blocks that contain an image.
 # Number of rows of a stream that are checked for images. For other datasets, `LOOK` evenly spaced rows are checked.
 STREAMED = 8
@@ -159,7 +160,8 @@ def remove_none_values(value: object) -> Any:
 
 
 def has_nested_none(row: Mapping[str, Any]) -> bool:
-    """Return whether tool schemas, tool calls or content blocks contain a ``None`` that a template could print.
+    """Return whether tool schemas, tool calls or content blocks of a row contain ``None``, which a chat template could print as
+    text.
 
     The fields of a message itself are ignored, because ``content: None`` is valid for a message with a tool call.
     """
@@ -183,13 +185,14 @@ def _holds_none(value: object) -> bool:
     return isinstance(value, list) and any(_holds_none(item) for item in value)
 
 
-AT_ONCE = 64  # Number of rows that are read at once. It is small, because rows may contain images.
+AT_ONCE = 64  # Number of rows that are read at once. It is small, because rows with images need much memory.
 
 
 def read_columns(
     dataset: AnyDataset, columns: Sequence[str], rows: slice | Sequence[int] = slice(None), kind: str | None = None
 ) -> Any:
-    """Read columns of some rows of a ``Dataset`` regardless of its format. Return lists by name, or a table for ``"arrow"``.
+    """Read columns of some rows of a ``Dataset``, even if another output format is set on it. Return a dict of lists, or an
+    Arrow table for ``kind="arrow"``.
 
     The result equals ``with_format(kind, columns)[rows]``, but the dataset is not copied and no fingerprint is computed.
     """
@@ -198,7 +201,9 @@ def read_columns(
 
 
 def rows_at(dataset: AnyDataset, rows: Sequence[int], columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return rows by number. A ``Dataset`` is read once. If ``columns`` is not None, only these columns are read."""
+    """Return the rows with the given numbers. All rows of a ``Dataset`` are read with one call. If ``columns`` is not None,
+    only these columns are read.
+    """
     import datasets
 
     if columns is None and not (isinstance(dataset, datasets.Dataset) and dataset.format["type"] is None):
@@ -208,7 +213,9 @@ def rows_at(dataset: AnyDataset, rows: Sequence[int], columns: Sequence[str] | N
 
 
 def first_rows(dataset: AnyDataset, count: int, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield up to ``count`` first rows. If ``columns`` is not None, only these columns are read."""
+    """Yield the first ``count`` rows, or all rows if there are fewer. If ``columns`` is not None, only these columns are
+    read.
+    """
     import datasets
 
     if not isinstance(dataset, datasets.Dataset):
@@ -266,13 +273,13 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
 
 
 def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether the rows are conversational. Raise an error if only some rows are."""
+    """Return whether the rows are conversational. Raise an error if some rows are conversational and others are not."""
     first: bool | None = None
     for index, row in enumerate(head):
         try:
             chat = is_conversational_from_value(row) or is_conversational(row)
         except DataError as error:
-            # The conversations contain the same text, so it is removed from them later.
+            # The conversations begin with the same text, so it is removed from them later.
             if isinstance(row.get("prompt"), str):
                 chat = True
             else:
@@ -296,7 +303,9 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
 
 @contextmanager
 def naming(where: str, hint: str = "") -> Iterator[None]:
-    """Add the suffix ``hint`` and, unless the message begins with it, the prefix ``where`` to a `DataError` of the block."""
+    """Complete the message of a `DataError` that is raised in a ``with`` block: add ``where`` at the beginning (unless it is
+    already there) and ``hint`` at the end.
+    """
     try:
         yield
     except DataError as error:
@@ -305,13 +314,15 @@ def naming(where: str, hint: str = "") -> Iterator[None]:
 
 
 def given_rows(batch: Mapping[str, list], indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the content of each row of a batch of columns. Columns that are None in a row are omitted."""
+    """Yield the number and the content of each row of a batch that is stored as columns. Columns whose value is None in a
+    row are omitted from that row.
+    """
     for position, index in enumerate(indices):
         columns = {name: column[position] for name, column in batch.items() if name != ROW}
         yield index, {name: value for name, value in columns.items() if value is not None}
 
 
-ROW = "_row"  # Name of the column with the original row numbers, which findings refer to.
+ROW = "_row"  # Name of the column with the original row numbers. Messages about rows use these numbers.
 
 
 # Batch size while a stream is searched for the first row with trained tokens.
@@ -330,7 +341,7 @@ def first_row(dataset: AnyDataset, name: str, *, images: bool = False) -> dict[s
 
     Raises:
         ArgumentTypeError: The object is not a dataset.
-        DataError: The dataset is empty, has a transform attached, or contains images although ``images`` is False.
+        DataError: The dataset is empty, has a transform (``with_transform``), or contains images although ``images`` is False.
     """
     import datasets
 
@@ -353,7 +364,9 @@ def first_row(dataset: AnyDataset, name: str, *, images: bool = False) -> dict[s
 
 
 def undecoded(dataset: AnyDataset) -> Any:
-    """Return a view of a dataset whose images are paths or encoded bytes. ``dataset`` may be a dict of datasets, or None."""
+    """Return a view of a dataset in which images are not decoded, but returned as paths or encoded bytes. ``dataset`` may be
+    a dict of datasets, or None.
+    """
     import datasets
 
     if isinstance(dataset, dict):
@@ -380,10 +393,11 @@ def undecoded(dataset: AnyDataset) -> Any:
 
 
 def united(first: Any, *others: Any) -> Any:
-    """Return a column type that covers all the given types: messages have the keys of every type. None if there is none.
+    """Return a column type that is valid for values of all given types, or None if there is none. In the result, messages have
+        the keys of all types.
 
-    It defines the features of a mapped dataset. By default, ``map`` infers a new column's type from its first 1,000 rows, so
-    keys that occur only in later messages would be missing.
+    The result is used as the type of a new column in ``map``. By default, ``map`` infers the type from the first 1,000 rows, so
+    keys that occur only in messages of later rows would be missing.
     """
     for other in others:
         if isinstance(first, dict) and isinstance(other, dict):
@@ -453,11 +467,11 @@ def shows_pictures(dataset: AnyDataset) -> bool:
     if not isinstance(dataset, datasets.Dataset):
         return False
     kinds = {name: str(kind) for name, kind in dataset.info.features.items() if name in MESSAGE_COLUMNS}
-    # Content blocks have a ``type`` key, so without this key in a column, no row contains an image.
+    # Content blocks have the key ``type``. If no column has this key, no message contains an image.
     names = [name for name, kind in kinds.items() if "'type'" in kind or "Json" in kind]
     if not names:
         return False
-    # If blocks have a key for images, at least one block contains an image, so check every row.
+    # If content blocks have a key for images, some row contains an image, so all rows are checked.
     keyed = any(kind in kinds[name] for name in names for kind in PICTURE_BLOCKS)
     step = 1 if keyed else max(1, len(dataset) // LOOK)
     return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))
@@ -473,8 +487,9 @@ def refuse_images(dataset: AnyDataset, name: str) -> None:
     if pictures or shows_pictures(dataset):
         raise DataError(
             f"the {name} rows have images ({f'columns {pictures}' if pictures else 'inside their messages'}), but this trainer "
-            "reads only text. The model would be trained on answers about images that it never received. Fix: if the text "
-            f"alone is sufficient, remove the images{f' with dataset.remove_columns({pictures})' if pictures else ''}."
+            "reads only text. The model would be trained to answer questions about images without receiving the images. Fix: "
+            "if the text alone is sufficient, remove the "
+            f"images{f' with dataset.remove_columns({pictures})' if pictures else ''}."
         )
 
 
@@ -516,7 +531,7 @@ def _check_stream(reasons: Iterable[str], name: str, hint: str) -> None:
 
 
 def listed(reasons: Mapping[str, int]) -> str:
-    """Format reasons with their counts, most frequent reason first.
+    """Return a text with the reasons and their counts. The most frequent reason is first.
 
     >>> listed({"empty": 1, "too long": 2})
     '2 too long, 1 empty'
@@ -534,8 +549,8 @@ class PreparationReport:
         dropped: Number of dropped rows by reason.
         truncated: Number of rows truncated to ``max_length``.
         cut_tokens: Number of trained tokens removed by truncation.
-        diverged: Number of rows whose prompt is tokenized differently alone than before the completion.
-        inner: Number of rows with an answer that also contains turns of other roles than the assistant.
+        diverged: Number of rows in which the prompt alone is tokenized differently than the prompt followed by the completion.
+        inner: Number of rows in which an answer also contains turns of other roles, such as tool results.
         no_end: Number of rows without a trained token that ends a sequence.
         double_bos: Number of texts that already began with the bos token.
         nested_none: Number of rows with a ``None`` in tool schemas, tool calls or content blocks.
@@ -559,7 +574,7 @@ class PreparationReport:
     tokens: int = 0
 
 
-# Counters that cover only the remaining rows. All other counters also cover dropped rows.
+# Counters that are computed only over the remaining rows. All other counters include dropped rows.
 OF_KEPT = (
     "_no_end",
     "_trained_tokens",
@@ -585,19 +600,19 @@ def tokenized(
     Args:
         dataset: ``Dataset`` or ``IterableDataset``.
         name: Name of the dataset in messages.
-        function: Function ``f(batch, indices, **arguments)``. It returns columns of ids, a column ``_reason`` (the reason for
-            dropping a row, or ``""``), the counters and the notes.
+        function: Function ``f(batch, indices, **arguments)`` that tokenizes a batch. It returns columns of ids, a column
+            ``_reason`` (the reason for dropping a row, or ``""``), and the columns named in ``counters`` and ``notes``.
         arguments: Arguments of the function. They are part of the cache fingerprint.
         drop: Columns of the dataset to remove.
         counters: Names of integer columns. If a field of the report has the same name, the column is summed into this field.
-        notes: Names of additional columns for messages.
+        notes: Names of additional columns that messages use, for example with an excerpt of the text.
         num_proc: Number of processes.
-        hint: Advice for the user in the error about a dataset without remaining rows.
+        hint: Advice for the user at the end of the error that no row remains.
         features: Types of all columns of a ``Dataset``. None infers them from the first rows.
 
     Returns:
-        All rows with reasons and notes; a dict from the name of a counter to its values ``(rows,)``; the remaining rows; and
-        the report. Rows of a stream are not counted.
+        A tuple of four: all rows with reasons and notes, a dict from the name of a counter to its values ``(rows,)``, the
+        remaining rows, and the report. Rows of a stream are not counted.
 
     Raises:
         DataError: No row remains. For a stream, only the first rows are checked.
@@ -647,14 +662,14 @@ def tokenized(
 def _with_counts(
     batch: dict[str, list], indices: list[int], function: Callable, counters: Sequence[str], **arguments: Any
 ) -> dict[str, list]:
-    """Call a function and merge its counters into one column, because every Arrow column has a fixed cost."""
+    """Call the tokenizing function and store its counters in one column, because every Arrow column has a fixed cost."""
     columns = function(batch, indices, **arguments)
     return columns | {"_counts": list(zip(*(columns.pop(name) for name in counters), strict=True))}
 
 
 def _fingerprint(dataset: AnyDataset, *about: object) -> str | None:
-    """Compute the cache fingerprint of a ``map`` call from everything that its result depends on. ``map`` would hash the
-    arguments separately.
+    """Compute one cache fingerprint for a ``map`` call from everything that its result depends on. Otherwise, ``map`` would
+    hash each argument separately.
     """
     from datasets.fingerprint import Hasher
 
@@ -679,7 +694,8 @@ def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     if ids == [eos]:
         return ids
     kept = len(ids)
-    # Remove all trailing eos tokens and whitespace: the text may end with eos, and the tokenizer may have appended another eos.
+    # Remove all eos tokens and whitespace at the end, because the text may end with an eos token and the tokenizer may have
+    # appended another one.
     while kept > 1:
         blank = ids[kept - 2] == eos and not tokenizer.decode(ids[kept - 1 : kept]).strip()
         if ids[kept - 1] != eos and not blank:
@@ -689,7 +705,9 @@ def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def shown_prompt(tokenizer: Tokenizer, ids: Sequence[int], placed: Sequence[Any]) -> str:
-    """Decode ids. The placeholders of each image are shown as ``[image 1: 640×480, 391 tokens, 12ab]``."""
+    """Decode a prompt for display. The placeholder tokens of an image are replaced with a text such as ``[image 1: 640×480,
+    391 tokens, 12ab]``.
+    """
     pieces = shown_pieces(tokenizer, ids, [0] * len(ids), Row(list(ids), [], [], pictures=[list(placed)]))
     return "".join(text for text, _ in pieces)
 
@@ -702,7 +720,8 @@ def shown_pieces(
     index: int = 0,
     pieces_of: Callable[[list[int], list[Any]], list[tuple[str, bool]]] | None = None,
 ) -> list[tuple[str, bool]]:
-    """Decode a sequence into pieces of text, and return for each piece whether it is trained. An image is one piece.
+    """Decode a sequence into pieces of text for display. For each piece, also return whether its tokens are trained. An image
+    is one piece.
 
     Args:
         tokenizer: Tokenizer that decodes the ids.
@@ -710,8 +729,8 @@ def shown_pieces(
         flags: Whether each token is trained.
         row: Row of the sequence, with its images.
         index: Index of the completion.
-        pieces_of: Function that converts the ids and flags between two images to pieces. None creates one piece per run of
-            equal flags.
+        pieces_of: Function that converts the ids and flags between two images to pieces. None: consecutive tokens with equal
+            flags form one piece.
     """
     pieces_of = pieces_of or partial(_runs, tokenizer)
     pieces: list[tuple[str, bool]] = []

@@ -1,4 +1,4 @@
-"""Load datasets by name, and build mixtures of several datasets with fractions and test splits."""
+"""Load datasets by path or Hub id, mix several datasets with weights, and split off test rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 
 
 def check_json(file: Path) -> None:
-    """Find the invalid line of a JSON file that the loader could not read. A .json file may also be one array of objects.
+    """Raise an error that names the invalid line of a JSON file that the loader could not read. A .json file may also contain
+    one array of objects, which is not checked.
 
     Raises:
         DataError: A line is not valid UTF-8, not valid JSON, or not an object.
@@ -70,23 +71,25 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: the line is not valid JSON ({error}): {shown!r}") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object, not {type(row).__name__}: {shown!r}")
-    # Check rows with escape sequences, because an escape sequence may encode a lone surrogate.
+    # Only rows with escape sequences are checked, because only an escape sequence can encode a lone surrogate.
     if b"\\u" in line:
         check_unicode(json.dumps(row, ensure_ascii=False), where)
     return row
 
 
 class TextDates:
-    """Replacement for `pyarrow.json` in the JSON loader of ``datasets``. Text that looks like a date remains text.
+    """Replacement for `pyarrow.json` in the JSON loader of ``datasets`` that does not convert text to dates.
 
-    With `pyarrow.json`, the answer "2024-01-01" would become a timestamp, which never equals the text of a completion.
+    `pyarrow.json` converts an answer such as "2024-01-01" to a timestamp, which is never equal to the text of a completion.
     """
 
     ReadOptions = pyarrow.json.ReadOptions
 
     @staticmethod
     def read_json(source: IO[bytes], read_options: pyarrow.json.ReadOptions | None = None) -> pa.Table:
-        """Read JSON like `pyarrow.json.read_json`. If text was parsed as timestamps, read again with text columns."""
+        """Read JSON with `pyarrow.json.read_json`. If text was converted to timestamps, read again with these columns as
+        text.
+        """
         table = pyarrow.json.read_json(source, read_options=read_options)
         schema = _texts(table.schema)
         if schema.equals(table.schema):
@@ -101,7 +104,7 @@ def _texts(schema: pa.Schema) -> pa.Schema:
 
 
 def _dateless(kind: pa.DataType) -> pa.DataType:
-    """Replace timestamps in a type with text, at any depth."""
+    """Return a type in which all timestamps, also nested ones, are replaced with text."""
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):
@@ -113,7 +116,9 @@ def _dateless(kind: pa.DataType) -> pa.DataType:
 
 @contextlib.contextmanager
 def _dates_as_text(*, streaming: bool) -> Iterator[None]:
-    """Patch the JSON loader, which has no option for this, so that dates remain text. The patch stays active for streams."""
+    """Patch the JSON loader in a ``with`` block so that dates remain text, because the loader has no option for it. For
+    streams, the patch stays active after the block.
+    """
     before = json_loader.paj, json_loader.pandas_read_json
     json_loader.paj, json_loader.pandas_read_json = TextDates, partial(json_loader.pandas_read_json, dtype=False)
     try:
@@ -124,7 +129,9 @@ def _dates_as_text(*, streaming: bool) -> Iterator[None]:
 
 
 def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.Features | None:
-    """Return features with text instead of timestamps if the cached rows contain timestamps from another program, else None."""
+    """Return the features with text instead of timestamps. Return None if the rows have no timestamps. Rows that another
+    program has cached can have them.
+    """
     part = next(iter(loaded.values())) if isinstance(loaded, dict) else loaded
     if part.info.builder_name != "json" or "timestamp" not in str(part.features):
         return None
@@ -132,8 +139,8 @@ def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.
 
 
 def _parquet_conflict(files: list[Path]) -> str | None:
-    """Describe the first column that has different types in two parquet files, or is missing in one of them. Ignore number
-    widths.
+    """Describe the first column that has different types in two Parquet files, or is missing in one of them. Numbers of
+    different widths, such as int32 and int64, count as the same type.
     """
     import pyarrow.parquet as pq
 
@@ -141,7 +148,7 @@ def _parquet_conflict(files: list[Path]) -> str | None:
         return None
     try:
         schemas = {file: pq.read_schema(file) for file in files}
-    # Ignore an invalid file here, because the loader raises an error about it.
+    # Skip an invalid file, because the loader raises an error about it later.
     except Exception:
         return None
     first = schemas[files[0]]
@@ -163,13 +170,13 @@ def _kind(type_name: str) -> str:
 # Columns of a CSV file that are converted to numbers. The values of all other columns remain text.
 NUMBERS = ("label", "margin")
 SAMPLES = ("head", "random")
-# Exceptions that loaders raise if a name exists neither on the Hub nor in the cache.
+# Exceptions that loaders raise if a dataset exists neither on the Hub nor in the cache.
 NOT_FOUND = (OSError, HFValidationError, DatasetNotFoundError)
 
 
 @dataclass
 class DatasetConfig:
-    """Member of a dataset mixture. On the command line, a plain string is used as the path."""
+    """One dataset of a mixture. On the command line, a string without JSON is used as the path."""
 
     path: str = field(metadata={"help": "Hub id, folder (saved by datasets, or with data files), or single data file."})
     name: str | None = option(None, "Configuration of a Hub dataset.")
@@ -178,26 +185,39 @@ class DatasetConfig:
         None, "Files of a folder or a Hub dataset: a path, a list of paths, or a mapping from splits to paths."
     )
     split: str = option("train", "Split to load. Slices such as 'train[:10%]' are allowed.")
-    columns: list[str] | None = option(None, "Columns to keep. None keeps all columns.")
+    columns: list[str] | None = option(None, "Names of the columns to keep. None: all columns.")
     fraction: float | None = option(
-        None, "Weight in the mixture, 0 or more. Weights are normalized. Set it for all members or for none of them."
+        None,
+        "Weight of this dataset in the mixture, at least 0. Weights are normalized to sum to 1. Set weights for all "
+        "datasets of the mixture or for none.",
     )
 
 
 @dataclass
 class DatasetMixtureConfig:
-    """Mixture of several datasets. The datasets are concatenated in the given order."""
+    """Mixture of several datasets, which are concatenated in the order of the list."""
 
     datasets: list[DatasetConfig] = field(
         default_factory=list,
-        metadata={"help": "Members: paths, or mappings with path and optionally name, split, columns and fraction."},
+        metadata={
+            "help": (
+                "Datasets of the mixture. Each is a path, or a mapping with the key path and optionally name, split, columns "
+                "and fraction."
+            )
+        },
     )
-    streaming: bool = option(False, "Read rows while training. Does not work with fractions or a test split.")
+    streaming: bool = option(
+        False,
+        "Read rows when they are needed instead of loading the datasets before training. It cannot be combined with "
+        "fractions or a test split, which need the number of rows.",
+    )
     test_split_size: float | None = option(
-        None, "Share of rows for the split 'test', between 0 and 1 (exclusive). None creates no test split."
+        None, "Fraction of rows that are split off as 'test', above 0 and below 1. None: no test split."
     )
     sample: Literal["head", "random"] = option(
-        "head", "Rows that a fraction selects: 'head' takes the first rows, 'random' takes a random sample."
+        "head",
+        "Which rows of a dataset are used if its fraction requires fewer rows than it has. 'head': the first rows. "
+        "'random': a random sample.",
     )
 
     def __post_init__(self) -> None:
@@ -206,7 +226,7 @@ class DatasetMixtureConfig:
         check_choice("sample", self.sample, SAMPLES)
         if self.test_split_size is not None and not 0 < self.test_split_size < 1:
             raise ConfigError(
-                f"test_split_size={self.test_split_size} must be a share of the rows, greater than 0 and less than 1."
+                f"test_split_size={self.test_split_size} must be a fraction of the rows, above 0 and below 1."
             )
 
 
@@ -218,7 +238,7 @@ def _member(item: object) -> DatasetConfig:
             item = json.loads(text)
         except ValueError as error:
             raise ConfigError(
-                f"a member of datasets starts like a JSON object but is not valid JSON ({error}): {text!r}."
+                f"an entry of datasets begins with a brace but is not valid JSON ({error}): {text!r}."
             ) from error
     if isinstance(item, DatasetConfig):
         return item
@@ -226,16 +246,16 @@ def _member(item: object) -> DatasetConfig:
         return DatasetConfig(item)
     if not isinstance(item, Mapping):
         raise ConfigError(
-            f"a member of datasets must be a path or a mapping with a path, not a {type(item).__name__}: {item!r}."
+            f"an entry of datasets must be a path or a mapping with the key 'path', not {type(item).__name__}: {item!r}."
         )
     known = [f.name for f in fields(DatasetConfig)]
     for key in item:
         if key not in known:
             raise ConfigError(
-                f"a member of datasets has the unknown key {key!r}{did_you_mean(key, known)}. The known keys are {known}."
+                f"an entry of datasets has the unknown key {key!r}{did_you_mean(key, known)}. Its keys can be {known}."
             )
     if "path" not in item:
-        raise ConfigError(f"a member of datasets has no 'path': {dict(item)!r}. Fix: add the key 'path'.")
+        raise ConfigError(f"an entry of datasets has no 'path': {dict(item)!r}. Fix: add the key 'path'.")
     return DatasetConfig(**item)
 
 
@@ -261,11 +281,12 @@ def load_rows(
             ``train``.
         data_dir: Same as in ``datasets.load_dataset``. Not allowed for a single file or a saved folder.
         data_files: Same as in ``datasets.load_dataset``. Not allowed for a single file or a saved folder.
-        streaming: Whether rows are read while they are used. The error about an invalid line is then raised at this line.
+        streaming: Whether rows are read only when they are needed. An error about an invalid line is then raised when this line
+            is read.
 
     Returns:
-        A ``Dataset``, or a ``DatasetDict`` if ``split`` is None. With ``streaming``, their iterable equivalents. For a folder
-        with one saved ``Dataset``, that dataset.
+        A ``Dataset``, or a ``DatasetDict`` if ``split`` is None. With ``streaming``, an ``IterableDataset`` or
+        ``IterableDatasetDict``. If the folder contains one saved ``Dataset``, this dataset is returned.
 
     Raises:
         ConfigError: An option is not allowed for this kind of source.
@@ -307,7 +328,7 @@ def load_rows(
             if not streaming and (features := _without_times(loaded)) is not None:
                 loaded = datasets.load_dataset(source, split=split, features=features, **options)
         for part in () if streaming or not file.exists() else loaded.values() if split is None else (loaded,):
-            # Validate now, because invalid UTF-8 would otherwise raise an error only when its row is read.
+            # Validate the files now. Otherwise, invalid UTF-8 would raise an error only when its row is read.
             part.data.validate(full=True)
         return loaded
     except Exception as error:
@@ -315,7 +336,9 @@ def load_rows(
 
 
 def _text_columns(files: list[Path]) -> dict[str, type]:
-    """Return converters that keep CSV columns as text. Otherwise the answer 7 would be a number, and not equal to ``"7"``."""
+    """Return converters with which the columns of CSV files remain text. Without them, an answer 7 would be a number, which
+    is not equal to the text ``"7"``.
+    """
     names: set[str] = set()
     for file in files:
         with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
@@ -375,26 +398,26 @@ def _pick(loaded: Any, spec: str, folder: Path) -> Any:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
-    r"""Load the members of a mixture and concatenate them. If ``test_split_size`` is set, split off test rows.
+    r"""Load the datasets of a mixture and concatenate them. If ``test_split_size`` is set, split off test rows.
 
-    The test split is the same on every rank. With fractions ``f``, member i contributes ``round(w_i N)`` rows, where
-    ``w_i = f_i / \sum f`` and ``N = \min_{w_i > 0} len_i / w_i``.
+    The test split is the same on every rank. With fractions ``f``, dataset i contributes ``round(w_i N)`` rows, where ``w_i =
+    f_i / \sum f`` and ``N = \min_{w_i > 0} len_i / w_i``.
 
     Args:
-        mixture_config: Members and how to mix them.
+        mixture_config: Datasets and their weights.
         seed: Seed of the test split and of ``sample="random"``. Trainers pass ``args.seed``.
 
     Returns:
         A ``DatasetDict`` (an ``IterableDatasetDict`` when streaming) with ``train`` and, if requested, ``test``.
 
     Raises:
-        ConfigError: There are no members; fractions are negative, all zero, not set on all members, or used with streaming; or
-            a test split is used with streaming.
-        DataError: A member cannot be loaded, members have different columns, or a split has no rows.
+        ConfigError: The mixture is empty. Or fractions are negative, all zero, or not set for all datasets. Or fractions or a
+            test split are used with streaming.
+        DataError: A dataset cannot be loaded, datasets have different columns, or a split has no rows.
     """
     members, streaming = mixture_config.datasets, mixture_config.streaming
     if not members:
-        raise ConfigError("datasets is empty. Fix: add at least one member to the mixture.")
+        raise ConfigError("the mixture has no datasets. Fix: add at least one entry to datasets.")
     weights = _weights(mixture_config)
     parts = [_load_member(member, streaming) for member in members]
     if weights is not None:
@@ -419,7 +442,8 @@ def split_off(rows: Any, size: float, seed: int) -> Any:
     """
     if isinstance(rows, datasets.IterableDataset):
         raise ConfigError(
-            f"test_split_size={size} needs the number of rows, which is unknown with streaming. Fix: remove either option."
+            f"test_split_size={size} needs the number of rows, which is unknown with streaming. Fix: remove test_split_size, "
+            "or set streaming=False."
         )
     try:
         return rows.train_test_split(test_size=size, seed=seed)
@@ -433,13 +457,18 @@ def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
     if not fractions:
         return None
     if len(fractions) < len(fractions_given):
-        raise ConfigError(f"fraction is set only for some datasets: {fractions_given}. Fix: set it for all or none.")
+        raise ConfigError(
+            f"fraction is set only for some datasets: {fractions_given}. Fix: set fraction for all datasets, or for none."
+        )
     if mixture.streaming:
         raise ConfigError(
-            "fraction needs the lengths of the datasets, which are unknown with streaming=True. Fix: remove either option."
+            "fraction needs the lengths of the datasets, which are unknown with streaming=True. Fix: remove fraction, or set "
+            "streaming=False."
         )
     if any(f < 0 or not math.isfinite(f) for f in fractions) or sum(fractions) == 0:
-        raise ConfigError(f"fractions {fractions} must be finite, 0 or more, and not all 0.")
+        raise ConfigError(
+            f"the fractions are {fractions}, but every fraction must be finite and at least 0, and one must be above 0."
+        )
     return [f / sum(fractions) for f in fractions]
 
 
@@ -460,8 +489,8 @@ def _take(part: Any, count: int, path: str, sample: str, seed: int) -> Any:
         part = part.shuffle(seed=seed)
     elif 0 < count < len(part):
         logger.warning(
-            "dataset %s: fraction takes the first %d of %d rows, which are a biased sample if the rows are ordered. For a "
-            "random sample, set sample='random'.",
+            "dataset %s: its fraction selects the first %d of %d rows. If the rows are ordered, the selection is not "
+            "representative. For a random sample, set sample='random'.",
             path, count, len(part),
         )  # fmt: skip
     return part.select(range(count))
@@ -477,6 +506,6 @@ def _check_columns(parts: list[Any], members: list[DatasetConfig]) -> None:
                 differing = sorted({*first.features} ^ {*columns}) or [name]
                 raise DataError(
                     f"dataset {path!r} cannot be joined with {first_path!r} because their columns {differing} differ. Column "
-                    f"{name!r} is {one} in {first_path!r} and {two} in {path!r}. Fix: select the common columns with "
-                    "columns=[...], or cast one of them."
+                    f"{name!r} is {one} in {first_path!r} and {two} in {path!r}. Fix: select only the common columns with "
+                    "columns=[...], or cast a column to the type that it has in the other dataset."
                 )

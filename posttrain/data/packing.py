@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 def best_fit_decreasing(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Assign documents to bins with the best-fit-decreasing algorithm.
 
-    Documents are placed longest first. Documents of equal length keep their order. Each document goes into the open bin with
-    the smallest sufficient remaining space. If several bins have this remaining space, the first bin that reached it is used.
-    If no open bin has enough space, a new bin is opened.
+    Documents are placed in order of decreasing length. Documents of equal length keep their order. Each document is placed into
+    the open bin with the smallest sufficient free space. If several bins have this free space, the first bin that reached it is
+    used. If no open bin has enough space, a new bin is opened.
 
-    Documents of equal length are placed together. A bin with remaining space r takes up to ``r // length`` of them in
-    succession, because it stays the best fit. Each step therefore costs one bisection over the distinct values of r.
+    For speed, documents of equal length are placed in one step: a bin with free space r takes up to ``r // length`` of them in
+    succession, because it stays the best fit. Each step costs one bisection over the distinct values of r.
 
     Args:
         lengths: Document lengths ``(n,)``, integers in ``1..size``.
@@ -120,7 +120,9 @@ def shuffle_bins(order: np.ndarray, counts: np.ndarray, rng: np.random.Generator
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Column of lists: flat values, and the start and length of each row's list. Starts include the offset of a slice."""
+    """Column of lists, stored as flat values with the start and the length of each row's list. If the column is a slice of a
+    table, starts include the slice's offset.
+    """
 
     values: pa.Array
     starts: np.ndarray
@@ -160,7 +162,7 @@ def as_rows(values: pa.Array, lengths: np.ndarray) -> pa.Array:
 
 
 def list_columns(table: pa.Table, rows: list[int] | None) -> dict[str, Lists]:
-    """Convert all columns of a window to `Lists`, and check that the lists of each row have equal lengths."""
+    """Convert all columns of a window of rows to `Lists`, and check that the lists of a row have equal lengths."""
     columns: dict[str, Lists] = {}
     for name in table.column_names:
         check_list(name, table.schema.field(name).type)
@@ -201,7 +203,10 @@ LENGTHS = "seq_lengths"
 IGNORED = -100
 # A warning is logged if rows are filled to less than this fraction on average.
 LOW_FILL = 0.9
-WINDOW_ROWS, WINDOW_TOKENS = 10_000, 2**25  # Maximum number of rows and maximum number of tokens per window.
+WINDOW_ROWS, WINDOW_TOKENS = (
+    10_000,
+    2**25,
+)  # Maximum number of rows, and maximum number of tokens, that are packed together (a window).
 PEEK = 1000  # Number of rows that are read to estimate the mean number of tokens per row.
 
 
@@ -230,7 +235,7 @@ def _best_fit(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[st
         source = np.flatnonzero(lengths)
         skip, pieces = np.zeros(len(source), dtype=np.int64), np.minimum(lengths[source], plan.size)
     order, counts = best_fit_decreasing(pieces, plan.size)
-    # Without shuffling, packed rows would be ordered by decreasing document length.
+    # Shuffle the packed rows, because they are ordered by decreasing document length.
     if plan.shuffle:
         order, counts = shuffle_bins(order, counts, np.random.default_rng((plan.seed, first_row)))
     sizes = pieces[order]
@@ -269,7 +274,8 @@ def pack_dataset(
     preserve_order: bool = False,
     seed: int = 42,
 ) -> Any:
-    """Pack documents into rows of up to ``seq_length`` items. Each window of rows is packed separately.
+    """Pack documents into rows of up to ``seq_length`` items. The dataset is divided into windows of consecutive rows, which
+    are packed separately.
 
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent. All columns must be lists of equal length in each row.
@@ -278,8 +284,10 @@ def pack_dataset(
             into pieces that do not attend to each other. ``wrapped`` concatenates all documents and splits the result every
             ``seq_length`` items.
         map_kwargs: Passed to ``dataset.map``, e.g. ``num_proc``, or ``batch_size`` for the size of a window.
-        cross_document: With ``wrapped``, whether documents in a row attend to each other. ``seq_lengths`` is then omitted.
-        preserve_order: Whether to keep the order of placement (long documents first) instead of shuffling the rows.
+        cross_document: With ``wrapped``, whether documents in a row attend to each other. If True, the result has no column
+            ``seq_lengths``.
+        preserve_order: Whether packed rows stay in the order in which they were filled (longest documents first). If False,
+            packed rows are shuffled.
         seed: Random seed for shuffling.
 
     Returns:
@@ -338,8 +346,8 @@ def _truncate_window(table: pa.Table, rows: list[int] | None = None, *, size: in
 def split_trained(dataset: AnyDataset, size: int, map_kwargs: dict[str, Any] | None = None) -> Any:
     """Split long documents into pieces, and drop the pieces without trained labels.
 
-    Pieces of a document do not attend to each other. A piece whose labels are all ignored (such as the start of a long prompt)
-    would be computed without training anything. The first token of a piece is not trained, because no token predicts it.
+    Pieces of a document do not attend to each other. A piece without trained labels (such as the start of a long prompt) would
+    cost time and train nothing. The first token of a piece is not trained, because no token precedes it.
 
     Args:
         dataset: ``Dataset`` or ``IterableDataset`` of list columns, including ``labels``.
@@ -389,7 +397,7 @@ def _pack(dataset: AnyDataset, plan: _Plan, map_kwargs: dict[str, Any], name: st
 
 
 def _window(dataset: AnyDataset, size: int) -> int:
-    """Return the number of rows per window, which must fit into memory."""
+    """Return the number of rows per window. It is limited so that a window fits into memory."""
     if isinstance(dataset, datasets.Dataset):
         count = len(dataset)
         peek = dataset.with_format("arrow").select(np.linspace(0, count - 1, min(PEEK, count)).astype(int))
@@ -445,9 +453,9 @@ def _packed_features(features: datasets.Features, added: str | None) -> datasets
 
 
 def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, name: str | None) -> None:
-    """Check that no item was lost or duplicated, and log the fill factor of the rows."""
+    """Check that packing has not lost or duplicated an item, and log to which fraction the packed rows are filled."""
     if not len(packed):
-        logger.warning("packing%s: no rows remain, because every document is empty.", f" {name}" if name else "")
+        logger.warning("packing%s gives no rows, because every document is empty.", f" {name}" if name else "")
         return
     cut = plan.size if plan.strategy == "bfd" else None
     total, wanted, before = _tally(dataset, cut)
@@ -467,7 +475,9 @@ def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, na
 
 
 def _tally(dataset: datasets.Dataset, cut: int | None) -> tuple[int, int, int]:
-    """Count the items of the first column, in total and within ``cut`` per row, and compute a checksum of the latter."""
+    """Count the items of the first column: all items, and only the first ``cut`` items of each row. Also compute a checksum
+    of the items in the second count.
+    """
     total = within = checksum = 0
     column = dataset.column_names[0]
     for table in dataset.select_columns([column]).with_format("arrow").iter(WINDOW_ROWS):

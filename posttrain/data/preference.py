@@ -1,4 +1,4 @@
-"""Tokenize preference rows: a prompt and the answers to it. Truncated and dropped rows are counted."""
+"""Tokenize the rows of preference datasets: a prompt and its answers. Truncated and dropped rows are counted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ UNUSABLE = "whose prompt tokenizes differently with its answers"
 FULL = "whose prompt fills max_length"
 EQUAL = "with equal answers"
 EMPTY = "with an empty answer"
-# Maximum share of rows that may be dropped with the reason `UNUSABLE`. A larger share is an error.
+# Maximum fraction of rows that may be dropped with the reason `UNUSABLE`. If the fraction is larger, an error is raised.
 MOST_UNUSABLE = 0.01
 COUNTERS = ("_truncated", "_diverged", "_inner")
 HINT = "Look at the rows with posttrain inspect."
@@ -60,12 +60,14 @@ HINT = "Look at the rows with posttrain inspect."
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Options for tokenizing answers. The hash depends only on the values, so that the cache fingerprint is reproducible.
+    """Options for tokenizing answers. The hash of this object depends only on the values of its fields, so that cache
+    fingerprints are reproducible.
 
     Attributes:
         branches: Answer columns: ``("chosen", "rejected")``, optionally with ``"reference"``, or ``("completion",)``.
-        max_length: Maximum number of tokens of prompt and answer together. None does not truncate.
-        truncation_mode: ``keep_start`` removes the end of answers. ``keep_end`` removes the start of the prompt, and of answers.
+        max_length: Maximum number of tokens of a prompt and an answer together. None: answers are not truncated.
+        truncation_mode: ``keep_start``: the end of long answers is removed. ``keep_end``: the start of the prompt is removed,
+            and then the start of answers.
         mask_inner_turns: Whether to exclude turns of other roles inside an answer, and their template tokens, from the loss.
         max_prompt_length: Maximum number of tokens of a prompt. Longer prompts lose their beginning. None means no limit.
     """
@@ -80,7 +82,9 @@ class AnswerOptions:
 def _answer_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, options: AnswerOptions
 ) -> dict[str, list]:
-    """Tokenize the prompts and answers of a batch with two calls: one for plain texts, and one for rendered texts."""
+    """Tokenize the prompts and answers of a batch with two calls of the tokenizer: one for plain texts, and one for rendered
+    conversations.
+    """
     rows, texts = [], []
     for index, example in given_rows(batch, indices):
         with naming(f"row {index}"):
@@ -95,7 +99,9 @@ def _answer_batch(
 
 
 def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -> tuple[bool, list[str]]:
-    """Return whether a row is plain text, and the texts to tokenize: the prompt, and the prompt with each answer."""
+    """Return whether a row is plain text, and its texts to tokenize: the prompt alone, and the prompt followed by each
+    answer.
+    """
     prompt: Any = row.get("prompt")
     answers: list[Any] = [row.get(branch) for branch in branches]
     for branch, answer in zip(branches, answers, strict=True):
@@ -121,7 +127,9 @@ def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -
 
 
 def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
-    """Separate the prompt from the answers. All answers must begin with the prompt that chosen and rejected have in common."""
+    """Separate the prompt of a row without ``prompt`` column from its answers. The prompt is the common beginning of chosen
+    and rejected, and all other answers must begin with it too.
+    """
     parted = dict(maybe_extract_prompt(row))
     if parted.get("chosen") == row.get("chosen"):
         return parted
@@ -154,7 +162,9 @@ def _check_messages(branch: str, answer: object) -> None:
 def _answers(
     row: dict[str, Any], plain: bool, texts: list[list[int]], tokenizer: Tokenizer, options: AnswerOptions
 ) -> dict[str, Any]:
-    """Split prompt and answers at the end of their common prefix, truncate them, and record counters and the drop reason."""
+    """Split tokens of prompt and answers at the end of their common prefix, and truncate them. Also return the counters and
+    the reason for dropping the row.
+    """
     bos, (prompt, *wholes) = tokenizer.bos_token_id, texts
     if plain:
         prompt, wholes = one_bos(prompt, bos), [one_eos(one_bos(ids, bos), tokenizer) for ids in wholes]
@@ -187,7 +197,9 @@ def _answers(
 
 
 def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str) -> tuple[list[int], list[list[int]]]:
-    """Truncate to ``limit`` tokens. ``keep_start`` truncates the end of answers, ``keep_end`` the start of prompt and answers."""
+    """Truncate a prompt with its answers to ``limit`` tokens. ``keep_start`` removes the end of answers. ``keep_end``
+    removes the start of the prompt, and then the start of answers.
+    """
     if mode == "keep_start":
         return prompt, [answer[: limit - len(prompt)] for answer in answers]
     excess = len(prompt) + max(map(len, answers)) - limit
@@ -234,11 +246,13 @@ def prepare_answers(
 def _report_dropped(report: PreparationReport, options: AnswerOptions) -> None:
     name, n = report.name, report.rows_in
     if (count := report.dropped.get(UNUSABLE, 0)) > MOST_UNUSABLE * n:
-        raise DataError(f"{name} dataset: {count} of {n} rows {UNUSABLE}, more than {MOST_UNUSABLE:.0%}. {HINT}")
+        raise DataError(
+            f"{name} dataset: {count} of {n} rows {UNUSABLE}, but at most {MOST_UNUSABLE:.0%} are allowed. {HINT}"
+        )
     if report.diverged:
         logger.warning(
-            "%s dataset: in %d of %d rows, the end of the prompt is tokenized differently when an answer follows. The prompt is "
-            "truncated before the first token that differs.",
+            "%s dataset: in %d of %d rows, the end of the prompt is tokenized differently when an answer follows. From the "
+            "first token that differs, the tokens belong to the answer instead of the prompt.",
             name, report.diverged, n,
         )  # fmt: skip
     if report.inner and not options.mask_inner_turns:
@@ -265,7 +279,8 @@ def answer_rows(
     Args:
         examples: Examples with ``prompt_ids`` and ``<branch>_ids``.
         branches: Names of the answers, in order.
-        columns: Names of sequence columns. The value lists the example columns with the values, one column per branch.
+        columns: Columns of the new rows. Each key is the name of a column, and its value lists the example columns that contain
+            the values, one per branch.
 
     Raises:
         DataError: An answer has no tokens.
@@ -286,7 +301,8 @@ def answer_rows(
     return rows
 
 
-# Unicode names of scripts that write no spaces between words. Every position between two letters of them is a word boundary.
+# Unicode names of scripts without spaces between words. In these scripts, every position between two letters counts as a word
+# boundary.
 UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 
 
@@ -358,16 +374,17 @@ def _shared_text(chosen: str, rejected: str) -> int:
 
 
 def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Apply `extract_prompt` if the row has no prompt, and remove a prompt that both answers repeat.
+    """Apply `extract_prompt` to a row without a prompt. If a row has a prompt that both answers repeat, remove it from the
+    answers.
 
-    Rows that are not preference pairs are returned unchanged, and so are rows whose answers do not repeat the prompt.
+    All other rows are returned unchanged.
     """
     if "chosen" not in example or "rejected" not in example:
         return example
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if prompt is None:
         return {**example, **extract_prompt(example)}
-    # The prompt is text, but the conversations contain it as messages.
+    # The prompt column is text, but the two conversations contain the prompt as messages.
     if is_messages(chosen) and not is_messages(prompt):
         return {**example, **extract_prompt(example)}
     # Missing keys that Arrow added are removed, as in `extract_prompt`.
@@ -376,7 +393,7 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(said, list) and said and bare["chosen"][: len(said)] == said == bare["rejected"][: len(said)]:
         warn_once(
             logger,
-            "chosen and rejected repeat the messages of the prompt. The repeated messages are removed from both columns.",
+            "chosen and rejected begin with the messages of the prompt. These messages are removed from chosen and rejected.",
         )
         return {**example, "chosen": chosen[len(prompt) :], "rejected": rejected[len(prompt) :]}
     return example
@@ -385,16 +402,16 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
 def unpair_preference_dataset(dataset: AnyDataset, *, interleave: bool = True, **map_kwargs: Any) -> Any:
     """Convert pairs to single answers with a ``label``: True for chosen answers, False for rejected answers.
 
-    This is only correct if every chosen answer is good and every rejected answer is bad, regardless of the other answer.
+    This is only correct if every chosen answer is good by itself and every rejected answer is bad by itself.
 
     Args:
         dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent, with columns ``chosen`` and ``rejected``.
-        interleave: Whether the two answers of a pair are consecutive rows. If False, each map batch starts with its chosen
-            answers, followed by its rejected answers. Training batches in this order may contain only one label.
+        interleave: Whether the two answers of a pair are consecutive rows. If False, each batch of ``map`` consists of all its
+            chosen answers, followed by all its rejected answers. A training batch may then contain only one label.
         map_kwargs: Passed to ``dataset.map``.
 
     Raises:
-        DataError: A column ``completion`` or ``label`` exists and would be overwritten.
+        DataError: The dataset already has a column ``completion`` or ``label``, which would be overwritten.
     """
     if isinstance(dataset, dict):
         return type(dataset)(
@@ -438,7 +455,7 @@ def extract_and_unpair(dataset: AnyDataset, num_proc: int | None = None) -> Any:
     """Convert pairs to single labeled answers, with or without a prompt column. Return other datasets unchanged."""
     if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
-    # Do not decode images, because decoding and encoding them again would lose quality with JPEG.
+    # Images are not decoded, because decoding and encoding a JPEG again would reduce its quality.
     dataset = undecoded(dataset)
     if isinstance(dataset, datasets.IterableDataset):
         return unpair_preference_dataset(dataset.map(maybe_extract_prompt))
@@ -455,7 +472,7 @@ PAIR_HINT = "Increase max_length, or check for answers with equal tokens. `postt
 def _pair_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, max_length: int | None
 ) -> dict[str, list]:
-    """Tokenize both answers with their prompt, and determine which pairs are dropped."""
+    """Tokenize the two answers of each pair with their prompt, and find the pairs to drop."""
     names = [f"{side}_ids" for side in SIDES]
     pairs = [list(pair) for pair in zip(*(batch[name] for name in names), strict=True)] if names[0] in batch else None
     if pairs is None:
@@ -473,7 +490,10 @@ def _pair_batch(
                 check_ids(ids, name, len(tokenizer))
             # A margin that is not finite would make the loss infinite or NaN.
             if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-                raise DataError(f"column 'margin' must be a finite number in every row, but it is {margin!r}.")
+                raise DataError(
+                    f"column 'margin' must contain a finite number in every row, but it contains {margin!r}. Fix: correct "
+                    "the value, or remove the row."
+                )
     columns = {name: [pair[side] for pair in pairs] for side, name in enumerate(names)}
     return {**columns, "_reason": [_left_out(*pair, max_length) for pair in pairs]}
 
@@ -488,8 +508,8 @@ def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
 
 
 def _sides(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool, list[str]]:
-    """Return whether a pair is plain text, and the pair's two answers. If there is a prompt, each answer begins with the
-    prompt.
+    """Return whether a pair is plain text, and the two texts to tokenize. If there is a prompt, each text is the prompt
+    followed by an answer.
     """
     if is_messages(row.get("prompt")) and all(is_messages(row.get(side)) for side in SIDES):
         row = dict(maybe_extract_prompt(row))
@@ -524,9 +544,10 @@ def prepare_reward_dataset(
     name: str = "train",
     num_proc: int | None = None,
 ) -> Any:
-    """Tokenize the prompt and both answers of preference rows to ``chosen_ids``, ``rejected_ids``, and optionally ``margin``.
+    """Tokenize preference rows for reward models. The result has the columns ``chosen_ids`` and ``rejected_ids``, and
+    ``margin`` if the rows have it.
 
-    Pairs with equal answers, and pairs with an answer that is too long, are dropped and counted.
+    Pairs are dropped and counted if their answers are equal or if an answer is too long.
 
     Raises:
         DataError: A row cannot be tokenized, or no row remains.
@@ -546,7 +567,9 @@ def prepare_reward_dataset(
 
 
 def pair_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
-    """Convert each pair to a row. The prompt is the common token prefix. ``margin`` becomes a column."""
+    """Convert each pair to a row. The prompt of the row is the common token prefix of the two answers. ``margin`` becomes a
+    column.
+    """
     rows = []
     for example in examples:
         chosen, rejected = example["chosen_ids"], example["rejected_ids"]

@@ -1,1 +1,1 @@
-"""Loss functions. They take and return tensors, and have no side effects."""
+"""Loss functions. Their arguments and return values are tensors, and they have no side effects."""

@@ -1,4 +1,6 @@
-"""Compute advantages from rewards: the difference between a completion's reward and a baseline."""
+"""Compute advantages from rewards. The advantage of a completion is its reward minus a baseline, for example the mean reward
+of its group.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +30,25 @@ __all__ = [
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 # Constant that is added to the standard deviation. It avoids division by 0 if all rewards of a group are equal.
 EPSILON = 1e-4
-# Constant that is added to the population standard deviation, as in TRL's asynchronous GRPO.
+# Constant that is added to the standard deviation with scale_rewards='population', as in TRL's asynchronous GRPO.
 POPULATION_EPSILON = 1e-8
-# Rewards with at most this relative difference count as equal, because float32 sums of the same numbers can differ by rounding.
+# Two rewards count as equal if their relative difference is at most this value, because float32 sums of the same numbers can
+# differ by rounding.
 EQUAL_SPREAD = 4 * torch.finfo(torch.float32).eps
-# A group has no learning signal if its standard deviation is at most this value.
+# If the standard deviation of a group's rewards is at most this value, the group has no learning signal.
 FLAT_SPREAD = 1e-8
-# Maximum absolute value of a standardized advantage. Since |A| <= (G - 1) / sqrt(G), only groups with G > 100 could exceed it.
+# Maximum absolute value of a standardized advantage. In a group of size G, |A| is at most (G - 1) / sqrt(G), so only groups of
+# more than 100 completions can exceed it.
 MOST_ADVANTAGE = 10.0
 
 
 @dataclass(slots=True)
 class AdvantageStats:
-    """Advantages of n completions, and the statistics from which they were computed.
+    """Advantages of n completions, and the statistics of rewards that were used to compute them.
 
     Attributes:
-        advantages: ``(n,)``, 0 for completions that no reward function scored.
-        totals: ``(n,)`` weighted sums of rewards, NaN for completions that no reward function scored.
+        advantages: ``(n,)`` advantages. They are 0 for completions that no reward function has scored.
+        totals: ``(n,)`` weighted sums of rewards. They are NaN for completions that no reward function has scored.
         group_std: ``(n / G,)`` standard deviation of each group; see `group_spread`.
         zero_std_share: Fraction of groups whose standard deviation is 0 or undefined.
     """
@@ -56,7 +60,8 @@ class AdvantageStats:
 
 
 def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Return ``sum_k w_k r_k`` over the functions that scored a completion, or NaN if no function did.
+    """Compute the total reward of each completion: ``sum_k w_k r_k`` over the functions that have scored it, or NaN if none
+    has.
 
     Args:
         rewards: Rewards ``(n, K)``. NaN means that the function did not score the completion.
@@ -67,7 +72,7 @@ def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def _alike(values: Tensor, dim: int) -> Tensor:
-    """Return whether all entries along ``dim`` are equal, ignoring NaN. ``dim`` is kept with size 1."""
+    """Return whether all entries along ``dim`` are equal, without NaN entries. The result keeps ``dim`` with size 1."""
     missing = values.isnan()
     high = values.masked_fill(missing, -torch.inf).amax(dim, keepdim=True)
     low = values.masked_fill(missing, torch.inf).amin(dim, keepdim=True)
@@ -75,7 +80,9 @@ def _alike(values: Tensor, dim: int) -> Tensor:
 
 
 def centred(values: Tensor, dim: int = -1) -> Tensor:
-    """Subtract the mean of the non-NaN entries. The result is exactly 0 if all entries are equal, despite rounding."""
+    """Subtract the mean of the entries that are not NaN. If all entries are equal, the result is exactly 0, without rounding
+    errors.
+    """
     gaps = values - values.nanmean(dim, keepdim=True)
     return torch.where(_alike(values, dim) & ~values.isnan(), 0.0, gaps)
 
@@ -100,7 +107,9 @@ def bounded(advantages: Tensor) -> Tensor:
 
 
 def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any) -> Advantages:
-    """Create `Advantages` of groups. With ``bound``, they are clipped to ±10. ``more`` is passed to `Advantages`."""
+    """Create an `Advantages` object from statistics of groups. With ``bound``, advantages are clipped to ±10. ``more``
+    contains further fields of `Advantages`.
+    """
     values = bounded(stats.advantages) if bound else stats.advantages
     unbounded = stats.advantages if bound else None
     return Advantages(values, stats.totals, start, unbounded=unbounded, group_std=stats.group_std, **more)
@@ -109,15 +118,16 @@ def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any
 def flat_groups(
     values: Tensor, weights: Tensor, size: int, *, least: float = 0.0, each_function: bool = False
 ) -> Tensor:
-    """Return which groups have no advantages, ``(n / G,)`` bool: too little variance, or fewer than two scored completions.
+    """Return ``(n / G,)`` bool that is True for groups without a learning signal. Their rewards are (nearly) equal, or fewer
+    than two completions have a reward.
 
     Args:
         values: Rewards ``(n, K)`` with consecutive groups. NaN means that the function did not score the completion.
         weights: Weights ``(K,)``.
         size: Group size G.
-        least: A group has advantages if its standard deviation is larger than this.
-        each_function: Whether functions are normalized before they are summed. A group then has advantages if a single
-            function with nonzero weight varies.
+        least: A group has a learning signal if the standard deviation of its rewards is larger than this value.
+        each_function: Whether the rewards of each function are normalized before they are summed. A group then has a learning
+            signal if the rewards of at least one function with a nonzero weight differ.
     """
     how = "normalize_then_sum" if each_function else "sum_then_normalize"
     return ~(group_spread(values, weights, size, aggregation=how) > max(FLAT_SPREAD, least))
@@ -126,10 +136,12 @@ def flat_groups(
 def group_spread(
     rewards: Tensor, weights: Tensor, group_size: int, *, aggregation: str = "sum_then_normalize"
 ) -> Tensor:
-    """Return the Bessel-corrected standard deviation of each group, ``(n / G,)``. NaN for fewer than two scored completions.
+    """Compute the Bessel-corrected standard deviation of the rewards of each group, ``(n / G,)``. It is NaN for groups with
+    fewer than two scored completions.
 
-    It is the standard deviation of the weighted sum. With ``normalize_then_sum``, it is the maximum over the functions with a
-    nonzero weight, because two functions that cancel each other in the sum still give a signal.
+    By default, it is the standard deviation of the total reward. With ``normalize_then_sum``, it is the largest standard
+    deviation of a function with a nonzero weight. There, two functions whose rewards cancel each other in the sum still give a
+    learning signal.
 
     >>> opposed = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> [group_spread(opposed, torch.ones(2), 2, aggregation=how).item() for how in AGGREGATIONS]
@@ -150,11 +162,12 @@ def group_advantages(
     aggregation: str = "sum_then_normalize",
     min_group_std: float = 0.0,
 ) -> AdvantageStats:
-    """Compute ``A = (R - mean_g) / (std + 1e-4)``, where std is that of the group or of the batch. It can also be omitted.
+    """Compute the advantages ``A = (R - mean_g) / (std + 1e-4)``, where R is the total reward and mean_g the mean of its group.
 
-    The population std has 1e-8 instead of 1e-4. ``normalize_then_sum`` (GDPO) normalizes the rewards of each function within the
-    group, computes the weighted sum, and normalizes it over the batch. Completions that no function scored get advantage 0, and
-    are excluded from every mean and standard deviation.
+    ``scale_rewards`` selects std: that of the group, that of the batch, or no division. For the population std, the constant is
+    1e-8 instead of 1e-4. ``normalize_then_sum`` (GDPO) normalizes the rewards of each function within the group, computes the
+    weighted sum, and normalizes the sum over the batch. Completions that no function has scored get the advantage 0, and are
+    excluded from every mean and standard deviation.
 
     Args:
         rewards: Rewards ``(n, K)`` over all ranks with consecutive groups. NaN means that the function did not score the
@@ -163,8 +176,8 @@ def group_advantages(
         group_size: Group size G.
         scale_rewards: ``group``, ``batch``, ``population`` (the group's std without Bessel's correction) or ``none``.
         aggregation: ``sum_then_normalize`` or ``normalize_then_sum``.
-        min_group_std: Groups with a smaller standard deviation (`group_spread`) get advantage 0, because they contain only
-            noise.
+        min_group_std: All advantages of a group are 0 if its standard deviation (`group_spread`) is smaller than this value,
+            because its differences are then only noise.
 
     Reference: DeepSeekMath, arXiv:2402.03300, section 4.1.2; Dr. GRPO (none), 2503.20783; GDPO, 2601.05242.
 
@@ -191,7 +204,9 @@ def group_advantages(
 
 
 def _scale(std: Tensor, grouped: Tensor, scale_rewards: str) -> Tensor | float:
-    """Return the divisor of the flattened totals ``grouped (n / G, G)``. ``std (n / G,)`` is the std of each group."""
+    """Return the number by which the centered totals ``grouped (n / G, G)`` are divided. ``std (n / G,)`` is the standard
+    deviation of each group.
+    """
     if scale_rewards == "none":
         return 1.0
     if scale_rewards == "batch":
@@ -204,14 +219,17 @@ def _scale(std: Tensor, grouped: Tensor, scale_rewards: str) -> Tensor | float:
 
 
 def _normalize_then_sum(rewards: Tensor, weights: Tensor, totals: Tensor) -> Tensor:
-    """Normalize each function within its group before the sum, so that two functions cannot cancel each other."""
+    """Normalize the rewards of each function within each group, and compute their weighted sum. Two functions then cannot
+    cancel each other.
+    """
     z = centred(rewards, 1) / (_std(rewards, 1).unsqueeze(1) + EPSILON)
     summed = (z.nan_to_num(0.0) * weights).sum(-1).flatten().masked_fill(totals.isnan(), torch.nan)
     return centred(summed) / (_std(summed) + EPSILON)
 
 
 def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
-    """Compute ``A_i = R_i - mean(R_j, j != i)`` within each group, ``(n,)``. It is 0 if no other completion was scored.
+    """Compute ``A_i = R_i - mean(R_j, j != i)`` within each group, ``(n,)``. The advantage is 0 if no other completion of the
+    group has a reward.
 
     Reference: RLOO, arXiv:2402.14740, equation 8.
 
@@ -226,11 +244,12 @@ def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
 
 
 def standardized(advantages: Tensor, scored: Tensor) -> Tensor:
-    """Return ``(A - mean) / (std + 1e-4)`` over the scored rows, ``(n,)``. All other rows, or fewer than two scored rows, get 0.
+    """Standardize advantages: ``(A - mean) / (std + 1e-4)`` over the completions with a reward, ``(n,)``. Completions without a
+    reward get 0. If fewer than two completions have a reward, all get 0.
 
     Args:
         advantages: ``(n,)`` over all ranks.
-        scored: ``(n,)`` bool, whether a reward function scored the row.
+        scored: ``(n,)`` bool that is True for completions that a reward function has scored.
     """
     known = advantages.masked_fill(~scored, torch.nan)
     return (centred(known) / (_std(known) + EPSILON)).nan_to_num(0.0)

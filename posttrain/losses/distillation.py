@@ -1,7 +1,7 @@
 """Divergences between a student's next-token distribution q and a teacher's distribution p.
 
-They are computed over full vocabularies, over selected token ids, or over sampled tokens. All functions take log-probs in float32
-or float64. A token id with probability 0 on both sides contributes 0 to the divergence and has no gradient.
+They are computed over full vocabularies, over selected token ids, or over sampled tokens. All functions expect log-probs in
+float32 or float64. A token id with probability 0 in both distributions contributes 0 to the divergence and has no gradient.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ __all__ = [
     "with_tail",
 ]
 
-# Finite substitute for log 0: exp(FLOOR) is 0, and 0 * FLOOR is 0, whereas 0 * -inf would be NaN.
+# Finite number that replaces log 0. exp(FLOOR) is 0, and 0 * FLOOR is 0, but 0 * -inf would be NaN.
 FLOOR = -1e4
-# Maximum log of the total probability of the selected ids. With this limit, the tail's log-prob is finite (-16.1).
+# Maximum logarithm of the total probability of the selected ids. With this limit, the log-prob of the tail (all other ids) is
+# at least -16.1, so it is finite.
 FULL = -1e-7
 
 
 def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
     """Compute the generalized Jensen-Shannon divergence with the mixture ``M = beta p + (1 - beta) q``.
 
-    ``beta = 0`` gives ``KL(p || q)`` and ``beta = 1`` gives ``KL(q || p)``. Values between 0 and 1 give
-    ``beta KL(p || M) + (1 - beta) KL(q || M)``. As beta approaches 0 or 1, this converges to 0 and not to the KL.
+    ``beta = 0`` gives ``KL(p || q)`` and ``beta = 1`` gives ``KL(q || p)``. Values between 0 and 1 give ``beta KL(p || M) + (1
+    - beta) KL(q || M)``. If beta approaches 0 or 1, this divergence approaches 0 and not the KL divergence.
 
     Args:
         log_q: ``(..., V)`` log-probs of the student.
         log_p: ``(..., V)`` log-probs of the teacher.
-        beta: Value in [0, 1]. Only exactly 0 and 1 give the KL.
+        beta: Number from 0 to 1. Only the exact values 0 and 1 give the KL divergence.
 
     Returns:
-        ``(...)`` nats. It is +inf if the KL is infinite, i.e. if an id with probability 0 on one side has a positive probability
-        on the other side.
+        ``(...)`` divergences in nats. With beta 0 or 1, the divergence is infinite if an id with probability 0 in one
+        distribution has a positive probability in the other.
 
     Reference: GKD, arXiv:2306.13649.
 
@@ -62,7 +63,9 @@ def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """Divergence with a custom backward pass that saves three tensors of vocabulary size. Autograd would save eight."""
+    """Autograd function of the divergence. Its backward pass needs three saved tensors of vocabulary size, and automatic
+    differentiation would need eight.
+    """
 
     @staticmethod
     def forward(ctx: Any, log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
@@ -83,7 +86,8 @@ class _Divergence(torch.autograd.Function):
         grad = grad[..., None]
         return (
             _slope(log_q, log_p, log_m, ctx.beta).mul_(grad) if of_q else None,
-            # The gradient for p equals that for q after p and q are exchanged and beta is replaced with 1 - beta.
+            # The divergence does not change if p and q are exchanged and beta is replaced with 1 - beta. The gradient with
+            # respect to p is therefore computed like that of q.
             _slope(log_p, log_q, log_m, 1 - ctx.beta).mul_(grad) if of_p else None,
             None,
         )
@@ -100,7 +104,7 @@ def _slope(log_q: Tensor, log_p: Tensor, log_m: Tensor, beta: float) -> Tensor:
 
 
 def _finite(logp: Tensor) -> Tensor:
-    # The tensor is empty if no token of a forward pass is trained.
+    # The tensor is empty if a forward pass has no loss tokens.
     if not logp.numel():
         return logp
     return logp.masked_fill(logp == -torch.inf, FLOOR) if bool(torch.isneginf(logp.detach().amin())) else logp
@@ -120,10 +124,10 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def with_tail(logp: Tensor) -> Tensor:
-    """Append the log-prob of all ids that are not in ``(..., k)`` log-probs as an additional category, ``(..., k + 1)``.
+    """Append one category for all other token ids to the log-probs of k selected ids: ``(..., k)`` becomes ``(..., k + 1)``.
 
-    The log of the total probability is clamped to at most -1e-7. If the selected ids have all the probability, the tail therefore
-    has probability 1e-7.
+    The logarithm of the selected ids' total probability is limited to -1e-7. The additional category therefore has at least the
+    probability 1e-7.
     """
     captured = logp.logsumexp(-1, keepdim=True).clamp_max(FULL)
     return torch.cat([logp, torch.log(-torch.expm1(captured))], -1)
@@ -153,19 +157,22 @@ def union_support(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def score_surrogate(logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """Return ``stopgrad(log q(y) - log p(y)) log q(y)``. If y is sampled from q, its expected gradient is that of KL(q || p).
+    """Return ``stopgrad(log q(y) - log p(y)) log q(y)``. If y is sampled from q, the expected gradient of this term is the
+    gradient of KL(q || p).
 
-    Its value is not the KL divergence.
+    The value of the term is not the KL divergence.
 
     Args:
         logp: Log-probs of the sampled tokens under the student, any shape.
-        teacher_logp: Their log-probs under the teacher.
+        teacher_logp: Log-probs of the same tokens under the teacher.
     """
     return (logp - teacher_logp).detach() * logp
 
 
 def _by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """Reshape the masked tokens of ``(B, T)`` values to one row per sequence, ``(S, L)``. Also return a mask of real entries."""
+    """Reshape the values ``(B, T)`` of selected tokens to one row per sequence, ``(S, L)``. Also return a mask of the
+    entries that are not padding.
+    """
     lengths = torch.bincount(sequence[mask])
     lengths = lengths[lengths > 0].tolist()
     rows = pad_sequence(list(values[mask].split(lengths)), batch_first=True)
@@ -176,11 +183,11 @@ def _by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> tuple[Tensor
 def discounted_returns(
     rewards: Tensor, mask: Tensor, sequence: Tensor, *, gamma: float, length_normalization: bool
 ) -> Tensor:
-    """Compute ``A_t = r_t + gamma A_{t+1}`` within each sequence, ``(B, T)``, detached.
+    """Compute the discounted returns ``A_t = r_t + gamma A_{t+1}`` within each sequence, ``(B, T)``, without gradient.
 
     Args:
         rewards: ``(B, T)``.
-        mask: ``(B, T)`` bool, tokens that are included. All other tokens get 0.
+        mask: ``(B, T)`` bool that is True for tokens that are included. All other tokens get 0.
         sequence: ``(B, T)`` int64, sequence index of each token.
         gamma: Discount in [0, 1].
         length_normalization: Whether to divide by ``sum_{i >= t} gamma^(i - t)``.
@@ -197,7 +204,8 @@ def discounted_returns(
 
 
 def prefix_weights(advantages: Tensor, mask: Tensor, sequence: Tensor, *, gamma: float, epsilon: float) -> Tensor:
-    """Compute weights ``1 + gamma (1 - sum_{i < t} |a_i| / sum_i |a_i|)``, ``(B, T)``. They fall from ``1 + gamma`` to 1.
+    """Compute token weights ``1 + gamma (1 - sum_{i < t} |a_i| / sum_i |a_i|)``, ``(B, T)``. Within a sequence they decrease
+    from ``1 + gamma`` to 1.
 
     Args:
         advantages: ``(B, T)`` log-prob of each sampled token under the teacher minus that under the student, in nats.
@@ -220,9 +228,11 @@ def prefix_weights(advantages: Tensor, mask: Tensor, sequence: Tensor, *, gamma:
 
 
 def sorted_l1(q: Tensor, p: Tensor) -> Tensor:
-    """Compute ``sum_i |sort(q)_i - sort(p)_i|`` of ``(..., V)`` and ``(..., W)`` probabilities, ``(...)``.
+    """Compute ``sum_i |sort(q)_i - sort(p)_i|``, ``(...)``, for probabilities ``(..., V)`` and ``(..., W)`` of two
+    vocabularies.
 
-    The shorter vector is padded with 0. The loss depends only on the sorted probabilities, not on which token has which one.
+    The shorter vector is padded with 0. The loss depends only on the sorted probabilities, so the vocabularies need not have
+    common tokens.
 
     Reference: Universal Logit Distillation, arXiv:2402.12030.
     """
@@ -234,9 +244,11 @@ def sorted_l1(q: Tensor, p: Tensor) -> Tensor:
 def hybrid_divergence(
     log_q: Tensor, log_p: Tensor, matched: tuple[Tensor, Tensor], *, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the divergence over tokens in both vocabularies, and `sorted_l1` over all other tokens. Both have shape ``(...)``.
+    """Compute two losses ``(...)``: the divergence over tokens that are in both vocabularies, and `sorted_l1` over all other
+    tokens.
 
-    For the divergence, both sides get an additional category with the remaining probability, so that they are distributions.
+    For the divergence, the remaining probability of each model becomes one additional category, so that the probabilities sum
+    to 1.
 
     Args:
         log_q: ``(..., V)`` log-probs of the student.

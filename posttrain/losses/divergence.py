@@ -1,4 +1,4 @@
-"""Inputs of preference losses: sums and means of log-probs, weights, and scores under an f-divergence.
+"""Compute the inputs of preference losses: sums and means of log-probs, weights, and scores under an f-divergence.
 
 Let ``L = log pi(y) - log rho(y)``. For a divergence with generator f, the score is ``f'(exp L)``, where f is chosen so that the
 score is 0 at L = 0. For the reverse KL (plain DPO), the score is L. The reward is beta times the score plus a per-prompt
@@ -33,13 +33,14 @@ __all__ = [
     "wpo_weight",
 ]
 
-# Maximum mean log-prob in log(1 - p). For values closer to 0, the gradient in float32 would be inaccurate.
+# Upper limit of the mean log-prob when log(1 - p) is computed. For values closer to 0, the gradient in float32 would be
+# inaccurate.
 MAX_LOG_P = -1e-6
 # Maximum exponent in float32. exp(80) is 5.5e34, which is a factor of 6000 below the largest float32.
 MAX_EXPONENT = 80.0
 # Maximum exponent in half precision. exp(11) is 59874, which is below the largest float16 (65504).
 MAX_EXPONENT_HALF = 11.0
-# If alpha differs from 1 by less than this value, the reverse KL is used, because the formula would divide by almost 0.
+# If alpha differs from 1 by less than this value, the reverse KL is used, because the formula divides by alpha - 1.
 NEAR_ONE = 1e-6
 
 
@@ -58,7 +59,7 @@ def reverse_kl(log_ratio: Tensor) -> Tensor:
 
 
 def forward_kl(log_ratio: Tensor) -> Tensor:
-    """Compute ``1 - exp(-L)``, any shape. The exponent is clamped at 80 (11 in float16), beyond which the gradient is 0.
+    """Compute ``1 - exp(-L)``, any shape. The exponent is limited to 80 (11 in float16). Beyond this limit, the gradient is 0.
 
     Reference: Beyond reverse KL (f-DPO), arXiv:2309.16240, table 1.
     """
@@ -74,7 +75,8 @@ def js_divergence(log_ratio: Tensor) -> Tensor:
 
 
 def alpha_divergence(log_ratio: Tensor, *, alpha: float) -> Tensor:
-    """Compute ``(exp((alpha - 1) L) - 1) / (alpha - 1)`` in float32 and cast back; return ``L`` itself at alpha = 1.
+    """Compute ``(exp((alpha - 1) L) - 1) / (alpha - 1)``, or ``L`` itself if alpha is 1. It is computed in float32 and cast to
+    the dtype of ``L``.
 
     Args:
         log_ratio: Any shape and floating dtype.
@@ -103,7 +105,7 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
 
 
 def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.5) -> Tensor:
-    """Return the score of a log-ratio under the named divergence.
+    """Compute the score of a log-ratio under the f-divergence called ``divergence``.
 
     Args:
         log_ratio: Any shape and floating dtype, in nats.
@@ -129,18 +131,21 @@ def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.
 
 
 def mean_logp(logp: Tensor, length: Tensor) -> Tensor:
-    """Return ``log pi / max(n, 1)``, ``(P,)``, the mean log-prob or score per token. Empty completions get 0 instead of NaN."""
+    """Compute the mean log-prob (or score) per token, ``log pi / max(n, 1)``, ``(P,)``. For empty completions it is 0
+    instead of NaN.
+    """
     return logp / length.clamp_min(1).to(logp)
 
 
 def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tensor, *, alpha: float) -> Tensor:
-    """Compute ``sum_{k <= limit} l_k + alpha sum_{k > limit} l_k``, which reduces the weight of the excess tokens (LD-DPO).
+    """Sum the log-probs of each sequence, with the weight ``alpha`` for tokens beyond a limit (LD-DPO): ``sum_{k <= limit} l_k
+    + alpha sum_{k > limit} l_k``.
 
     Args:
         logp: ``(B, T)`` log-probs of the policy or of the reference.
         mask: ``(B, T)`` bool, tokens that are included.
         sequence: ``(B, T)`` int64, sequence index of each token, -1 for tokens of no sequence.
-        limits: ``(S,)`` for each sequence, the number of tokens of the shorter completion of its pair.
+        limits: ``(S,)`` length of the shorter completion of each sequence's pair, in tokens.
         alpha: Weight of the tokens beyond the limit. 1 gives the plain sum, and 0 ignores these tokens.
 
     Returns:
@@ -161,14 +166,17 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
 
 
 def collision_logp(logits: Tensor) -> Tensor:
-    """Return ``log sum_v p_v^2 = lse(2 z) - 2 lse(z)`` of ``(..., V)`` logits, ``(...)``. It is 0 for a certain token."""
+    """Compute the logarithm of the probability that two samples are the same token: ``log sum_v p_v^2 = lse(2 z) - 2
+    lse(z)``, ``(...)``, for logits z ``(..., V)``.
+    """
     return (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)
 
 
 def wpo_weight(logp: Tensor, collision: Tensor, length: Tensor) -> Tensor:
-    """Compute ``exp((sum_t l_t - sum_t log sum_v p_v^2) / n)``, ``(S,)``, without gradient and not capped.
+    """Compute the WPO weight of each completion, ``exp((sum_t l_t - sum_t log sum_v p_v^2) / n)``, ``(S,)``. It has no gradient
+    and no upper limit.
 
-    The weight of a pair is the product of its two weights.
+    The weight of a pair is the product of the weights of its two completions.
 
     Args:
         logp: ``(S,)`` plain sums.
@@ -181,9 +189,9 @@ def wpo_weight(logp: Tensor, collision: Tensor, length: Tensor) -> Tensor:
 
 
 def alpha_reward(logp: Tensor, *, alpha: float) -> Tensor:
-    """Return AlphaPO's reward of a log-prob l: ``(1 - exp(-alpha l)) / alpha``, ``(P,)``, or ``l`` at alpha = 0.
+    """Compute AlphaPO's reward of a log-prob l: ``(1 - exp(-alpha l)) / alpha``, ``(P,)``. If alpha is 0, it is ``l``.
 
-    It is computed from the log-prob, because the probability itself could underflow.
+    The argument is a log-prob, because the probability itself could underflow.
 
     Reference: AlphaPO, arXiv:2501.03884.
     """
@@ -191,10 +199,11 @@ def alpha_reward(logp: Tensor, *, alpha: float) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """Compute ``log(1 - e^x)`` for x < 0, any shape. x is clamped to at most -1e-6, beyond which the gradient is 0.
+    """Compute ``log(1 - e^x)`` for x < 0, any shape. x is limited to -1e-6. Above this limit, the gradient is 0.
 
-    torch.where also computes the gradient of the branch that is not selected. The branch for small probabilities has an infinite
-    slope near x = 0 in half precision, and 0 times infinity is NaN. That branch therefore gets a safe x there.
+    Two formulas are combined with torch.where, which also computes the gradient of the formula that is not selected. In half
+    precision, the formula for small probabilities has an infinite slope near x = 0, and 0 times infinity is NaN. There, this
+    formula is therefore computed for another x.
 
     Reference: Mächler 2012, "Accurately computing log(1 - exp(-|a|))", equation 7.
     """
@@ -216,10 +225,11 @@ def pair_values(
     alpha: float = 0.5,
     plain_chosen_logp: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return all tensors that the losses in `posttrain.losses.preference.DPO_LOSSES` can use, by name, each ``(P,)``.
+    """Compute all inputs of the losses in `posttrain.losses.preference.DPO_LOSSES`: a mapping from names to tensors ``(P,)``.
 
     Args:
-        chosen_logp: ``(P,)`` sums of the policy's log-probs of chosen completions. Computed by `desensitized_sum` if it is used.
+        chosen_logp: ``(P,)`` summed log-probs of the chosen completions under the policy. With LD-DPO, computed by
+            `desensitized_sum`.
         rejected_logp: ``(P,)`` same for the rejected completions.
         ref_chosen_logp: ``(P,)`` same for the chosen completions under the reference.
         ref_rejected_logp: ``(P,)`` same for the rejected completions under the reference.

@@ -1,4 +1,4 @@
-"""Losses of supervised fine-tuning, computed from the log-probs of the trained tokens."""
+"""Losses of supervised fine-tuning. They are computed from the log-probs of the loss tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ __all__ = ["dft", "dft_loss", "nll", "uniform_nll"]
 
 
 def nll(logp: Tensor) -> Tensor:
-    """Return ``-log p``, ``(B, T)``."""
+    """Return the negative log-likelihood ``-log p`` of each token, ``(B, T)``."""
     return -logp
 
 
 def dft(logp: Tensor) -> Tensor:
-    """Compute ``-sg(p) log p``, ``(B, T)``. The factor p keeps the gradients of unlikely tokens small.
+    """Compute ``-sg(p) log p`` for each token, ``(B, T)``, where sg stops the gradient. The factor p reduces the gradients of
+    unlikely tokens.
 
     Reference: On the generalization of SFT (DFT), arXiv:2508.05629, equation 8.
     """
@@ -24,7 +25,8 @@ def dft(logp: Tensor) -> Tensor:
 
 
 def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | float | None = None) -> Tensor:
-    """Compute `dft` from a model's full logits, as a ``compute_loss_func``: ``-sum_t m_t sg(p_t) log p_t / N``.
+    """Compute the loss `dft` from the logits of a model: ``-sum_t m_t sg(p_t) log p_t / N``. This function can be passed to a
+    trainer as ``compute_loss_func``.
 
     Args:
         outputs: Model output with ``logits (B, T, V)``. The logits at t predict the label at t + 1.
@@ -49,7 +51,7 @@ def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | float | 
 
 
 def uniform_nll(logits: Tensor) -> Tensor:
-    """Compute ``-1/V sum_v log p_v`` of each row of ``(N, V)`` logits, ``(N,)``. It is the additional term of label smoothing.
+    """Compute the term of label smoothing, ``-1/V sum_v log p_v``, for each row of logits ``(N, V)``.
 
     Reference: Rethinking the Inception architecture, arXiv:1512.00567, section 7.
     """

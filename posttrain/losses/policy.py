@@ -49,15 +49,16 @@ LEVELS = ("token", "sequence", "sequence_token")
 def importance_log_ratio(
     logp: Tensor, old_logp: Tensor | None, mask: Tensor, sequence: Tensor, num_sequences: int, *, level: str
 ) -> Tensor:
-    """Compute the log of the ratio between the current policy and the policy that sampled, ``(B, T)``.
+    """Compute the logarithm of the importance ratio, ``(B, T)``. The ratio is the token's probability under the current policy
+    divided by its probability under the policy that sampled it.
 
     ``token``: ``logp - old_logp``. ``sequence``: the mean of these values over the sequence, i.e. the log of the geometric mean
     of the token ratios, for every token. ``sequence_token``: the same value, but with each token's own gradient.
 
     Args:
         logp: ``(B, T)`` log-probs under the current policy.
-        old_logp: ``(B, T)`` log-probs when the tokens were sampled. None if the policy has not changed since then: the value is
-            0, and the gradient is that of ``logp``.
+        old_logp: ``(B, T)`` log-probs under the policy that sampled the tokens. None if the policy has not changed since then.
+            The log-ratio is then 0, and its gradient is that of ``logp``.
         mask: ``(B, T)`` bool, loss tokens.
         sequence: ``(B, T)`` sequence index.
         num_sequences: S.
@@ -81,7 +82,7 @@ def _mask(ratio: Tensor, low: float, high: float) -> Tensor:
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
-# Maps each mode to the aggregation of log-ratios over a sequence, and to the function that bounds the ratio.
+# For each mode: the aggregation of log-ratios over a sequence, and the function that limits the ratio.
 CORRECTIONS: dict[str, tuple[str, Callable[[Tensor, float, float], Tensor]]] = {
     "token_truncate": ("token", _truncate),
     "token_mask": ("token", _mask),
@@ -102,12 +103,13 @@ def rollout_correction(
     clip_max: float | None,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Compute importance weights ``(B, T)`` that correct for the difference between engine and trainer. No gradient.
+    """Compute importance weights ``(B, T)`` that correct for the different log-probs of engine and trainer. They have no
+    gradient.
 
     The weight is ``r = exp(d)`` with ``d = logp - rollout_logp`` on loss tokens. d is computed per token (``token_*``), summed
-    over the sequence (``sequence_*``), or averaged over the sequence (``geometric``). r is then clamped to the bounds
-    (``*_truncate``), or set to 0 if it is outside the bounds (all other modes). Tokens for which the engine returned no
-    log-prob (NaN) get weight 0 and count as 0 in the sum or mean of their sequence.
+    over the sequence (``sequence_*``), or averaged over the sequence (``geometric``). The modes ``*_truncate`` then clamp r to
+    the bounds. All other modes set r to 0 if it is outside the bounds. Tokens for which the engine has returned no log-prob
+    (NaN) get the weight 0. In the sum or mean of their sequence, their d is 0.
 
     Reference: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS, MIS).
     """
@@ -126,7 +128,8 @@ def rollout_correction(
 def sequence_weight(
     weight: Tensor, rollout_logp: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """Reduce a sequence-level correction to one weight per sequence, ``(S,)``, and a bool mask of valid weights, ``(S,)``.
+    """Reduce the weights of a sequence-level correction to one weight per sequence, ``(S,)``. Also return ``(S,)`` bool that is
+    True for sequences with a weight.
 
     Args:
         weight: ``(B, T)`` weights from `rollout_correction`.
@@ -141,7 +144,7 @@ def sequence_weight(
 
 
 def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Measure the difference between the log-probs of engine and trainer for the same tokens and the same weights.
+    """Compute metrics of the difference between the log-probs that engine and trainer compute for the same tokens and weights.
 
     Args:
         logp: Log-probs of the trainer, any shape, nats.
@@ -172,11 +175,11 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> Tensor:
-    """Select sequences with a nonnegative advantage, and sequences whose probability has not decreased too much. Return
-    ``(S,)`` bool.
+    """Return ``(S,)`` bool that is False for sequences to exclude: those with a negative advantage whose probability has
+    decreased strongly since they were sampled.
 
-    The condition is ``A_i >= 0  or  mean_t(sampled_logp - logp) <= threshold``. Tokens without a sampled log-prob (NaN) count as
-    0.
+    Sequences with ``A_i >= 0 or mean_t(sampled_logp - logp) <= threshold`` are kept. Tokens without a sampled log-prob (NaN)
+    contribute 0 to the mean.
 
     Reference: DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
     """
@@ -214,14 +217,16 @@ def entropy_mask(
 def clipped(
     log_ratio: Tensor, advantages: Tensor, *, epsilon: float, epsilon_high: float, delta: float | None = None
 ) -> Tensor:
-    """Compute ``-min(r A, clip(r, 1 - eps, 1 + eps_high) A)``. If ``delta`` is not None, the unclipped r is limited to delta.
+    """Compute the clipped loss of PPO, ``-min(r A, clip(r, 1 - eps, 1 + eps_high) A)``. With ``delta``, the unclipped r is
+    limited to delta.
 
     Args:
         log_ratio: ``(B, T)`` log importance ratio.
         advantages: ``(B, T)``.
         epsilon: Clip range below 1.
         epsilon_high: Clip range above 1.
-        delta: Maximum of the unclipped ratio. For a negative advantage, the loss would otherwise be unbounded.
+        delta: Maximum of the unclipped ratio, or None. Without this limit, the loss of a token with a negative advantage is
+            unbounded.
 
     Reference: PPO, arXiv:1707.06347, equation 7; two-sided clipping, INTELLECT-2, arXiv:2505.07291, section 3.4.
     """
@@ -232,7 +237,8 @@ def clipped(
 
 
 def cispo(log_ratio: Tensor, advantages: Tensor, logp: Tensor, *, epsilon_high: float) -> Tensor:
-    """Compute ``-sg(min(r, eps_high)) A log p``. Every token keeps a gradient, and its weight is limited.
+    """Compute the CISPO loss ``-sg(min(r, eps_high)) A log p``. The ratio r is only a limited weight without gradient, so no
+    token loses its gradient as with PPO's clip.
 
     Reference: MiniMax-M1, arXiv:2506.13585, equation 4.
     """
@@ -240,7 +246,8 @@ def cispo(log_ratio: Tensor, advantages: Tensor, logp: Tensor, *, epsilon_high: 
 
 
 def sapo(log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float) -> Tensor:
-    """Compute ``-A (4 / tau) sigmoid(tau (r - 1))``, which is a soft gate instead of a clip. tau depends on the sign of A.
+    """Compute the SAPO loss ``-A (4 / tau) sigmoid(tau (r - 1))``, which uses a smooth function of r instead of a clip. tau
+    depends on the sign of A.
 
     Reference: SAPO, arXiv:2511.20347, equation 6.
     """
@@ -259,7 +266,7 @@ def surrogate(
     delta: float | None,
     sapo_temperatures: tuple[float, float],
 ) -> Tensor:
-    """Compute the surrogate called ``clipped``, ``cispo`` or ``sapo``, ``(B, T)``.
+    """Compute the policy loss of each token, ``(B, T)``, with the surrogate called ``name``.
 
     Args:
         name: See `LossType`.
@@ -290,7 +297,7 @@ def token_terms(
     corrected: bool,
     **options: Any,
 ) -> Tensor:
-    """Compute ``surrogate + beta * KL`` of each token from its own log-prob, in the shape of ``logp``.
+    """Compute the loss ``surrogate + beta * KL`` of each token from its own log-prob. The result has the shape of ``logp``.
 
     Args:
         name: Surrogate.
@@ -319,7 +326,8 @@ def geometric_ratio(
     epsilon: float,
     epsilon_high: float,
 ) -> Tensor:
-    """Compute ``c_i = exp(mean_t d'_t)``, ``(S,)``. ``d'`` is ``min(d, eps_high)`` if A > 0, and ``max(d, -eps)`` otherwise.
+    """Compute GMPO's ratio of each sequence, ``c_i = exp(mean_t d'_t)``, ``(S,)``. The clipped log-ratio ``d'`` is ``min(d,
+    eps_high)`` if A > 0, else ``max(d, -eps)``.
 
     Args:
         log_ratio: ``(B, T)`` token log-ratios d.
@@ -353,9 +361,11 @@ def vespo_weight(
     neg: tuple[float, float],
     rollout_weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``phi = exp(lam + k log w - lam w)`` with the sequence ratio ``w``, ``(S,)``, no gradient.
+    """Compute VESPO's weight of each sequence, ``phi = exp(lam + k log w - lam w)``, ``(S,)``, where w is the importance ratio
+    of the sequence. It has no gradient.
 
-    A token with rollout weight 0 contributes ``log 1e-8``. This suppresses the whole sequence, which is intended.
+    A token with the rollout weight 0 contributes ``log 1e-8`` to ``log w``. This makes the weight of its whole sequence almost
+    0, which is intended.
 
     Args:
         log_ratio: ``(B, T)`` token log-ratios.
@@ -380,18 +390,18 @@ def vespo_weight(
 
 
 def vespo(phi: Tensor, advantages: Tensor, logp: Tensor) -> Tensor:
-    """Compute ``-sg(phi) A log p``, ``(B, T)``."""
+    """Compute the VESPO loss of each token, ``-sg(phi) A log p``, ``(B, T)``."""
     return -phi.detach() * advantages * logp
 
 
 @dataclass(frozen=True, slots=True)
 class LossType:
-    """Surrogate, reduction and ratio level of a loss type.
+    """Definition of a value of ``loss_type``: its surrogate, its reduction and its ratio level.
 
     Attributes:
         surrogate: ``clipped``, ``cispo``, ``sapo``, ``vespo`` or ``geometric``.
         reduction: How the terms of tokens are reduced to one number; see `posttrain.losses.reduce`.
-        level: Ratio level that the loss type requires. None uses the level in the config.
+        level: Ratio level that the loss type requires. None: the level in the config is used.
     """
 
     surrogate: str
@@ -400,7 +410,7 @@ class LossType:
 
     @property
     def by_token(self) -> bool:
-        """Whether, with one ratio per token, the surrogate of a token is independent of all other tokens."""
+        """Whether the surrogate of a token is independent of all other tokens, if there is one ratio per token."""
         return self.surrogate in ("clipped", "cispo", "sapo")
 
 
@@ -411,10 +421,12 @@ LOSS_TYPES: dict[str, LossType] = {
     "dapo": LossType("clipped", "token"),
     "cispo": LossType("cispo", "token"),
     "sapo": LossType("sapo", "sequence_token"),
-    # Averages (term x length) over sequences. All tokens of a sequence have the same term, so this equals a sum over tokens.
+    # Averages the product of a sequence's term and its length over sequences. All tokens of a sequence have the same term, so
+    # this equals a sum over tokens.
     "luspo": LossType("clipped", "constant", "sequence"),
     "vespo": LossType("vespo", "token", "token"),
-    # Uses one ratio per completion. All its tokens have the same term, so the mean over its tokens equals this term.
+    # GMPO has one ratio per completion, so all tokens of a completion have the same term. The mean over its tokens equals this
+    # term.
     "gmpo": LossType("geometric", "sequence_token", "token"),
 }
 
@@ -432,9 +444,9 @@ def clip_metrics(
     surrogate: str = "clipped",
     level: str = "token",
 ) -> dict[str, Metric]:
-    """Compute the fraction of clipped ratios: ``clip_ratio/{low,high,region}_mean``, ``low_min`` and ``high_max``.
+    """Compute metrics of the fraction of clipped ratios: ``clip_ratio/{low,high,region}_mean``, ``low_min`` and ``high_max``.
 
-    A sequence-level ratio counts once, regardless of the sequence's length. For surrogates without a clip, there are no metrics.
+    A sequence-level ratio is counted once per sequence. For surrogates without a clip, the result is empty.
     """
     ratio = log_ratio.detach().exp()
     lengths = sequence_sum(mask.float(), mask, sequence, num_sequences)
@@ -467,17 +479,18 @@ CLAMP = 20.0
 
 
 def k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """Compute ``logp - ref_logp``, which is unbiased and can be negative."""
+    """Compute the KL estimate ``logp - ref_logp``, which is unbiased and can be negative."""
     return logp - ref_logp
 
 
 def k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """Compute ``(logp - ref_logp)^2 / 2``, which is biased and never negative."""
+    """Compute the KL estimate ``(logp - ref_logp)^2 / 2``, which is biased and never negative."""
     return (logp - ref_logp).square() / 2
 
 
 def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """Compute ``exp(d) - d - 1`` with ``d = ref_logp - logp``. It is unbiased, never negative, and 0 for equal log-probs.
+    """Compute the KL estimate ``exp(d) - d - 1`` with ``d = ref_logp - logp``. It is unbiased and never negative. It is 0 for
+    equal log-probs.
 
     Reference: Schulman 2020, "Approximating KL divergence"; GRPO, arXiv:2402.03300, equation 4.
     """
@@ -486,7 +499,7 @@ def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, log_ratio: Tensor | None = None) -> Tensor:
-    """Compute `k3`, multiplied by the importance ratio ``exp(log_ratio)`` if it is given."""
+    """Compute the KL estimate `k3`. If ``log_ratio`` is passed, it is multiplied by the importance ratio ``exp(log_ratio)``."""
     kl = k3(logp, ref_logp)
     return kl if log_ratio is None else kl * log_ratio.exp()
 

@@ -1,7 +1,7 @@
 """PPO: token rewards, generalized advantage estimation, whitening, and the clipped value loss.
 
-A response of L tokens, at most T, has the states ``0..L-1``: one state before each token. If ``L < T``, there is one more state
-after the last token. The score is added to the reward of the last state.
+A response of L tokens (at most T) has one state before each token, ``0..L-1``. If ``L < T``, it has one more state after the
+last token. The score of the response is added to the reward of the last state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHITEN_EPS = 1e-8
 
 
 def response_masks(lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return a mask of tokens and a mask of states with a value, for responses in an ``(S, T)`` grid.
+    """Return two masks ``(S, T)`` for S responses of up to T tokens: one of tokens, and one of states with a value.
 
     ``tokens[i, t] = t < L_i`` and ``states[i, t] = t < min(L_i + 1, T)``.
 
@@ -52,7 +52,7 @@ def response_masks(lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def token_rewards(
     logp: Tensor, ref_logp: Tensor, scores: Tensor, lengths: Tensor, *, kl_coef: float, kl_estimator: str = "k1"
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``r_t = -kl_coef * kl_t``, and add the score to the reward of the last state.
+    """Compute the reward of each token, ``r_t = -kl_coef * kl_t``, and add the score to the reward of the last state.
 
     Args:
         logp: ``(S, T)`` log-probs of the sampled tokens at sampling time, in nats. T is the maximum length of a response.
@@ -63,8 +63,8 @@ def token_rewards(
         kl_estimator: ``k1`` or ``k3``, see `posttrain.losses.policy`.
 
     Returns:
-        Rewards, which are 0 after a response's last state, and KL divergences, which are 0 after its last token. Both are
-        ``(S, T)``.
+        Rewards and KL divergences, both ``(S, T)``. Rewards are 0 after the last state of a response, and KL divergences are 0
+        after its last token.
 
     Reference: Learning to summarize from human feedback, arXiv:2009.01325, section 3.4.
     """
@@ -75,7 +75,8 @@ def token_rewards(
 
 
 def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Compute ``d_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = d_t + gamma lam A_{t+1}``. V and A are 0 after the end.
+    """Compute generalized advantages ``A_t = d_t + gamma lam A_{t+1}`` with ``d_t = r_t + gamma V_{t+1} - V_t``. After the last
+    state, V and A are 0.
 
     Args:
         rewards: ``(S, T)``, 0 after a response's last state.
@@ -103,7 +104,9 @@ def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> tuple[T
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean, and sum of squared deviations of a set of numbers. Moments of several ranks can be merged exactly."""
+    """Count, mean, and sum of squared deviations of a set of numbers. `merge_moments` merges the moments of several ranks
+    exactly.
+    """
 
     count: float
     mean: float
@@ -138,7 +141,8 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
 
 
 def whiten(values: Tensor, mask: Tensor, statistics: Moments, *, shift_mean: bool = True) -> Tensor:
-    """Return ``(v - mean) / sqrt(var + 1e-8)`` where the mask is True, else 0. ``shift_mean=False`` adds the mean again.
+    """Standardize the selected values: ``(v - mean) / sqrt(var + 1e-8)`` where the mask is True, else 0. With
+    ``shift_mean=False``, the mean is added again.
 
     Args:
         values: Any shape.
@@ -147,13 +151,15 @@ def whiten(values: Tensor, mask: Tensor, statistics: Moments, *, shift_mean: boo
         shift_mean: Whether to subtract the mean. If False, values are only scaled.
 
     Returns:
-        Tensor of the same shape. Fewer than two values have no variance, and are returned unchanged.
+        Tensor of the same shape. If there are fewer than two values, they have no variance and are returned unchanged.
 
     Raises:
         DataError: ``statistics.count`` is 0.
     """
     if not statistics.count:
-        raise DataError(f"cannot whiten: the mask of shape {tuple(mask.shape)} selects no value, so there is no mean.")
+        raise DataError(
+            f"advantages cannot be whitened, because the mask of shape {tuple(mask.shape)} selects no value."
+        )
     if statistics.count < 2:
         return values * mask
     scaled = (values - statistics.mean) * (statistics.variance + WHITEN_EPS) ** -0.5
@@ -161,12 +167,12 @@ def whiten(values: Tensor, mask: Tensor, statistics: Moments, *, shift_mean: boo
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> Tensor:
-    """Compute ``max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2``.
+    """Compute the clipped squared error of the value function, ``max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2``.
 
     Args:
         values: ``(B, T)`` current values.
         old_values: ``(B, T)`` values when the response was sampled.
-        returns: ``(B, T)`` returns R, the targets.
+        returns: ``(B, T)`` returns R, which are the targets of the values.
         cliprange: Maximum distance c from the old value. Beyond it, the gradient is 0.
 
     Reference: Implementation matters in deep policy gradients, arXiv:2005.12729, section 3, item 1.

@@ -1,7 +1,7 @@
-"""Losses of preference pairs: the DPO family, and the reference-free CPO, SimPO, AlphaPO, TPO and ORPO.
+"""Losses on preference pairs: DPO and its variants, and CPO, SimPO, AlphaPO, TPO and ORPO, which need no reference model.
 
-Every function takes ``(P,)`` tensors in float32 or float64, with one number per pair, and returns ``(P,)`` loss terms. Names of
-arguments:
+The arguments of every function are tensors ``(P,)`` in float32 or float64 with one number per pair. The return value is
+``(P,)``, one loss per pair. Names of arguments:
 
 - ``logp``: sum of log-probs over the tokens of the completion, in nats;
 - ``ratio``: this sum minus the sum under the reference model;
@@ -56,7 +56,8 @@ __all__ = [
 ]
 
 
-# Limit before squaring, because exponential link functions can be larger. Its square, 1e36, is finite in float32.
+# Scores are limited to this value before they are squared, because some f-divergences give exponentially large scores. Its
+# square, 1e36, is finite in float32.
 MAX_SQUARED = 1e18
 
 
@@ -65,7 +66,8 @@ def _square(x: Tensor) -> Tensor:
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-lsig(beta d)``, the loss of DPO. It increases the score of the chosen over that of the rejected completion.
+    """Compute the loss of DPO, ``-lsig(beta d)``. It increases the score of the chosen completion relative to that of the
+    rejected one.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -84,7 +86,7 @@ def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ``max(0, 1 - beta d)``, ``(P,)``. The gradient is 0 if the gap is at least ``1 / beta``.
+    """Compute the hinge loss ``max(0, 1 - beta d)``, ``(P,)``. The gradient is 0 if the difference d is at least ``1 / beta``.
 
     Reference: Statistical rejection sampling (RSO), arXiv:2309.06657; SLiC-HF, arXiv:2305.10425.
     """
@@ -92,7 +94,7 @@ def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def squared_gap(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ``(d - 1 / (2 beta))^2``, ``(P,)``. The gap has a finite target.
+    """Compute ``(d - 1 / (2 beta))^2``, ``(P,)``. It moves the difference d of the scores to the target ``1 / (2 beta)``.
 
     Reference: A general theoretical paradigm (IPO), arXiv:2310.12036, equation 17.
     """
@@ -107,7 +109,8 @@ def ipo(chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length
         rejected: ``(P,)`` scores s-.
         chosen_length: ``(P,)`` number of tokens N+, clamped to at least 1.
         rejected_length: ``(P,)`` number of tokens N-, clamped to at least 1.
-        beta: The target gap **per token** is ``1 / (2 beta)``. A larger beta keeps the policy closer to the reference.
+        beta: The target for the difference of scores **per token** is ``1 / (2 beta)``. A larger beta keeps the policy closer
+            to the reference.
 
     Reference: A general theoretical paradigm (IPO), arXiv:2310.12036, equation 17.
     """
@@ -115,7 +118,8 @@ def ipo(chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length
 
 
 def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute ``sig(beta d) [lsig(beta d) - log(1-eps)] + sig(-beta d) [lsig(-beta d) - log eps]``, a reverse KL to the label.
+    """Compute the reverse KL divergence from the smoothed label, ``sig(beta d) [lsig(beta d) - log(1-eps)] + sig(-beta d)
+    [lsig(-beta d) - log eps]``.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -133,7 +137,7 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
     """
     if not 0.0 < label_smoothing < 1.0:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} does not work with exo_pair, which uses the logarithm of label_smoothing. "
+            f"label_smoothing={label_smoothing} is not valid for exo_pair, which computes the logarithm of label_smoothing. "
             "Fix: use a value above 0 and below 1, e.g. 1e-3."
         )
     x = beta * (chosen - rejected)
@@ -142,7 +146,8 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
 
 
 def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``. It keeps chosen completions likely.
+    """Compute ``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``. It prevents chosen completions from
+    becoming less likely.
 
     Reference: Noise contrastive alignment (NCA), arXiv:2402.05369.
     """
@@ -151,7 +156,8 @@ def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute ``[-(1 - eps) lsig(beta d) + eps lsig(-beta d)] / (1 - 2 eps)``, unbiased if a fraction eps of labels is flipped.
+    """Compute ``[-(1 - eps) lsig(beta d) + eps lsig(-beta d)] / (1 - 2 eps)``. If a fraction eps of the labels is flipped, its
+    expectation is the DPO loss on the correct labels.
 
     Args:
         chosen: ``(P,)`` scores s+.
@@ -169,15 +175,16 @@ def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: fl
     """
     if not 0.0 <= label_smoothing < 0.5:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} does not work with robust: if half of the labels are flipped, they contain no "
-            "signal (0.5 would divide by zero). Fix: use a value of at least 0 and below 0.5."
+            f"label_smoothing={label_smoothing} is not valid for robust. If half of the labels are flipped, they contain no "
+            "information, and 0.5 would divide by zero. Fix: use a value of at least 0 and below 0.5."
         )
     x = beta * (chosen - rejected)
     return (-(1 - label_smoothing) * F.logsigmoid(x) + label_smoothing * F.logsigmoid(-x)) / (1 - 2 * label_smoothing)
 
 
 def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-lsig(beta L+) - lsig(-beta L-)``, ``(P,)``. Each ratio is compared with 0 instead of a running mean.
+    """Compute ``-lsig(beta L+) - lsig(-beta L-)``, ``(P,)``. Each log-ratio is compared with 0, and not with a running mean as
+    in `posttrain.losses.unpaired.bco`.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
@@ -185,7 +192,8 @@ def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """Compute ``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``. Each ratio has its own target.
+    """Compute ``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``. The target of the chosen log-ratio is ``1 / (2
+    beta)``, and that of the rejected log-ratio is ``-1 / (2 beta)``.
 
     Reference: Self-play preference optimization (SPPO), arXiv:2405.00675, with hard labels.
     """
@@ -194,7 +202,8 @@ def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> T
 
 
 def smoothed_sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """Compute ``-(1 - eps) lsig(beta d) - eps lsig(-beta d)``, ``(P,)``, a cross-entropy with smoothed labels.
+    """Compute ``-(1 - eps) lsig(beta d) - eps lsig(-beta d)``, ``(P,)``, the cross-entropy loss with smoothed labels
+    (conservative DPO).
 
     Reference: Mitchell 2023, "A note on DPO with noisy preferences"; as CPO without a reference, arXiv:2401.08417.
     """
@@ -211,9 +220,10 @@ def aot(
     beta: float,
     label_smoothing: float,
 ) -> Tensor:
-    """Compute `smoothed_sigmoid` of the policy's sorted gaps and the reference's sorted gaps, for stochastic dominance.
+    """Compute `smoothed_sigmoid` of sorted differences of log-probs: those of the policy against those of the reference.
 
-    ``u = sort(log pi+ - log pi-)`` and ``v = sort(log rho+ - log rho-)`` are compared by rank.
+    The i-th value of ``u = sort(log pi+ - log pi-)`` should exceed the i-th value of ``v = sort(log rho+ - log rho-)``. The
+    distribution of u then dominates that of v (first-order stochastic dominance).
 
     Args:
         chosen_logp: ``(P,)``.
@@ -224,7 +234,7 @@ def aot(
         label_smoothing: eps in [0, 1].
 
     Returns:
-        ``(P,)`` in sorted order. Each term belongs to a rank and not to a pair.
+        ``(P,)`` in sorted order. The i-th term belongs to the i-th smallest values and not to the i-th pair.
 
     Reference: Distributional preference alignment (AOT), arXiv:2406.05882.
     """
@@ -262,8 +272,8 @@ def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: float) -> Tensor:
     """Compute ``(1 - g)(-lsig(a)) + g exp(-a)`` with ``a = beta d`` and ``g = sig(a / tau)``, ``(P,)``.
 
-    The second term is computed as ``exp(-a + lsig(a / tau))``, which avoids 0 times infinity for very negative a. The loss is not
-    convex. For tau below 0.102, the slope at a = 0 is positive, so the first steps decrease the gap.
+    The second term is computed as ``exp(-a + lsig(a / tau))``, which avoids 0 times infinity for very negative a. The loss is
+    not convex. For tau below 0.102, its slope at a = 0 is positive, so the first optimizer steps decrease d.
 
     Reference: Discovering preference optimization algorithms (DiscoPOP), arXiv:2406.08414.
     """
@@ -275,7 +285,7 @@ def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: flo
 def sigmoid_norm(
     chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length: Tensor, *, beta: float
 ) -> Tensor:
-    """Compute ``-lsig(beta (s+/N+ - s-/N-))``, ``(P,)``. Scores per token avoid a preference for long completions.
+    """Compute ``-lsig(beta (s+/N+ - s-/N-))``, ``(P,)``. Dividing scores by lengths avoids a preference for long completions.
 
     Reference: Tülu 3, arXiv:2411.15124.
     """
@@ -286,19 +296,20 @@ def mean_nll(logp: Tensor, length: Tensor, *, mean_length: float | None = None) 
     """Compute ``-P log pi / sum n``. The mean of these terms over rows equals the mean over all **tokens** of the rows.
 
     Args:
-        logp: ``(P,)`` plain sums, without length desensitization.
+        logp: ``(P,)`` sums of log-probs, without length desensitization.
         length: ``(P,)`` number of tokens in each sum.
-        mean_length: Mean number of tokens per row over the whole optimizer step. None uses the mean over these rows.
+        mean_length: Mean number of tokens per row over the whole optimizer step. None: the mean over the rows of this call.
 
     Returns:
-        ``(P,)``. Rows without tokens get 0, even if no row has tokens.
+        ``(P,)``. The term of a row without tokens is 0.
     """
     per_row = length.to(logp).sum().clamp_min(1) / length.numel() if mean_length is None else mean_length
     return -logp / per_row
 
 
 def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float, label_smoothing: float) -> Tensor:
-    """Compute `smoothed_sigmoid` of ``u - gamma / beta``, where u is the gap per token. The gap must reach a margin.
+    """Compute `smoothed_sigmoid` of ``u - gamma / beta``, where u is the difference of the mean log-probs per token. The loss
+    requires that u exceeds the margin ``gamma / beta``.
 
     Args:
         chosen: ``(P,)`` mean log-prob per token, or its `alpha_reward`.
@@ -313,13 +324,16 @@ def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float, label_
 
 
 def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute ``(a - b) - [log(1 - e^a) - log(1 - e^b)]``, ``(P,)``, for mean log-probs a and b per token. At least float32."""
+    """Compute the logarithm of the odds ratio, ``(a - b) - [log(1 - e^a) - log(1 - e^b)]``, ``(P,)``, for mean log-probs a
+    and b per token. The result is float32 or float64.
+    """
     a, b = (x if x.dtype == torch.float64 else x.float() for x in (chosen, rejected))
     return a - b - (log1mexp(a) - log1mexp(b))
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Compute ``-beta lsig(o)``, ``(P,)``, where o is `log_odds_ratio`. ORPO adds this term to the likelihood loss.
+    """Compute ORPO's penalty ``-beta lsig(o)``, ``(P,)``, where o is `log_odds_ratio`. ORPO adds it to the negative
+    log-likelihood.
 
     Reference: ORPO, arXiv:2403.07691, equation 6.
     """
@@ -328,17 +342,18 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Loss function with the names of its inputs. A call selects these inputs from a mapping that can contain more.
+    """Loss function with the names of its inputs. A call selects these inputs from a mapping, which may contain other entries.
 
     Attributes:
         function: The loss function.
-        tensors: Keys of its tensors, in the order of the function's arguments. For DPO, these are keys of
-            `posttrain.losses.divergence.pair_values`.
-        scalars: Names of its scalars.
-        per_token: Whether scores or log-probs are divided by lengths. beta should then be one or two orders of magnitude larger.
-        kind: What a term belongs to: ``pair``, ``sorted`` (a rank, so per-pair weights are not possible), or ``likelihood``
-            (only the chosen completion).
-        of_margin: Whether the loss is a smooth function of the difference between the two scores only.
+        tensors: Names of the tensors that the function needs, in the order of its arguments. For DPO, they are keys of the
+            mapping that `posttrain.losses.divergence.pair_values` returns.
+        scalars: Names of the scalar arguments of the function.
+        per_token: Whether scores or log-probs are divided by the number of tokens. beta should then be one or two orders of
+            magnitude larger than for sums.
+        kind: What a loss term belongs to. ``pair``: a pair. ``sorted``: a position in the sorted order, so that weights of
+            pairs are not possible. ``likelihood``: a chosen completion.
+        of_margin: Whether the loss is a smooth function of the difference between the two scores, and of nothing else.
     """
 
     function: Callable[..., Tensor]
@@ -349,7 +364,7 @@ class Formula:
     of_margin: bool = False
 
     def __call__(self, values: Mapping[str, Tensor], **scalars: float) -> Tensor:
-        """Return the loss terms. Tensors and scalars that the loss does not use are ignored."""
+        """Compute the loss terms. Tensors and scalars that the loss does not use are ignored."""
         return self.function(*[values[n] for n in self.tensors], **{n: scalars[n] for n in self.scalars})
 
     @property
@@ -381,7 +396,7 @@ DPO_LOSSES: dict[str, Formula] = {
     "sigmoid_norm": Formula(sigmoid_norm, _SCORES_AND_LENGTHS, per_token=True, of_margin=True),
 }
 
-# In these losses, "scores" are computed from the policy only. They are sums of log-probs, or means per token if ``per_token``.
+# In these losses without a reference, the "scores" are sums of the policy's log-probs, or with ``per_token`` means per token.
 _SIMPO = Formula(simpo, scalars=("beta", "gamma", "label_smoothing"), per_token=True)
 _REFERENCE_FREE = {
     "sigmoid": Formula(smoothed_sigmoid, scalars=_SMOOTHED),
@@ -393,7 +408,8 @@ TPO_LOSSES: dict[str, Formula] = {**_REFERENCE_FREE, "tpo-l": _SIMPO}
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
-    """Compute ``-log sigmoid(r+ - r- - m)``. The score of the chosen answer should be larger by at least the margin m.
+    """Compute the Bradley-Terry loss ``-log sigmoid(r+ - r- - m)``. The chosen score should exceed the rejected score by at
+    least the margin m.
 
     Args:
         chosen: ``(P,)`` scores r+.
@@ -410,7 +426,8 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 
 
 def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute ``(r+ + r-)^2``, ``(P,)``. It keeps the mean score close to 0, which pairwise losses do not determine.
+    """Compute ``(r+ + r-)^2``, ``(P,)``. It keeps the mean score close to 0. Losses on differences of scores do not determine
+    this mean.
 
     Reference: Helping or herding, arXiv:2312.09244, equation 2.
     """

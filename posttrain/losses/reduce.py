@@ -1,7 +1,8 @@
-"""Reduce loss terms to a scalar. No other module of the package computes a mean over tokens.
+"""Reduce the loss terms of tokens to a scalar. Losses are averaged over tokens only in this module.
 
-Denominators are counts over the **whole optimizer step**, i.e. over all micro-batches and ranks. The gradient therefore does not
-depend on how a batch is split. The exception is ``local_token`` (loss type ``bnpo``), whose definition uses local counts.
+Loss terms are divided by counts over the **whole optimizer step**, i.e. over all micro-batches and ranks. The gradient
+therefore does not depend on how a batch is split into micro-batches. The only exception is ``local_token`` (loss type
+``bnpo``), which divides by the number of tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Counts of an optimizer step. They are known before the first forward pass.
+    """Counts by which the loss of an optimizer step is divided. They are computed before the first forward pass.
 
     Attributes:
         tokens: Number of loss tokens over all micro-batches and ranks.
@@ -50,7 +51,7 @@ class Denominators:
     named: Mapping[str, float] = field(default_factory=dict)
 
     def over(self, num_items_in_batch: Any, *, allowed: bool) -> Denominators:
-        """Replace the number of tokens with the divisor that a subclass passed to ``compute_loss``.
+        """Replace the number of tokens with the divisor that a subclass has passed to ``compute_loss``.
 
         Args:
             num_items_in_batch: The divisor, as a number or a tensor with one element. None keeps the counts unchanged.
@@ -62,8 +63,9 @@ class Denominators:
         count = self.tokens if num_items_in_batch is None else float(num_items_in_batch)
         if num_items_in_batch is not None and not allowed:
             raise ConfigError(
-                f"num_items_in_batch={count:g} was passed to a loss that is not a sum over label tokens, so this divisor does "
-                "not apply. Fix: pass None, and scale the result of super().compute_loss(...) instead."
+                f"num_items_in_batch={count:g} was passed to compute_loss, but this loss is not a sum over label tokens, so it "
+                "cannot be divided by their number. Fix: pass None, and scale the result of super().compute_loss(...) "
+                "instead."
             )
         if count == self.tokens:
             return self
@@ -73,25 +75,29 @@ class Denominators:
 
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Sum ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``."""
+    """Sum the values ``(B, T)`` over the tokens of each sequence for which the mask is True, ``(S,)``."""
     # Add masked-out tokens to index S, which is then dropped. Boolean indexing would synchronize with the device.
     place = torch.where(mask & (sequence >= 0), sequence, num_sequences)
     return values.new_zeros(num_sequences + 1).index_add(0, place.flatten(), values.flatten())[:num_sequences]
 
 
 def sequence_lengths(mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Return the number of masked tokens of each sequence, at least 1, as ``(S,)`` float32."""
+    """Count the tokens of each sequence for which the mask is True. Return ``(S,)`` float32, at least 1."""
     return sequence_sum(mask.float(), mask, sequence, num_sequences).clamp_min(1.0)
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Average ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``. Sequences without such tokens get 0."""
+    """Average the values ``(B, T)`` over the tokens of each sequence for which the mask is True, ``(S,)``. Sequences without
+    such tokens get 0.
+    """
     sums = sequence_sum(values, mask, sequence, num_sequences)
     return sums / sequence_lengths(mask, sequence, num_sequences).to(sums)
 
 
 def spread(values: Tensor, sequence: Tensor) -> Tensor:
-    """Expand ``(S,)`` values to all tokens of their sequences, ``(B, T)``, with 0 elsewhere. ``(B, T)`` values are unchanged."""
+    """Copy the value of each sequence, ``(S,)``, to all of its tokens, ``(B, T)``. Tokens of no sequence get 0. Values that
+    already have the shape ``(B, T)`` are returned unchanged.
+    """
     if values.shape == sequence.shape:
         return values
     return values[sequence.clamp_min(0)] * (sequence >= 0).to(values.dtype)
@@ -102,13 +108,15 @@ def _masked_sum(terms: LossTerms) -> Tensor:
 
 
 def _token(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``sum l*m / N``. Every token of the step has the same weight (DAPO)."""
+    """Compute ``sum l*m / N``, where N is the number of loss tokens of the step. All tokens have the same weight (DAPO)."""
     tokens = counts.tokens if terms.count is None else counts.named.get(terms.count, 1.0)
     return _masked_sum(terms) / (tokens or 1.0)
 
 
 def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``mean_i sum_t l*m / |o_i|``. Every sequence has the same weight (GRPO)."""
+    """Compute ``mean_i sum_t l*m / |o_i|``, where ``|o_i|`` is the length of sequence i. All sequences have the same weight
+    (GRPO).
+    """
     assert terms.sequence is not None
     means = sequence_mean(terms.terms, terms.mask, terms.sequence, terms.num_sequences)
     means = means if terms.share is None else means * terms.share
@@ -116,19 +124,21 @@ def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:
 
 
 def _sequence(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``mean_i l_i`` of terms per sequence."""
+    """Compute the mean ``mean_i l_i`` of loss terms that belong to sequences."""
     total = _masked_sum(terms if terms.share is None else replace(terms, terms=terms.terms * terms.share))
     return total / (counts.sequences or 1.0)
 
 
 def _constant(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``sum l*m / (S * L)`` with a constant length L, which has no length bias (Dr. GRPO)."""
+    """Compute ``sum l*m / (S * L)`` for S sequences. L is a constant, so there is no length bias (Dr. GRPO)."""
     assert terms.constant is not None
     return _masked_sum(terms) / ((counts.sequences or 1.0) * terms.constant)
 
 
 def _local_token(terms: LossTerms, counts: Denominators) -> Tensor:
-    """Compute ``sum l*m / sum m`` in this micro-batch. It is averaged over micro-batches (BNPO)."""
+    """Compute the mean ``sum l*m / sum m`` over the loss tokens of this micro-batch. These means are averaged over
+    micro-batches (BNPO).
+    """
     return _masked_sum(terms) / terms.mask.sum().clamp_min(1) / (counts.passes or 1.0)
 
 
@@ -144,13 +154,15 @@ REDUCTIONS: dict[str, Callable[[LossTerms, Denominators], Tensor]] = {
 def row_terms(
     batch: Batch, values: Tensor, *, branches: int = 1, metrics: dict[str, Metric] | None = None
 ) -> LossTerms:
-    """Return loss terms ``(S / branches,)``, one per collated row. They are averaged over the rows of the optimizer step.
+    """Create the `LossTerms` of a loss with one term per dataset row. The terms are averaged over the rows of the optimizer
+    step.
 
-    All completions of a row get the row's term, so that the mean over sequences equals the mean over rows.
+    The term of a row is repeated for all of its completions, so that the mean over sequences equals the mean over rows.
 
     Args:
         batch: Batch, collated with ``whole_rows=True`` if ``branches`` is above 1.
-        values: Terms in the order of the rows. For ``branches=1``, in the order of the batch's sequences.
+        values: ``(S / branches,)`` loss terms in the order of the rows. For ``branches=1``, they are in the order of the
+            batch's sequences.
         branches: Number of completions per row.
         metrics: Metrics to log.
     """
@@ -159,9 +171,11 @@ def row_terms(
 
 
 def reduce(terms: LossTerms, denominators: Denominators) -> Tensor:
-    """Return the scalar on which to call backward: the part of the step's loss in this forward pass, times ``world_size``.
+    """Return the contribution of this forward pass to the loss of the optimizer step, times ``world_size``. The trainer calls
+        ``backward()`` on it.
 
-    Without any loss token, the result is 0 but still depends on the terms, so that collectives in the backward pass do not hang.
+    If there are no loss tokens, the result is 0, but it still depends on the loss terms. Its backward pass then runs the same
+    collective operations as on other ranks.
 
     Raises:
         ConfigError: ``terms.reduction`` is not in `REDUCTIONS`.

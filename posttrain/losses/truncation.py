@@ -1,22 +1,23 @@
-r"""Ratios to a sampler that samples from a truncated vocabulary: top-k, top-p, min-p.
+r"""Importance ratios for samples from a truncated distribution (top-k, top-p, min-p).
 
-A token is sampled from the kept set K, renormalized::
+Top-k, top-p and min-p keep a set K of tokens. A token is sampled from the distribution that is renormalized over K::
 
     mu(v) = pi_s(v) / pi_s(K)   for v in K,   0 elsewhere;    pi = softmax(logits / temperature),   pi(K) = sum_{u in K} pi(u)
 
-Engines return ``log mu`` of their tokens. Compared with the trainer's ``log pi``, every ratio would be off by the mass of K (0.95
-with ``top_p=0.95``). The trainer therefore finds K from its own logits by the same rule, and the ratio compares the two
-renormalized policies::
+Engines return ``log mu`` of their tokens. If it was compared with the trainer's ``log pi``, every ratio would be too small by
+the factor ``pi(K)`` (about 0.95 with ``top_p=0.95``). The trainer therefore computes K from its own logits by the same rule,
+and the ratio compares the two renormalized distributions::
 
     r(v) = pi(v) / (pi(K) mu(v)),    E_mu[r] = 1 with the weights that sampled, and with other weights if they have the same K
 
-The gradient does not include the mass; it is the gradient of ``log pi``. With advantages A and the weights that sampled, its
-expectation is the gradient of ``sum_{v in K} pi(v) A(v) / pi_s(K)``, which has the policy's own probabilities of K. If ``log mu``
-were trained instead, no gradient would reach the probability outside of K, and the policy of the demo collapses (docs/grpo.md).
+The gradient is that of ``log pi``. No gradient flows through ``pi(K)``. With advantages A and unchanged weights, the expected
+gradient is that of ``sum_{v in K} pi(v) A(v) / pi_s(K)``. If ``log mu`` was trained instead, the gradient could not change the
+probability outside of K. In the demo, the policy then collapses (docs/grpo.md).
 
-A sampled token that is outside of the trainer's K, because of rounding or updated weights, is added to K. K is computed in vLLM's
-order: min-p and top-k first, then the nucleus of top-p on the renormalized rest. All three keep the likeliest tokens, so a
-threshold defines K. Ids that are never sampled (image placeholders, ``suppress_tokens``) are excluded before all three.
+Because of rounding or updated weights, a sampled token can be outside of the trainer's K. It is then added to K. K is computed
+in vLLM's order: first min-p and top-k, then top-p on the renormalized probabilities of the remaining tokens. All three rules
+keep the most likely tokens, so K is defined by a minimum logit. Ids that are never sampled (image placeholders,
+``suppress_tokens``) are excluded first.
 
 Reference: nucleus sampling, arXiv:1904.09751; min-p, arXiv:2407.01082.
 """
@@ -30,12 +31,13 @@ from torch import Tensor
 
 from posttrain.types import Truncation
 
-# Numbers of top logits that are sorted to find the nucleus. If they are not enough, all logits are sorted.
+# To find the nucleus of top-p, these numbers of largest logits are sorted, one after the other. If none is sufficient, all
+# logits are sorted.
 CANDIDATES = (256, 4096)
 
 
 def kept_from(logits: Tensor, truncation: Truncation) -> Tensor:
-    """Return the smallest logit that survives top-k, top-p and min-p, ``(n, 1)``.
+    """Return the smallest logit that top-k, top-p and min-p keep, ``(n, 1)``.
 
     Args:
         logits: ``(n, V)``, divided by the temperature.
@@ -57,14 +59,14 @@ def kept_from(logits: Tensor, truncation: Truncation) -> Tensor:
 
 
 def truncate(logits: Tensor, truncation: Truncation) -> Tensor:
-    """Set to minus infinity the logits that are outside of min-p, top-k and top-p, or whose ids are never sampled."""
+    """Set the logits of all tokens to minus infinity that min-p, top-k and top-p exclude, or whose ids are never sampled."""
     if truncation.never:
         logits = logits.index_fill(-1, torch.tensor(truncation.never, device=logits.device), -torch.inf)
     return logits.masked_fill(logits < kept_from(logits, truncation), -torch.inf)
 
 
 def kept_log_mass(logits: Tensor, truncation: Truncation, targets: Tensor) -> Tensor:
-    """Compute ``log pi(K)``, ``(n,)``. The sampled target ``(n, 1)`` is always added to K.
+    """Compute ``log pi(K)``, ``(n,)``, where K always includes the sampled tokens ``targets (n, 1)``.
 
     >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     >>> kept_log_mass(logits, Truncation(top_k=2), torch.tensor([[0]])).exp()
@@ -78,7 +80,9 @@ def kept_log_mass(logits: Tensor, truncation: Truncation, targets: Tensor) -> Te
 
 
 def _nucleus_from(logits: Tensor, top_p: float) -> Tensor:
-    """Return the smallest logit inside the nucleus, ``(n, 1)``. The search widens only for rows with a larger nucleus."""
+    """Return the smallest logit inside the nucleus of top-p, ``(n, 1)``. More logits are sorted only for rows whose nucleus
+    is larger.
+    """
     log_z = logits.logsumexp(-1, keepdim=True)
     floor = torch.empty_like(log_z)
     rows = torch.arange(len(logits), device=logits.device)

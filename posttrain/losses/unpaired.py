@@ -1,6 +1,7 @@
-"""Losses of single completions labeled good or bad: KTO with its KL baseline, APO, and BCO with its running shift.
+"""Losses on single completions labeled good or bad: KTO, APO, and BCO.
 
-Every function takes ``(S,)`` tensors, one number per completion. L is the log-ratio ``log pi(y) - log rho(y)`` of token sums.
+The arguments of every function are tensors ``(S,)`` with one number per completion. L is the log-ratio ``log pi(y) - log
+rho(y)``, summed over tokens.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ __all__ = [
 
 
 def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Return the sum and count of the partners' log-ratios, ``(2,)``. Ranks add these up before `kl_baseline` divides.
+    """Return the sum and the number of log-ratios of mismatched prompts and completions, ``(2,)``. These are added over ranks
+    and passed to `kl_baseline`.
 
     Args:
-        log_ratio: ``(S,)`` L of each prompt with another prompt's completion.
-        valid: ``(S,)`` bool, rows with a valid partner; None uses all.
+        log_ratio: ``(S,)`` log-ratio L of another prompt's completion after each prompt.
+        valid: ``(S,)`` bool that is True for prompts with a completion of another prompt. None: all.
 
     Returns:
         ``(2,)`` in the dtype of ``log_ratio``, no gradient.
@@ -44,7 +46,8 @@ def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def kl_baseline(totals: Tensor) -> Tensor:
-    """Compute ``z0 = max(0, sum L / count)`` from `kl_totals` over all ranks, a scalar without gradient; 0 if count is 0.
+    """Compute KTO's baseline ``z0 = max(0, sum L / count)`` from the `kl_totals` of all ranks. It is a scalar without gradient,
+    and 0 if count is 0.
 
     Reference: KTO, arXiv:2402.01306, section 4.
     """
@@ -86,7 +89,7 @@ def kto(
 def apo_zero_unpaired(
     log_ratio: Tensor, desirable: Tensor, *, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Tensor:
-    """Compute ``w_D [1 - sig(beta L)]`` (good) or ``w_U sig(beta L)`` (bad), ``(S,)``: `kto` with a baseline of 0.
+    """Compute ``w_D [1 - sig(beta L)]`` (good) or ``w_U sig(beta L)`` (bad), ``(S,)``. This is `kto` with the baseline 0.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -103,7 +106,8 @@ def bco(
         log_ratio: ``(S,)`` L.
         desirable: ``(S,)`` bool.
         shift: delta, the running mean of the rewards ``beta L``; gets no gradient.
-        weight: ``(S,)`` weights w of the bad completions, see `density_weight`; None is 1. Ignored where ``desirable``.
+        weight: ``(S,)`` weights w of bad completions, see `density_weight`. Weights of good completions are ignored. None: all
+            weights are 1.
         beta: Strength of the regularization towards the reference.
 
     Returns:
@@ -113,14 +117,15 @@ def bco(
     """
     x = beta * log_ratio - (shift.detach() if isinstance(shift, Tensor) else shift)
     bad = -F.logsigmoid(-x)
-    # Replace the weight before the product, because a NaN weight of a good row would make the gradient NaN.
+    # Set the weights of good completions to 1 before multiplying, because a NaN there would make the gradient NaN.
     if weight is not None:
         bad = torch.where(desirable, 1.0, weight.detach()) * bad
     return torch.where(desirable, -F.logsigmoid(x), bad)
 
 
 def density_weight(probability: Tensor, *, low: float, high: float) -> Tensor:
-    """Compute ``clamp(p / (1 - p + 1e-8), low, high)``, ``(S,)``, where p is the probability that a prompt's completion is good.
+    """Compute ``clamp(p / (1 - p + 1e-8), low, high)``, ``(S,)``, where p is the probability that the completion of a prompt is
+    good.
 
     Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
     """

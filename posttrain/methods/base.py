@@ -28,35 +28,40 @@ Config = TypeVar("Config", bound=PostTrainingConfig)
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a method that the training loop, the checks and the memory estimate read.
+    """Static properties of a training method. The training loop, the checks and the memory estimate read them.
 
     Attributes:
         needs: Names of the `ModelOutputs` fields that the forward pass must produce.
         answers: Number of sequences per dataset row. The sequences of a row are consecutive, and the loss compares
             them.
-        whole_rows: The loss compares the completions of a row, so a row is never split over forward passes.
-        single_pass: The loss compares all rows of a micro-batch, so the micro-batch must be one forward pass.
-        generative: The model has a language-model head. False: it has a scalar score head.
-        samples: The training data are completions that are sampled during training.
-        own_rollouts: The trainer has its own code to sample completions, score them, or compute their log-probs.
-        workers_sample: Other processes sample the completions. No engine runs in the training process.
-        follows_truncation: The loss compares the sampler's log-probs with the policy's. `sampler_logp` corrects for
-            top-k, top-p and min-p.
-        compares_reference: The loss compares the policy with a frozen reference model.
-        beta_is_kl: ``cfg.beta > 0`` adds a KL penalty to a frozen reference model.
-        documents: Rows are whole documents without a prompt.
-        reads_images: Rows may contain images.
-        id_columns: Columns of token ids that are read instead of text. Other columns may have any type.
-        takes_collator: `Method.rows` receives the output of a user's ``data_collator``.
-        takes_loss_func: The loss is a sum over label tokens, so a user's ``compute_loss_func`` can replace it.
-        takes_episodes: The method supports tools, environments and rollout functions.
-        cuts_prompts: Prompts that are too long are truncated. False: such a prompt is an error.
-        splits_tokens: The method supports sequence parallelism (``sp_size > 1``).
-        still_steps: A step without a gradient is normal, for example because all rewards of all groups are equal.
-        float32_head: The output layer is computed in float32.
-        log_area: First letter of the finding codes for log lines of this method. "": no such findings.
-        other_moments: Finding codes with that letter that are not checked at log lines, but at another time.
-        ignored_codes: Codes of findings that do not apply to the rows of this method.
+        whole_rows: The loss compares the completions of a dataset row, so all completions of a row are in the same forward
+            pass.
+        single_pass: The loss compares all rows of a micro-batch, so the micro-batch is never split into several forward passes.
+        generative: Whether the model has a language-model head. False: it has a head that outputs one score.
+        samples: Whether the method trains on completions that are sampled during training.
+        own_rollouts: Whether the trainer of this method has its own code to sample completions, score them, or compute their
+            log-probs.
+        workers_sample: Whether other processes sample the completions, so that no engine runs in the training process.
+        follows_truncation: Whether the loss compares the sampler's log-probs with the policy's. `sampler_logp` then corrects
+            for top-k, top-p and min-p.
+        compares_reference: Whether the loss compares the policy with a frozen reference model.
+        beta_is_kl: Whether ``cfg.beta > 0`` adds a penalty on the KL divergence from a frozen reference model.
+        documents: Whether rows are whole documents without a prompt.
+        reads_images: Whether rows may contain images.
+        id_columns: Dataset columns that contain token ids and replace the text columns. Columns with other names may have any
+            type.
+        takes_collator: Whether a user may pass a ``data_collator``, whose output becomes the input of `Method.rows`.
+        takes_loss_func: Whether a user's ``compute_loss_func`` can replace the loss. This needs a loss that is a sum over label
+            tokens.
+        takes_episodes: Whether the method supports tools, environments and rollout functions.
+        cuts_prompts: Whether prompts that are too long are truncated. False: a prompt that is too long is an error.
+        splits_tokens: Whether the method supports sequence parallelism (``sp_size > 1``).
+        still_steps: Whether optimizer steps without a gradient are normal, for example because all rewards are equal.
+        float32_head: Whether the output layer is computed in float32.
+        log_area: First letter of the codes of the checks that run on this method's log lines, for example "R" for PT-R008. "":
+            no checks run on log lines.
+        other_moments: Codes of checks that begin with the letter ``log_area`` but do not run on log lines.
+        ignored_codes: Codes of checks that do not apply to the rows of this method.
     """
 
     needs: frozenset[str] = frozenset({"logp"})
@@ -85,10 +90,10 @@ class Traits:
     ignored_codes: frozenset[str] = frozenset()
 
 
-# Finding codes of the checks on a batch of rewards.
+# Codes of the checks that run on each batch of rewards.
 BATCH_CODES = ("PT-R019", "PT-R020", "PT-R027")
 WATCHED_CODES = (*BATCH_CODES, "PT-R022", "PT-R028")
-# Traits of methods that sample completions during training.
+# Default traits of methods that sample completions during training.
 SAMPLES = Traits(
     needs=frozenset({"logp", "entropy"}),
     samples=True,
@@ -100,35 +105,36 @@ SAMPLES = Traits(
 
 
 def sampler_logp(outputs: ModelOutputs, batch: Batch) -> Tensor | None:
-    """Return the sampler's log-probs plus the log of the kept mass, ``log mu(v) + log pi(K)``, ``(B, T)``.
+    """Return the sampler's log-probs, corrected for truncated sampling: ``log mu(v) + log pi(K)``, shape ``(B, T)``.
 
-    Top-k, top-p and min-p restrict sampling to a set K and renormalize. Compared with the policy's ``log pi(v)``, the
-    result gives the importance ratio of two renormalized distributions, ``pi(v) / (mu(v) pi(K))``. The mass ``pi(K)``
-    is the one under the weights whose log-probs are compared; these may be older weights if the batch has their mass.
-    Return None if the batch has no sampler log-probs.
+    Top-k, top-p and min-p restrict sampling to a set K of tokens, and ``mu`` is normalized over K. The policy's log-probs ``log
+    pi(v)`` are normalized over the whole vocabulary. To compare the two, ``pi`` must be normalized over K too: the importance
+    ratio is ``pi(v) / (mu(v) pi(K))``, where ``pi(K)`` is the policy's total probability of K. If the batch has ``pi(K)`` of
+    older weights (column ``log_mass``), it is used instead of that of the current weights. If the batch has no sampler
+    log-probs, the result is None.
     """
     mass = batch.columns.get("log_mass", outputs.log_mass)
     return batch.rollout_logp if batch.rollout_logp is None or mass is None else batch.rollout_logp + mass
 
 
 def mismatch_sums(terms: LossTerms) -> Tensor:
-    """Return the sum and the count of the metric ``kl``, the mismatch of policy and sampler, as `LossTerms.sums`."""
+    """Return the sum and the count of the metric ``kl``, in the format of `LossTerms.sums`."""
     kl = terms.metrics["kl"]
     return torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
 
 
 class Method(ABC, Generic[Config]):
-    """An algorithm: it converts dataset rows to `Row` objects and model outputs to loss terms.
+    """Base class of training methods. A method converts dataset rows to `Row` objects, and model outputs to loss terms.
 
-    A method is immutable and independent of the trainer, the device and the file system. State that changes from step
-    to step is in `State.own`.
+    A method does not change during training, and does not depend on the trainer, the device or the file system. State that
+    changes from step to step is in `State.own`.
 
     Args:
         cfg: The method's config.
 
     Attributes:
-        branches: Columns that contain answers, in the order of a row's sequences.
-        keep: Additional columns that the loss reads.
+        branches: Names of the dataset columns that contain answers, in the order of a row's sequences.
+        keep: Names of additional dataset columns that the loss reads.
     """
 
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
@@ -139,19 +145,20 @@ class Method(ABC, Generic[Config]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "objective" in vars(cls) and "knows_gradient" not in vars(cls):
-            # Reset `knows_gradient`, because the parent's value describes the parent's objective.
+            # The inherited `knows_gradient` describes the objective of the parent class, so it is not valid for a new
+            # objective.
             cls.knows_gradient = Method.knows_gradient
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert prepared dataset examples to rows. Methods that sample completions do not use it."""
+        """Convert prepared dataset examples to rows. Methods that sample completions do not call it."""
         raise NotImplementedError(f"{type(self).__name__} must define rows(examples).")
 
     @abstractmethod
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """Return unreduced loss terms and metrics of one batch.
+        """Compute the loss terms of one batch, before they are averaged, and its metrics.
 
         Args:
             outputs: Model outputs for the batch.
@@ -160,43 +167,45 @@ class Method(ABC, Generic[Config]):
         """
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Return the advantage of each completion. Only methods that sample completions define it.
+        """Compute the advantage of each completion. Only methods that sample completions define it.
 
         The trainer and asynchronous workers call it.
 
         Args:
             rollouts: This rank's completions, in groups of ``rollouts.group_size`` consecutive completions.
             rewards: Rewards of all ranks' completions. This rank's rewards start at ``rewards.start``.
-            logps: Per-sequence log-probs by name (``old_logp``, ``ref_logp``, ``rollout_logp``), in the order of
+            logps: Log-probs by name (``old_logp``, ``ref_logp``, ``rollout_logp``), one entry per sequence in the order of
                 ``rollouts.sequences()``.
             ranks: All processes of the run. In a worker it is `ALONE`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define advantages(rollouts, rewards, logps, ranks).")
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return whether the loss needs log-probs under the weights that sampled the completion.
+        """Return whether the loss needs the log-probs of completions under the weights that sampled them.
 
         Args:
-            outlived: Whether the model may be trained on a completion after the weights that sampled it have changed.
+            outlived: Whether completions may be used for training after an optimizer step has changed the weights that sampled
+                them.
         """
         return outlived
 
     def without_signal(self, rewards: RewardTable, group_size: int) -> Tensor:
-        """Return a boolean tensor ``(n / G,)`` that marks groups in which all advantages are 0."""
+        """Return a boolean tensor ``(n / G,)`` that is True for groups in which all advantages are 0."""
         return flat_groups(rewards.values, rewards.weights, group_size)
 
     def knows_gradient(self, batch: Batch) -> bool | TokenLoss:
-        """Return True if ``d loss / d logp`` can be computed before the forward pass, up to one factor per batch.
+        """Return whether the gradient of the loss with respect to log-probs can be computed without a second pass over the
+        logits.
 
-        If the loss of each token depends only on the log-prob of that token, return the function from log-probs to
-        losses. In both cases, the output layer computes the logits only once
-        (`posttrain.models.logprob.token_logprobs`). If the answer is wrong, the logits are computed again and the
-        gradient is still correct.
+        True: ``d loss / d logp`` can be computed before the forward pass, up to one factor per batch. A `TokenLoss`: the loss
+        of each token depends only on the log-prob of that token, and the object computes this loss. In these two cases, the
+        output layer computes the logits only once (`posttrain.models.logprob.token_logprobs`). A wrong return value costs time,
+        because the logits are computed again, but the gradient is still correct. False: the logits are always computed twice.
         """
         return False
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Return additional denominators of an optimizer step, by the name in `LossTerms.count`.
+        """Return additional denominators of the loss in an optimizer step. The keys are the names in `LossTerms.count`.
 
         All ranks must return the same names.
         """
@@ -204,30 +213,31 @@ class Method(ABC, Generic[Config]):
 
     @property
     def temperature(self) -> float:
-        """Divisor of the logits for all log-probs."""
+        """Temperature by which logits are divided before log-probs are computed."""
         return float(self.cfg.temperature)
 
     def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
-        """Return statistics of one training pass to be summed over the passes of an optimizer step, or None."""
+        """Return statistics of one forward pass, or None. The trainer adds them over all passes of an optimizer step."""
         return terms.sums
 
     def start(self) -> Any:
-        """Return the initial `State.own`. None: the method has no state."""
+        """Return the initial value of `State.own`, or None if the method has no state."""
         return None
 
     def end_step(self, state: State, sums: Tensor | None) -> tuple[Any, dict[str, Metric]]:
-        """Return `State.own` for the next optimizer step, and metrics to log.
+        """Compute the value of `State.own` for the next optimizer step, and metrics to log.
 
         Args:
-            state: State after the step. ``own`` is the value that the step used.
-            sums: Sum of `step_sums` over the passes of this rank. None: there was no pass.
+            state: State at the end of the optimizer step. Its ``own`` is still the value that the step used.
+            sums: Sum of `step_sums` over the forward passes of this rank. None: this rank had no forward pass in the step.
         """
         return state.own, {}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Add metrics that are computed from other metrics of the same log line.
 
-        If no completion ended, the metrics about the lengths of ended completions are 0.
+        For example, if no completion of the log line has an end token, the metrics of the lengths of ended completions are set
+        to 0.
         """
         if "completions/mean_length" in metrics:
             for kind in ("mean", "min", "max"):
@@ -235,11 +245,11 @@ class Method(ABC, Generic[Config]):
         return metrics
 
     def other_models(self, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
-        """Return the models that are in memory in addition to policy and reference, for the memory estimate.
+        """Return the models that are in memory in addition to policy and reference. The memory estimate adds them.
 
         Args:
             policy: The policy.
-            configs: Configurations of the other models, by name.
+            configs: Model configs of the additional models, by name.
         """
         return []
 

@@ -50,7 +50,7 @@ def embed_prompts(
 
 @dataclass
 class PromptDensity:
-    """A logistic regression on prompt embeddings that separates prompts of good answers from prompts of bad answers.
+    """Logistic regression on prompt embeddings that separates prompts of good answers from prompts of bad answers.
 
     Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
     """
@@ -60,17 +60,17 @@ class PromptDensity:
 
     @classmethod
     def fit(cls, embeddings: np.ndarray, good: Sequence[bool], *, sample_size: int, seed: int) -> PromptDensity:
-        """Fit the regression on up to ``sample_size`` prompts of each label, sampled with replacement.
+        """Fit the logistic regression on up to ``sample_size`` prompts per label, sampled with replacement.
 
         Raises:
             DataError: All answers have the same label. MissingDependencyError: scikit-learn is not installed.
         """
-        linear_model = require("sklearn.linear_model", "weighing prompts by density (embedding_func)")
+        linear_model = require("sklearn.linear_model", "density ratio of prompts (embedding_func)")
         labels = np.asarray(good, dtype=bool)
         if labels.all() or not labels.any():
             raise DataError(
-                f"all {len(labels)} answers have the label {bool(labels.all())}, so prompts of good and bad "
-                "answers cannot be distinguished."
+                f"all {len(labels)} answers have the label {bool(labels.all())}, but embedding_func needs good and bad answers "
+                "to compare their prompts. Fix: add answers with the other label, or remove embedding_func."
             )
         rng = np.random.default_rng(seed)
         sides = [np.flatnonzero(labels), np.flatnonzero(~labels)]
@@ -80,11 +80,11 @@ class PromptDensity:
         return cls(model.coef_[0].astype(np.float64), float(model.intercept_[0]))
 
     def probability(self, embeddings: np.ndarray) -> np.ndarray:
-        """Compute the probability ``(n,)`` that a prompt belongs to a good answer."""
+        """Compute the probability ``(n,)`` that the answer to a prompt is good."""
         return 1.0 / (1.0 + np.exp(-(embeddings @ self.coefficients + self.intercept)))
 
     def save(self, folder: str | Path) -> None:
-        """Write the coefficients to ``density.json``. The file contains no code."""
+        """Write the coefficients of the logistic regression to the JSON file ``density.json``."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         content = {"coefficients": self.coefficients.tolist(), "intercept": self.intercept}
         Path(folder, "density.json").write_text(json.dumps(content), encoding="utf-8")
@@ -98,12 +98,14 @@ class BCOConfig(ComparedConfig):
         5e-7, "Peak learning rate. The default is for full fine-tuning. Use about ten times this value for LoRA."
     )
     prompt_sample_size: PositiveInt = option(
-        1024, "With embedding_func: number of prompts per label to which the density model of prompts is fitted."
+        1024,
+        "With embedding_func: number of prompts of good answers, and of prompts of bad answers, on which the logistic "
+        "regression is fitted that separates the two.",
     )
     min_density_ratio: NonNegativeFloat = option(
         0.5,
-        "With embedding_func: minimum weight of a bad answer, above 0. A bad answer gets a larger weight if its prompt "
-        "resembles prompts of good answers.",
+        "With embedding_func: minimum weight of a bad answer, above 0. A bad answer has a larger weight if its prompt "
+        "resembles the prompts of good answers.",
     )
     max_density_ratio: NonNegativeFloat = option(
         10.0, "With embedding_func: maximum weight of a bad answer, at least min_density_ratio."
@@ -123,16 +125,17 @@ class Delta:
     """State of `BCO` between steps.
 
     Attributes:
-        moments: Running moments of all rewards. They include the current step unless ``moves_in_pass`` is set.
-        moves_in_pass: Whether the step has only one training pass. Its rewards are then all rewards of the step, and
-            the pass itself updates delta.
+        moments: Running moments of all rewards of the run so far, whose mean is delta. They include the current step unless
+            ``moves_in_pass`` is set.
+        moves_in_pass: Whether the optimizer step has only one forward pass. This pass then has all rewards of the step, so it
+            updates delta itself before it computes the loss.
     """
 
     moments: Moments = field(default_factory=Moments)
     moves_in_pass: bool = False
 
     def moved(self, sums: Tensor, ranks: Ranks) -> Delta:
-        """Return delta updated with the rewards of an optimizer step on all ranks; see `reward_sums`."""
+        """Return the state after adding the rewards of all ranks. ``sums`` are the `reward_sums` of this rank."""
         total, squares, count = ranks.sum(sums.tolist())
         if not count:
             return Delta(self.moments)
@@ -147,9 +150,7 @@ def reward_sums(rewards: Tensor) -> Tensor:
 
 
 class BCO(AnswerMethod[BCOConfig]):
-    """A binary classifier of good and bad answers. Its threshold delta is the running mean of all rewards so far.
-
-    `State.own` is a `Delta`.
+    """Binary classifier of good and bad answers. Its threshold delta is the running mean of all rewards so far.
 
     `State.own` is a `Delta`.
 
@@ -157,7 +158,7 @@ class BCO(AnswerMethod[BCOConfig]):
     """
 
     config_class = BCOConfig
-    # Micro-batches must not be split, because the objective updates the running mean with a collective operation.
+    # A micro-batch must not be split over ranks, because the objective updates the running mean with a collective operation.
     traits = replace(JUDGED, splits_tokens=False)
     judged = True
     branches = ("completion",)

@@ -40,22 +40,25 @@ logger = logging.getLogger(__name__)
 
 
 AUTO = "auto"
-# An unknown attribute counts as a misspelled option if its similarity to an option (0 to 1) is above this value. The similarity
-# of `xla_fsdp_config`, which transformers sets, is below it.
+# Minimum similarity, from 0 to 1, between an unknown attribute and an option. At or above this value, the attribute counts as a
+# misspelled option. transformers itself sets the attribute `xla_fsdp_config`, whose similarity to every option is lower.
 MISSPELT = 0.8
 
 
-# Default of per_device_train_batch_size. 'auto' keeps the effective batch size that this default gives.
+# Default of per_device_train_batch_size. With 'auto', the effective batch size is the same as with this default.
 PLANNED = 8
 
 
 def check_gathering(config: Any) -> None:
-    """Reject or warn about ``ds3_gather_for_generation=False``: every rollout engine needs whole weights."""
+    """Reject ``ds3_gather_for_generation=False`` with vLLM, and log a warning with other engines, because all engines need
+    the gathered weights.
+    """
     if config.ds3_gather_for_generation:
         return
     if config.use_vllm:
         raise ConfigError(
-            "ds3_gather_for_generation=False with use_vllm=True: vLLM needs the gathered weights. Set it to True."
+            "ds3_gather_for_generation=False cannot be used with use_vllm=True, because vLLM needs the gathered weights. Fix: "
+            "set ds3_gather_for_generation=True."
         )
     logger.warning(
         "ds3_gather_for_generation=False is ignored: rollout_engine=%r needs whole weights, so the ZeRO-3 shards are "
@@ -70,7 +73,9 @@ SIZES = ("sp_size", "cp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
 
 
 def parallel_sizes(config: transformers.TrainingArguments) -> dict[str, int]:
-    """Return the sizes of all parallelism axes, from ``parallelism_config`` or the variables of ``accelerate launch``."""
+    """Return the sizes of all parallelism axes, from ``parallelism_config`` or the environment variables that ``accelerate
+    launch`` sets.
+    """
     parallelism = config.parallelism_config
     if parallelism is None and os.environ.get(ASKED, "").lower() == "true":
         return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in SIZES}
@@ -78,15 +83,15 @@ def parallel_sizes(config: transformers.TrainingArguments) -> dict[str, int]:
 
 
 def sequence_parallel(config: transformers.TrainingArguments) -> ModuleType | None:
-    """Return the extension that runs configs with ``sp_size`` above 1. None for other configs."""
+    """Return the extension that implements sequence parallelism if ``sp_size`` is above 1, else None."""
     return plugins.module("extensions.sequence_parallel.start") if parallel_sizes(config)["sp_size"] > 1 else None
 
 
 def check_parallelism(config: Any) -> None:
-    """Convert ``parallelism_config`` from a dict or JSON, and reject context and tensor parallelism.
+    """Convert ``parallelism_config`` from a dict or JSON to accelerate's class, and reject context and tensor parallelism.
 
     Raises:
-        ConfigError: ``cp_size`` or ``tp_size`` is above 1, or the name of a size is unknown.
+        ConfigError: ``cp_size`` or ``tp_size`` is above 1, or ``parallelism_config`` has an unknown field.
     """
     if isinstance(config.parallelism_config, dict | str):
         from accelerate import ParallelismConfig
@@ -95,17 +100,18 @@ def check_parallelism(config: Any) -> None:
         unknown = sorted(set(axes) - set(ParallelismConfig.__dataclass_fields__))
         if unknown:
             raise ConfigError(
-                f"parallelism_config has the unknown fields {unknown}. accelerate has {', '.join(SIZES)}."
+                f"parallelism_config has the unknown fields {unknown}. accelerate's ParallelismConfig has the fields "
+                f"{', '.join(SIZES)}."
             )
         config.parallelism_config = ParallelismConfig(**axes)
     sizes = parallel_sizes(config)
     if max(sizes["cp_size"], sizes["tp_size"]) > 1:
         said = ", ".join(f"{name}={sizes[name]}" for name in ("cp_size", "sp_size", "tp_size"))
         raise ConfigError(
-            f"parallelism_config with {said}: ring attention (cp_size) would ignore the mask with which sequences share a "
-            "prompt, and tensor parallelism (tp_size) is not supported. Fix: if rows do not fit on one device, set sp_size "
-            "(Ulysses, which splits each row over processes). If the model does not fit, use FSDP2 or ZeRO-3 and keep "
-            "both sizes at 1."
+            f"parallelism_config with {said} is not supported. Ring attention (cp_size) would ignore the attention mask of "
+            "sequences that share a prompt, and tensor parallelism (tp_size) is not implemented. Fix: set cp_size=1 and "
+            "tp_size=1. If rows do not fit on one device, set sp_size (Ulysses), which splits each row over several "
+            "processes. If the model does not fit on one device, use FSDP2 or ZeRO-3."
         )
 
 
@@ -113,15 +119,15 @@ def check_parallelism(config: Any) -> None:
 class PostTrainingConfig(transformers.TrainingArguments):
     """Arguments that all trainers share: those of `transformers.TrainingArguments`, with defaults for post-training.
 
-    Activations are recomputed in the backward pass (``gradient_checkpointing=True``), which saves memory and costs time.
-    ``activation_checkpointing`` is the newer name of this switch. Two values that differ raise an error.
-    ``use_liger_kernel=True`` replaces layers of the model by Liger kernels; the loss is not replaced.
+    By default, activations are recomputed in the backward pass (``gradient_checkpointing=True``), which saves memory and costs
+    time. ``activation_checkpointing`` is a newer name of the same option. Setting the two names to different values is an
+    error. ``use_liger_kernel=True`` replaces layers of the model with Liger kernels, but not the loss.
     """
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012
         *transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "silence_findings"
     ]  # fmt: skip
-    _given: ClassVar[tuple[str, ...]] = ()  # Names of the arguments that were passed to the constructor, per instance.
+    _given: ClassVar[tuple[str, ...]] = ()  # Names of the arguments that were passed to the constructor of an instance.
     # Default values of options that only some methods declare as fields. The training loop, checks and reports read these
     # options from every config.
     assistant_only_loss = False
@@ -142,61 +148,64 @@ class PostTrainingConfig(transformers.TrainingArguments):
     teacher_model_server_url = None
     temperature = 1.0
     use_vllm = False
-    dataloader_multiprocessing_context = None  # This is a field of transformers only since 5.15.
+    dataloader_multiprocessing_context = None  # transformers has this field only since version 5.15.
 
     per_device_train_batch_size: int | str = option(
         PLANNED,
-        "Number of rows in a micro-batch on each device, at least 1. 'auto' runs trial steps at the maximum lengths and "
-        "selects the largest size that needs at most 90 % of the free memory. It then sets gradient_accumulation_steps so "
-        "that the effective batch size is the same as with a micro-batch of 8 rows.",
+        "Number of rows in a micro-batch on each device, at least 1. 'auto' runs trial steps with rows of the maximum length "
+        "and selects the largest number of rows that needs at most 90 % of the free memory. It then sets "
+        "gradient_accumulation_steps so that the effective batch size is the same as with 8 rows per micro-batch.",
     )
-    # The default is None. In older versions of transformers it is False, which cannot be distinguished from a False set by the
-    # user.
+    # The default is None. In older versions of transformers the default is False, which cannot be distinguished from a value of
+    # False that the user has set.
     gradient_checkpointing: bool | None = option(
         None,
-        "Recompute activations in the backward pass, which saves memory and costs time. None means True, unless "
-        "activation_checkpointing is set.",
+        "Recompute activations in the backward pass, which saves memory and costs time. None: the value of "
+        "activation_checkpointing if it is set, else True.",
     )
     parallelism_config: dict[str, Any] | str | None = option(
         None,
-        "accelerate's ParallelismConfig, or a mapping with its fields. sp_size is the size of a sequence-parallel group: the "
-        "processes of a group share the tokens of each row (Ulysses). 1 disables it. Use it for rows that are too long for "
-        "one device. Values of cp_size and tp_size above 1 are errors. None uses the sizes set by accelerate launch.",
+        "accelerate's ParallelismConfig, or a mapping with its fields. Its field sp_size is the number of processes in a "
+        "sequence-parallel group (Ulysses). The processes of a group split the tokens of each row, so that rows can be longer "
+        "than the memory of one device allows. sp_size=1 disables sequence parallelism. cp_size and tp_size must be 1. None: "
+        "the sizes that accelerate launch sets.",
     )
     dry_step: bool | None = option(
         None,
-        "Run one forward and backward pass at the maximum lengths before the first step, without an update, to check that the "
-        "memory is sufficient. None: True on a GPU, and False on a CPU, where this pass is slow and the process is killed if "
-        "the memory is not sufficient.",
+        "Before the first step, run one forward and backward pass with rows of the maximum length, to check that the memory "
+        "is sufficient. The weights are not updated. None: True on a GPU and False on a CPU. On a CPU this pass is slow, and "
+        "the operating system kills the process if memory runs out.",
     )
     memory_limit_gib: PositiveFloat | None = option(
         None,
-        "Upper bound on the device memory of this run, in GiB, above 0. Batch sizes and caches are chosen to stay below it. "
-        "None: the free memory. Set it if other processes use the same device.",
+        "Upper bound on the device memory of this run, in GiB, above 0. Automatic batch sizes and caches stay below this "
+        "bound. None: the free memory. Set it if other processes use the same device.",
     )
     logits_chunk_size: PositiveInt | None = option(
         None,
-        "Number of positions per chunk of logits in the loss and its backward pass. Only the logits of one chunk are in "
-        "memory at a time. None: as many positions as fit into 24 MiB on a CPU or 64 MiB on an accelerator, but at "
-        "least 128. Smaller chunks need less memory and more time.",
+        "Number of token positions whose logits are computed at a time, in the loss and its backward pass. Only the logits of "
+        "these positions are in memory. None: as many positions as fit into 24 MiB on a CPU or 64 MiB on an accelerator, but "
+        "at least 128. A smaller number needs less memory and more time.",
     )
     logging_steps: float = option(
-        10, "Number of optimizer steps between two log lines. A value below 1 is a fraction of all steps."
+        10,
+        "Number of optimizer steps between two log lines. A value below 1 is a fraction of the run's total number of "
+        "steps.",
     )
     bf16: bool | None = option(
         None,
-        "Compute in bfloat16 with autocast. None: True if fp16 is off and the device is faster in bfloat16, i.e. on a GPU "
-        "with native bfloat16 or a CPU with AMX or AVX512-BF16.",
+        "Compute in bfloat16 with autocast. None: True if fp16 is off and the device is faster in bfloat16 than in float32. "
+        "These devices are GPUs with native bfloat16 and CPUs with AMX or AVX512-BF16.",
     )
     lr_scheduler_kwargs: dict | str | None = option(
         None,
-        "Additional arguments of the learning-rate schedule as a mapping or JSON, for example {'num_cycles': 1} for cosine "
-        "with restarts.",
+        "Additional arguments of the learning-rate schedule, as a mapping or JSON. For example, {'num_cycles': 1} sets the "
+        "number of cycles of the schedule 'cosine_with_restarts'.",
     )
     model_init_kwargs: dict[str, Any] | str | None = option(
         None,
-        "Keyword arguments of from_pretrained as a mapping or JSON, for example {'dtype': 'bfloat16'}. They apply only if the "
-        "model is given as a string. The tokenizer is loaded from the same revision.",
+        "Keyword arguments of from_pretrained as a mapping or JSON, for example {'dtype': 'bfloat16'}. They are used only if "
+        "the model is passed as a string (folder or Hub id). A revision in them also applies to the tokenizer.",
     )
     trust_remote_code: bool = option(
         False,
@@ -215,59 +224,64 @@ class PostTrainingConfig(transformers.TrainingArguments):
     )
     kept_layers: NonNegativeInt | None = option(
         None,
-        "With gradient_checkpointing: number of last layers that keep their activations instead of recomputing them. None: as "
-        "many layers as fit into the memory that chunked logits save. 0: no layers, which needs the least memory.",
+        "With gradient_checkpointing: number of layers, counted from the last one, whose activations are stored and not "
+        "recomputed. More layers make training faster and need more memory. None: as many layers as fit into the memory that "
+        "the loss saves by computing logits in chunks. 0: the activations of all layers are recomputed.",
     )
     disable_dropout: bool = option(
         False,
-        "Set every dropout probability of the model to 0, so that equal inputs give equal log-probs. An adapter's "
-        "lora_dropout is not changed.",
+        "Set every dropout probability of the model to 0, so that equal inputs give equal log-probs. The lora_dropout of an "
+        "adapter is not changed.",
     )
     strict_data: bool = option(
         False,
-        "Raise an error instead of logging a warning for every problem with the data, during preparation and in later checks.",
+        "If a check finds a problem with the data, raise an error instead of logging a warning. This applies to data "
+        "preparation and to all later checks of the data.",
     )
     max_hours: PositiveFloat | None = option(
         None,
-        "Maximum training time in hours, above 0. When it has passed, the run finishes the current step, saves a checkpoint "
-        "and stops. Set it below the time limit of a cluster job. None: no limit.",
+        "Maximum training time in hours, above 0. After this time, the run finishes the current step, saves a checkpoint and "
+        "stops. Set it below the time limit of a cluster job. None: no limit.",
     )
     push_run_record: bool = option(
         False,
-        "With push_to_hub, also upload the run record. It contains rows of the data, prompts and completions as text, and the "
-        "command line. False uploads the model, its tokenizer, the model card and TensorBoard's logs.",
+        "With push_to_hub, also upload the run record. The run record contains the command line, and text of dataset rows, "
+        "prompts and completions. False: only the model, its tokenizer, the model card and the TensorBoard logs are uploaded.",
     )
     preflight: Literal["error", "warn", "off"] = option(
         "error",
-        "Effect of the findings of checks before and during training. 'error': findings of severity 'error' stop the run, and "
-        "all other findings are logged. 'warn': all findings are logged, and no finding stops the run. 'off': no checks.",
+        "What happens if a check finds a problem before or during training. Each problem that a check finds is called a "
+        "finding. 'error': a finding of severity 'error' stops the run, and other findings are logged. 'warn': all findings "
+        "are logged, and no finding stops the run. 'off': the checks do not run.",
     )
     silence_findings: dict[str, str] | str | None = option(
         None,
-        "Findings to ignore, as a mapping or JSON. Each key is the code or the name of a check, and each value is the reason, "
-        "for example {'PT-D013': 'a control group'}. Ignored findings are recorded, but they are neither logged nor raised.",
+        "Checks whose findings are ignored, as a mapping or JSON. Each key is the code or the name of a check, and each value "
+        "is your reason for ignoring it, for example {'PT-D013': 'a control group'}. Ignored findings are neither logged nor "
+        "raised as errors. They are still written to the run record.",
     )
     bad_rows: Literal["error", "drop"] = option(
         "error",
-        "How to treat rows that cannot be used for training, such as rows without an answer. 'error': raise an error. 'drop': "
-        "drop these rows, and also rows without a training signal, such as pairs with equal answers. Dropped rows are listed "
-        "in bad_rows.jsonl in the output folder.",
+        "What to do with dataset rows that cannot be used for training, for example rows without an answer. 'error': raise an "
+        "error. 'drop': remove these rows from the dataset. 'drop' also removes rows from which the model cannot learn, for "
+        "example pairs of two equal answers. Removed rows are listed in bad_rows.jsonl in the output folder.",
     )
     bad_rows_max: Share = option(
         0.05,
-        "With bad_rows='drop': maximum fraction of rows to drop, from 0 to 1. If more rows are bad, an error is raised, "
-        "because many bad rows usually mean that a wrong column is used.",
+        "With bad_rows='drop': maximum fraction of rows that may be dropped, from 0 to 1. If more rows would be dropped, an "
+        "error is raised, because so many bad rows usually mean that the wrong column is used.",
     )
     max_row_tokens: PositiveInt | None = option(
         None,
-        "Maximum number of tokens of a packed batch row. None: the default of the attention backend, which is 2048 for "
-        "segment attention on a CPU, 256 for a dense mask on a CPU, 2048 for a dense mask on a GPU, 16384 for "
-        "FlexAttention, and 4096 for models that need padding. For segment attention on a GPU it is 30,000 for a model of "
-        "0.5B parameters, 10,000 for 1.5B, and 2,048 for 7B or more. A larger value uses a GPU better and needs more memory.",
+        "Maximum number of tokens of a batch row into which several sequences are packed. A larger value uses a GPU better "
+        "and needs more memory. None: the default of the attention backend. On a CPU, it is 2,048 for segment attention and "
+        "256 for a dense mask. On a GPU, it is 2,048 for a dense mask. For segment attention on a GPU, it is 30,000 for a "
+        "model of 0.5B parameters, 10,000 for 1.5B, and 2,048 for 7B or more. On both devices, it is 16,384 for FlexAttention "
+        "and 4,096 for models that need padding.",
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Reject keywords that are neither options nor convertible names of older releases."""
+        """Reject keyword arguments that are neither options nor old names of options that can be converted."""
         check_arguments(cls, kwargs)
         config = super().__new__(cls)
         names = (item.name for item in fields(cls) if item.init)
@@ -276,7 +290,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields without secrets, for trackers and the run record."""
+        """Return all fields as a dict for trackers and the run record. Secrets such as tokens are hidden."""
         return hide_secrets(super().to_dict())
 
     def check_fields(self) -> None:
@@ -303,8 +317,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
         check_schedule(self)
         if self.load_best_model_at_end and self.eval_strategy == "no":
             raise ConfigError(
-                "load_best_model_at_end=True needs evaluations to find the best model, but eval_strategy='no'. Fix: "
-                "set eval_strategy or remove load_best_model_at_end."
+                "load_best_model_at_end=True needs evaluations to find the best model, but eval_strategy='no' disables them. "
+                "Fix: set eval_strategy to 'steps' or 'epoch', or remove load_best_model_at_end."
             )
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
         if self.model_init_kwargs is not None:
@@ -312,27 +326,31 @@ class PostTrainingConfig(transformers.TrainingArguments):
             check_distributed(self.model_init_kwargs.get("distributed_config"))
         silenced_codes(self.silence_findings)  # type: ignore[arg-type]
         if self.use_liger_kernel:
-            # Use only Liger's layers. Its fused loss would replace the forward pass that computes logits in chunks.
+            # Use Liger's layers, but not its fused loss, because that loss would replace the forward pass that computes logits
+            # in chunks.
             without = {"cross_entropy": False, "fused_linear_cross_entropy": False}
             self.liger_kernel_config = {**(self.liger_kernel_config or {}), **without}
-        # Log a non-finite loss as it is. transformers would replace it with the average of finite losses.
+        # Log a loss of NaN or infinity unchanged. By default, transformers replaces such a value with the average of earlier
+        # finite losses.
         self.logging_nan_inf_filter = False
         self._made = True
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Reject an attribute whose name is similar to an option, because nothing would read it.
+        """Reject an assignment to an unknown attribute if its name resembles an option, because the misspelled option would
+        have no effect.
 
-        The names of attributes that transformers sets itself are not similar to any option.
+        transformers also sets attributes of its own. Their names resemble no option, so they are accepted.
 
         Raises:
-            ConfigError: The message contains the most similar option, or the replacement of a removed option.
+            ConfigError: The name is a misspelled option (the message contains the correct name) or a removed option (the
+                message contains its replacement).
         """
         if "_made" in vars(self) and not (name in vars(self) or name.startswith("_") or hasattr(type(self), name)):
             meant = did_you_mean(name, (item.name for item in fields(self)), cutoff=MISSPELT)
             fix = importlib.import_module("posttrain.compat.old_names").fix_of(type(self), name)
             if meant or fix:
                 raise ConfigError(
-                    f"{type(self).__name__} has no option {name}{meant}: {name}={value!r} would have no effect."
+                    f"{type(self).__name__} has no option {name}{meant}, so {name}={value!r} would have no effect."
                     + (f" Fix: {fix}." if fix else "")
                 )
         super().__setattr__(name, value)
@@ -344,7 +362,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
             for k, v in vars(cls).items()
             if isinstance(v, Field) and "help" in v.metadata
         ]
-        # `help` and the tooltips of notebooks show this text.
+        # `help` and the tooltips of notebooks display this list of options.
         if own and cls.__doc__:
             cls.__doc__ = "\n".join([cls.__doc__.rstrip(), "", "Args:", *own])
         # Use a short repr. The repr of a dataclass would list all of about 200 fields.
@@ -366,7 +384,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
             self.per_device_train_batch_size = PLANNED
         elif isinstance(size, str):
             if not size.strip().isdigit():
-                raise ConfigError(f"per_device_train_batch_size={size!r} must be a number or {AUTO!r}.")
+                raise ConfigError(f"per_device_train_batch_size={size!r} must be an integer or {AUTO!r}.")
             self.per_device_train_batch_size = int(size)
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if isinstance(value := getattr(self, name), int) and value < 1:
@@ -374,7 +392,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     @property
     def least_batch_size(self) -> int:
-        """Minimum number of rows per device in training."""
+        """Minimum value of ``per_device_train_batch_size`` for this method."""
         return 1
 
     @property
@@ -385,7 +403,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     def take_batch_size(self, size: int) -> None:
         """Set the batch size that ``auto`` selected, and keep the effective batch size.
 
-        A second call of train() does not search again.
+        If train() is called again, it uses this size and does not search a second time.
         """
         old = int(self.per_device_train_batch_size)
         self.gradient_accumulation_steps = old * int(self.gradient_accumulation_steps) // size
@@ -394,9 +412,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self.per_device_train_batch_size, self.auto_batch_size = size, False
 
     def _check_numbers(self) -> None:
-        """Validate numbers that transformers does not validate.
+        """Reject negative or non-finite numbers in fields that transformers does not validate.
 
-        Without this check, torch would reject them later, or the run would have an unintended number of steps.
+        Without this check, torch would raise an error later, or the run would have an unintended number of steps.
         """
         numbers = ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps", "neftune_noise_alpha")
         for name in (*numbers, "label_smoothing_factor"):
@@ -411,8 +429,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
             raise ConfigError(f"label_smoothing_factor={self.label_smoothing_factor} must be from 0 to 1.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
             raise ConfigError(
-                f"max_steps={self.max_steps}, num_train_epochs={self.num_train_epochs}: a run needs at least 1 step. Fix: "
-                "set max_steps to at least 1, or max_steps=-1 and num_train_epochs above 0."
+                f"max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs} give a run without steps. Fix: set "
+                "max_steps to at least 1, or set max_steps=-1 and num_train_epochs above 0."
             )
 
     def _resolve_checkpointing(self) -> None:
@@ -421,8 +439,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
         choices = [value for value in spelled if value is not None]
         if len(choices) == 2 and choices[0] != choices[1]:
             raise ConfigError(
-                f"gradient_checkpointing={spelled[0]} and activation_checkpointing={spelled[1]} are two names of the "
-                "same option and have different values. Set one of them."
+                f"gradient_checkpointing={spelled[0]} and activation_checkpointing={spelled[1]} are two names of the same "
+                "option and have different values. Fix: set only one of them."
             )
         value = bool(choices[0]) if choices else True
         if new_name:
@@ -437,33 +455,35 @@ class PostTrainingConfig(transformers.TrainingArguments):
         if self.bf16 is None:
             self.bf16 = not self.fp16 and bf16_is_faster(on_cpu=self.use_cpu)
             if not self.bf16 and not self.fp16:
-                logger.info("bf16=None: computing in float32, because this device is not faster in bfloat16.")
+                logger.info("bf16=None selects float32, because this device is not faster in bfloat16.")
         if self.bf16 and not torch.cuda.is_available() and not torch.backends.mps.is_available():
             # With bf16 on a CPU, transformers requires use_cpu=True.
             self.use_cpu = True
 
 
-# Learning-rate schedules that require arguments, or that do not support every learning rate.
+# Learning-rate schedules that need additional arguments, or that reject some learning rates.
 DEMANDING = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "polynomial", "warmup_stable_decay")
-# Parameters of schedule functions that the trainer sets.
+# Parameters of schedule functions that the trainer passes, so that users cannot set them.
 OF_TRAINER = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
 STEPS_TRIED = 100
 
 
 def check_schedule(args: PostTrainingConfig) -> None:
-    """Create the learning-rate schedule for a dummy optimizer and 100 steps, if the schedule has or needs arguments.
+    """Check the arguments of the learning-rate schedule by creating it for a dummy optimizer and 100 steps.
 
-    Without this check the error comes after the model is loaded, without the name of an option.
+    Without this check, the error would occur only after the model is loaded, and its message would not contain the option's
+    name.
 
     Raises:
-        ConfigError: ``lr_scheduler_kwargs`` has an argument that the schedule does not accept, or lacks one that it needs.
+        ConfigError: The schedule does not accept an argument in ``lr_scheduler_kwargs``, or needs an argument that is missing
+            there.
     """
     kind, given = transformers.SchedulerType(args.lr_scheduler_type), args.lr_scheduler_kwargs
     if not given and kind.value not in DEMANDING:
         return
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 
-    # Two groups: weights with and without weight decay, as in a trainer.
+    # Create two parameter groups, because a trainer also has two: weights with and weights without weight decay.
     groups = [{"params": [torch.zeros(1)]} for _ in range(2)]
     optimizer = torch.optim.SGD(groups, lr=args.learning_rate)
     options: Any = {"num_warmup_steps": 1, "num_training_steps": STEPS_TRIED, "scheduler_specific_kwargs": given}
@@ -473,31 +493,36 @@ def check_schedule(args: PostTrainingConfig) -> None:
     except (TypeError, ValueError, ArithmeticError) as error:
         function: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
         if "kwargs" in inspect.signature(function).parameters:
-            function = type(function(optimizer))  # This class is called with the function's arguments.
+            function = type(function(optimizer))  # This class has the same arguments as the function.
         names = [name for name in inspect.signature(function).parameters if name not in OF_TRAINER]
         raise ConfigError(
-            f"lr_scheduler_type={kind.value!r} with lr_scheduler_kwargs={given}: {str(error).rstrip('.!')}. Fix: use the "
-            f"arguments of {function.__module__}.{function.__name__}: {names}."
+            f"lr_scheduler_type={kind.value!r} failed with lr_scheduler_kwargs={given}: {str(error).rstrip('.!')}. Fix: use "
+            f"only arguments of {function.__module__}.{function.__name__}: {names}."
         ) from error
 
 
 def row_multiple(multiple: object) -> int | None:
-    """Return ``pad_to_multiple_of`` as a number. For "auto" return None, so that the row layout sets the multiple."""
+    """Return ``pad_to_multiple_of`` as a number. For "auto" return None, so that the attention backend determines the
+    multiple.
+    """
     if multiple in (None, "auto", "none", "null"):
         return None
     if not str(multiple).isdigit() or int(multiple) < 1:
         raise ConfigError(
-            f"pad_to_multiple_of={multiple!r} must be at least 1, or 'auto' or None for the default of the layout."
+            f"pad_to_multiple_of={multiple!r} must be a number of at least 1, or 'auto' or None for the default of the "
+            "attention backend."
         )
     return int(multiple)
 
 
 def warn_keep_end(truncation_mode: str) -> None:
-    """Warn that ``keep_end`` is deprecated: it trains on texts without their beginning."""
+    """Log a warning if ``truncation_mode`` is ``keep_end``, which is deprecated because it trains on texts without their
+    beginning.
+    """
     if truncation_mode == "keep_end":
         warnings.warn(
-            "truncation_mode='keep_end' is deprecated: rows without their beginning do not look like any prompt. "
-            "Raise max_length, or shorten the rows yourself.",
+            "truncation_mode='keep_end' is deprecated, because it removes the beginning of long rows, and no prompt looks "
+            "like the remaining text. Fix: increase max_length, or shorten the rows of the dataset.",
             FutureWarning,
             stacklevel=5,
         )
@@ -505,46 +530,52 @@ def warn_keep_end(truncation_mode: str) -> None:
 
 @dataclass
 class PictureConfig:
-    """Options of training on images. Setting one of them is an error if the model reads only text."""
+    """Options of training on images. If the model reads only text, setting one of these options is an error."""
 
     freeze_vision: Annotated[str, OneOf(("auto", "tower", True, False))] = option(
         "auto",
-        "Which parameters of the vision tower and the projector are frozen. True: all of their parameters. 'tower': the "
-        "parameters of the tower only. False: no parameters. 'auto': no parameters if rows have images, and all of their "
-        "parameters if rows contain only text. A new adapter covers only the text model, unless this field is False or the "
-        "adapter's target modules are in the tower.",
+        "Which parameters of the vision tower and of the projector stay frozen. True: the tower and the projector are frozen. "
+        "'tower': only the tower is frozen. False: both are trained. 'auto': both are trained if rows have images, and both "
+        "are frozen if rows contain only text. A new LoRA adapter is added only to the text model, unless this field is False "
+        "or the adapter's target modules are in the tower.",
     )
     image_fit: Literal["error", "drop", "resize"] = option(
         "error",
-        "How to treat rows with unreadable images, images that are too large, or too many images. 'error': raise an error for "
-        "any unreadable or too large image, and if more than 0.5 % of the rows are too long or have too many images. 'drop': "
-        "drop these rows and log their number. 'resize': same as 'error', but an image is made smaller if it is too large, or "
-        "if its row is longer than max_length.",
+        "What to do with a row if one of its images is unreadable or too large, if it has too many images, or if its images "
+        "make it longer than max_length. 'error': raise an error for any unreadable or too large image, and if more than 0.5 "
+        "% of the rows are too long or have too many images. 'drop': remove these rows and log their number. 'resize': same "
+        "as 'error', but first reduce the size of images that are too large, and of images in rows longer than max_length.",
     )
     image_max_tokens: PositiveInt | None = option(
         None,
-        "Maximum number of placeholder tokens per image, at least 1. None: no limit. Decrease it if images use too much of "
-        "max_length.",
+        "Maximum number of placeholder tokens per image, at least 1. None: no limit. Set a lower limit if images use too many "
+        "of the max_length tokens.",
     )
     image_max_pixels: PositiveInt | None = option(
-        None, "Maximum number of pixels per image before the processor prepares it, at least 1. None: no limit."
+        None,
+        "Maximum number of pixels of an image in the dataset, before the processor resizes it, at least 1. None: no "
+        "limit.",
     )
     max_images_per_row: NonNegativeInt | None = option(
         None,
-        "Maximum number of images per row. None: no limit. vLLM in the trainer's process reserves memory for this number.",
+        "Maximum number of images per row. None: no limit. With vllm_mode='colocate', vLLM reserves memory for this number of "
+        "images.",
     )
     image_background: Literal["white", "black"] = option(
-        "white", "Color behind transparent pixels, 'white' or 'black'. It is needed because models read RGB."
+        "white",
+        "Background color of transparent images, 'white' or 'black'. Models read RGB without transparency, so "
+        "transparent pixels need a color.",
     )
     check_image_use: bool = option(
         False,
-        "For online methods: in each evaluation, sample a second time with the images exchanged between rows, and warn if the "
-        "reward does not change (PT-G017). This doubles the sampling time in evaluation.",
+        "For online methods: check whether the model uses the images. Each evaluation samples a second time, with every row's "
+        "images replaced by those of another row, and logs the warning PT-G017 if the reward does not change. This doubles "
+        "the sampling time of evaluations.",
     )
     image_cache_gb: NonNegativeFloat = option(
         1.0,
-        "Size of the cache, in host memory, for the features of a frozen vision tower, in GB. The least recently used "
-        "features are evicted first. 0 disables the cache.",
+        "Size in GB of a cache in host memory for the image features of a frozen vision tower. The cache avoids computing the "
+        "features of an image in every epoch. The least recently used features are removed first. 0 disables the cache.",
     )
 
     def __post_init__(self) -> None:
@@ -553,6 +584,7 @@ class PictureConfig:
         lengths = (self.image_max_tokens, self.image_max_pixels, self.max_length)
         if self.image_fit == "resize" and lengths == (None, None, None):
             raise ConfigError(
-                "image_fit='resize' needs a maximum size. Fix: set one, for example image_max_tokens=256."
+                "image_fit='resize' needs a maximum image size, but none is set. Fix: set image_max_tokens (for example "
+                "image_max_tokens=256), image_max_pixels or max_length."
             )
-        super().__post_init__()  # Call the method of the config class that inherits these fields.
+        super().__post_init__()  # Call __post_init__ of the config class that follows this class in the inheritance order.

@@ -28,30 +28,32 @@ class CPOConfig(UnreadFields, AnswerConfig):
 
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = option(
         "sigmoid",
-        "Loss of a pair. The gap is the log-prob of the chosen answer minus that of the rejected answer. 'sigmoid': DPO's loss "
-        "without a reference model. 'hinge': ignores pairs whose gap is large enough. 'ipo': moves the gap per token to a "
-        "target value. 'simpo': the gap per token must reach the margin simpo_gamma / beta. For plain SimPO, also set "
-        "cpo_alpha=0 and beta to 2 to 2.5. 'alphapo': same as 'simpo' with cpo_alpha=0 and a reward shaped by alpha.",
+        "Loss of a pair. It is a function of the gap: the log-prob of the chosen answer minus the log-prob of the rejected "
+        "answer. 'sigmoid': DPO's loss without a reference model. 'hinge': like 'sigmoid', but pairs with a gap above 1 / "
+        "beta have no gradient. 'ipo': moves the gap per token to a target value. 'simpo': DPO's loss on the gap per token "
+        "minus the margin simpo_gamma / beta. For SimPO as published, also set cpo_alpha=0 and a beta from 2 to 2.5. "
+        "'alphapo': same as 'simpo' with cpo_alpha=0 and a reward that alpha transforms.",
     )
     cpo_alpha: NonNegativeFloat = option(
         1.0,
-        "Weight of the negative log-likelihood of chosen answers, at least 0. This term keeps chosen answers likely. 0 "
-        "disables it, as in SimPO.",
+        "Weight of an additional loss term, the negative log-likelihood of chosen answers, at least 0. It prevents chosen "
+        "answers from becoming less likely. 0 disables it, as in SimPO.",
     )
     simpo_gamma: float = option(
         0.5,
-        "With loss_type='simpo' or 'alphapo': margin of the scaled reward, about beta / 2. A larger margin separates the "
-        "answers further.",
+        "With loss_type='simpo' or 'alphapo': margin by which the reward of the chosen answer should exceed that of the "
+        "rejected answer. A common value is beta / 2. A larger margin separates the answers further.",
     )
     alpha: float = option(
         0.0,
-        "With loss_type='simpo', 'alphapo' or 'ipo': shape of the reward (1 - p^(-alpha)) / alpha, where p is the geometric "
-        "mean of the token probabilities (AlphaPO, arXiv:2501.03884). 0: the reward is the mean log-prob per token.",
+        "With loss_type='simpo', 'alphapo' or 'ipo': parameter alpha of the reward (1 - p^(-alpha)) / alpha, where p is the "
+        "geometric mean of an answer's token probabilities (AlphaPO, arXiv:2501.03884). 0: the reward is the mean log-prob "
+        "per token.",
     )
     label_smoothing: Share = option(
         0.0,
-        "Probability that a label is wrong, from 0 to 1. Only 'sigmoid', 'simpo' and 'alphapo' use it. With other losses, a "
-        "value above 0 is an error.",
+        "Probability that chosen and rejected are exchanged in the data, from 0 to 1. Only loss_type='sigmoid', 'simpo' and "
+        "'alphapo' use it. With other losses, a value above 0 is an error.",
     )
 
     def __post_init__(self) -> None:
@@ -62,13 +64,13 @@ class CPOConfig(UnreadFields, AnswerConfig):
         formula = CPO_LOSSES[self.loss_type]
         if self.label_smoothing and "label_smoothing" not in formula.scalars:
             raise ConfigError(
-                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type!r}. Only "
-                "'sigmoid', 'simpo' and 'alphapo' use it."
+                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type!r}. Only 'sigmoid', "
+                "'simpo' and 'alphapo' use it. Fix: remove label_smoothing, or use one of these losses."
             )
         if self.alpha and not formula.per_token:
             raise ConfigError(
-                f"alpha={self.alpha} shapes the mean log-prob per token, but loss_type={self.loss_type!r} uses "
-                "sums. Set loss_type='alphapo'."
+                f"alpha={self.alpha} transforms the mean log-prob per token, but loss_type={self.loss_type!r} uses sums of "
+                "log-probs. Fix: set loss_type='alphapo', or remove alpha."
             )
         self.refuse_unread_by_loss(simpo_gamma="gamma" in formula.scalars)
         self._warn_defaults()
@@ -76,21 +78,23 @@ class CPOConfig(UnreadFields, AnswerConfig):
     def _warn_defaults(self) -> None:
         fields = type(self).__dataclass_fields__
         if self.loss_type == "simpo" and self.beta == fields["beta"].default:
-            logger.warning("loss_type='simpo' with the default beta=%s requires a gap of %s nats per token. SimPO uses a beta "
-                "of 2 to 2.5.",
+            logger.warning("loss_type='simpo' with the default beta=%s requires a gap of %s nats per token between "
+                           "chosen and rejected answer. SimPO uses a beta from 2 to 2.5.",
                            self.beta, self.simpo_gamma / self.beta)  # fmt: skip
         if self.loss_type == "simpo" and self.cpo_alpha == fields["cpo_alpha"].default:
             logger.warning(
-                "loss_type='simpo' with the default cpo_alpha=%s is CPO-SimPO. Set cpo_alpha=0 for SimPO.",
+                "loss_type='simpo' with the default cpo_alpha=%s adds the NLL of chosen answers, which makes the loss "
+                "CPO-SimPO. For SimPO, set cpo_alpha=0.",
                 self.cpo_alpha,
             )
 
 
 class CPO(ReferenceFree[CPOConfig]):
-    """Contrastive preference optimization: train on pairs with the policy's own likelihood as the reward.
+    """Contrastive preference optimization: train on pairs without a reference model. The reward of an answer is the policy's
+        log-likelihood.
 
-    Let R be the shaped log-likelihood of an answer and ``u = R+ - R-``. The loss is a function of u plus ``cpo_alpha``
-    times the NLL of the chosen answers. The NLL is averaged over the tokens of the optimizer step.
+    Let R+ and R- be the rewards of the chosen and the rejected answer, and ``u = R+ - R-``. The loss is a function of u plus
+    ``cpo_alpha`` times the NLL of the chosen answers. The NLL is averaged over the tokens of the optimizer step.
 
     Reference: CPO, arXiv:2401.08417; SimPO, arXiv:2405.14734; AlphaPO, arXiv:2501.03884.
     """

@@ -1,4 +1,6 @@
-"""Direct preference optimization: increase the likelihood of chosen over rejected answers, relative to a reference."""
+"""Direct preference optimization (DPO): make chosen answers more likely than rejected answers, relative to a reference
+model.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,24 @@ logger = logging.getLogger(__name__)
 
 @config
 class DPOConfig(PictureConfig, ComparedConfig):
-    """Arguments of `DPOTrainer`: which loss separates chosen from rejected answers, and how rows are prepared."""
+    """Arguments of `DPOTrainer`, which trains on pairs of a chosen and a rejected answer."""
 
     loss_type: list[str] = field(
         default_factory=lambda: ["sigmoid"],
         metadata={
             "help": (
-                "One loss or a list of losses, which are added with loss_weights. 'sigmoid': DPO. 'hinge': ignores pairs "
-                "with a sufficient gap. 'ipo': a target for the gap. 'exo_pair': reverse KL to the label. 'nca_pair': "
-                "keeps chosen answers likely. 'robust': for labels that are wrong with probability label_smoothing. "
-                "'bco_pair': compares each side with 0. 'sppo_hard': a target for each side. 'aot' and 'aot_unpaired': compare "
-                "sorted gaps or sides of the batch. 'apo_zero': raises chosen, lowers rejected answers. 'apo_down': "
-                "lowers both, rejected answers more. 'discopop': a discovered mixture of losses. 'sft': likelihood of "
-                "chosen answers. 'sigmoid_norm': DPO on log-ratios per token. Formulas are in docs/losses.md."
+                "One loss, or a list of losses that are added with loss_weights. The score of an answer is the log-ratio of "
+                "policy and reference, and the margin of a pair is the chosen score minus the rejected score. 'sigmoid': DPO. "
+                "'hinge': no gradient for pairs whose margin is large enough. 'ipo': moves the margin to a target value. "
+                "'exo_pair': reverse KL divergence from the smoothed label. 'nca_pair': like DPO, but also prevents chosen "
+                "answers from becoming less likely. 'robust': DPO for labels that are wrong with the probability "
+                "label_smoothing. 'bco_pair': classifies each answer by its score. 'sppo_hard': moves each score to a target "
+                "value. 'aot': compares the sorted differences of log-probs under the policy with those under the reference. "
+                "'aot_unpaired': compares the sorted chosen scores of the batch with its sorted rejected scores. 'apo_zero': "
+                "makes chosen answers more likely and rejected answers less likely. 'apo_down': makes both less likely, "
+                "rejected answers more so. 'discopop': mixture of the logistic and the exponential loss (DiscoPOP). 'sft': "
+                "negative log-likelihood of chosen answers. 'sigmoid_norm': DPO on log-ratios per token. Formulas are in "
+                "docs/losses.md."
             )
         },
     )
@@ -46,31 +53,34 @@ class DPOConfig(PictureConfig, ComparedConfig):
     )
     ld_alpha: Share | None = option(
         None,
-        "Weight, from 0 to 1, of the tokens of the longer answer that exceed the length of the shorter answer (LD-DPO). "
-        "Smaller values reduce the preference for long answers, and 0 ignores these tokens. None: 1, which is plain DPO. "
-        "loss_type='sft' does not use it.",
+        "Length desensitization (LD-DPO): weight, from 0 to 1, of those tokens of the longer answer that are beyond the "
+        "length of the shorter answer. A smaller weight reduces the preference for long answers, and 0 ignores these tokens. "
+        "None: the weight is 1, which is plain DPO. loss_type='sft' does not use it.",
     )
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = option(
         "reverse_kl",
-        "Divergence from the reference model that regularizes the loss (f-DPO). 'reverse_kl': plain DPO. 'forward_kl': keeps "
-        "all answers of the reference model likely. 'js_divergence': a compromise between the two. 'alpha_divergence': a "
-        "compromise that is set by f_alpha_divergence_coef. Values other than 'reverse_kl' need a loss on the difference of "
-        "chosen and rejected scores: sigmoid, sigmoid_norm, hinge, ipo, exo_pair, robust or discopop.",
+        "Divergence between policy and reference model that regularizes the loss (f-DPO). 'reverse_kl': plain DPO. "
+        "'forward_kl': keeps all answers likely that are likely under the reference model. 'js_divergence': a compromise "
+        "between reverse and forward KL. 'alpha_divergence': a compromise whose position is set by f_alpha_divergence_coef. "
+        "Values other than 'reverse_kl' need a loss that depends only on the difference of chosen and rejected scores: "
+        "sigmoid, sigmoid_norm, hinge, ipo, exo_pair, robust or discopop.",
     )
     f_alpha_divergence_coef: float = option(
         0.5,
-        "With f_divergence_type='alpha_divergence': the coefficient alpha. For values near 0, the divergence is the forward "
-        "KL. For 1, it is the reverse KL.",
+        "With f_divergence_type='alpha_divergence': coefficient alpha of the divergence. For values near 0, the divergence is "
+        "close to the forward KL. For 1, it is the reverse KL.",
     )
     label_smoothing: Share = option(
         0.0,
-        "Probability that a label is wrong. 'robust' needs a value below 0.5 (0.1 is common). 'exo_pair' needs a value above "
-        "0 (1e-3 is common). 'aot' and 'aot_unpaired' use it too. With other losses, a value above 0 is an error.",
+        "Probability that chosen and rejected are exchanged in the data. loss_type='robust' needs a value below 0.5 (0.1 is "
+        "common). 'exo_pair' needs a value above 0 (1e-3 is common). 'aot' and 'aot_unpaired' also use it. With other losses, "
+        "a value above 0 is an error.",
     )
     use_weighting: bool = option(
         False,
-        "Weight each pair by the policy's probability of its answers, normalized by their lengths (WPO, arXiv:2406.11827). "
-        "This makes off-policy pairs resemble on-policy pairs. It cannot be combined with 'aot' and 'aot_unpaired'.",
+        "Weight each pair by the policy's length-normalized probability of its two answers (WPO, arXiv:2406.11827). Answers "
+        "that the policy itself would rarely sample then have less influence. It cannot be combined with loss_type='aot' or "
+        "'aot_unpaired'.",
     )
     discopop_tau: PositiveFloat = option(
         0.05, "Temperature of loss_type='discopop', above 0. The default is the paper's value."
@@ -88,13 +98,13 @@ class DPOConfig(PictureConfig, ComparedConfig):
         self.loss_type = list(self.loss_type)
         warn_keep_end(self.truncation_mode)
         if not self.loss_type:
-            raise ConfigError("loss_type is empty. Set at least one loss, for example 'sigmoid'.")
+            raise ConfigError("loss_type is empty. Fix: set at least one loss, for example 'sigmoid'.")
         for name in self.loss_type:
             check_choice("loss_type", name, DPO_LOSSES)
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ConfigError(
-                f"loss_weights has {len(self.loss_weights)} values, but loss_type has {len(self.loss_type)} "
-                f"losses: {self.loss_type}. Set one weight per loss."
+                f"loss_weights has {len(self.loss_weights)} values, but loss_type has {len(self.loss_type)} losses: "
+                f"{self.loss_type}. Fix: set one weight per loss."
             )
         self._check_ranges()
 
@@ -102,11 +112,11 @@ class DPOConfig(PictureConfig, ComparedConfig):
         smoothed = [name for name in self.loss_type if "label_smoothing" in DPO_LOSSES[name].scalars]
         if self.label_smoothing and not smoothed:
             raise ConfigError(
-                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type}. Remove it, or "
-                "use 'robust', which is designed for noisy labels. In TRL 0.7 to 0.28, 'sigmoid' with label_smoothing e was "
-                "conservative DPO: (1 - e) * loss + e * loss of the flipped pair. 'robust' subtracts the second term and divides "
-                "by 1 - 2 e. For conservative DPO, use posttrain.losses.preference.smoothed_sigmoid in objective(outputs, batch) "
-                "of a subclass (docs/hooks.md)."
+                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type}. Fix: remove "
+                "label_smoothing, or set loss_type='robust', which is designed for noisy labels. Note for scripts of TRL 0.7 "
+                "to 0.28: there, 'sigmoid' with label_smoothing e was conservative DPO, (1 - e) * loss + e * loss of the "
+                "flipped pair. 'robust' instead subtracts the second term and divides by 1 - 2 e. For conservative DPO, call "
+                "posttrain.losses.preference.smoothed_sigmoid in objective(outputs, batch) of a subclass (docs/hooks.md)."
             )
         if "robust" in smoothed and not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"label_smoothing={self.label_smoothing} with 'robust' must be in [0, 0.5).")
@@ -119,43 +129,45 @@ class DPOConfig(PictureConfig, ComparedConfig):
         ranked = [name for name, formula in formulas.items() if formula.kind == "sorted"]
         if self.use_weighting and ranked:
             raise ConfigError(
-                f"use_weighting=True assigns a weight to each pair, but loss_type={ranked} sorts chosen and "
-                "rejected scores separately. Remove one of them."
+                f"use_weighting=True assigns a weight to each pair, but loss_type={ranked} sorts chosen and rejected scores "
+                "separately, so there are no pairs. Fix: remove use_weighting or the loss."
             )
         linked = any(formula.uses_link for formula in formulas.values())
         unlinked = [name for name, f in formulas.items() if not (f.uses_link or (linked and f.kind == "likelihood"))]
         if self.f_divergence_type != "reverse_kl" and unlinked:
             raise ConfigError(
-                f"f_divergence_type={self.f_divergence_type!r} cannot be used with loss_type={unlinked}. Its scores "
-                "contain a per-prompt constant. The constant cancels in chosen minus rejected, but these losses use "
-                "each side alone. Remove f_divergence_type."
+                f"f_divergence_type={self.f_divergence_type!r} cannot be used with loss_type={unlinked}. Scores of this "
+                "divergence contain an unknown constant per prompt. It cancels in the difference of chosen and rejected "
+                "score, but these losses use each score alone. Fix: remove f_divergence_type."
             )
         coefficient = type(self).__dataclass_fields__["f_alpha_divergence_coef"].default
         if self.f_divergence_type != "alpha_divergence" and self.f_alpha_divergence_coef != coefficient:
             raise ConfigError(
                 f"f_alpha_divergence_coef={self.f_alpha_divergence_coef} has no effect with "
-                f"f_divergence_type={self.f_divergence_type!r}. Set f_divergence_type='alpha_divergence' or remove "
-                "the coefficient."
+                f"f_divergence_type={self.f_divergence_type!r}. Fix: set f_divergence_type='alpha_divergence', or remove "
+                "f_alpha_divergence_coef."
             )
         self.refuse_unread_by_loss(discopop_tau="discopop" in formulas, ld_alpha=set(formulas) != {"sft"})
         per_token = [name for name, formula in formulas.items() if formula.per_token]
         if per_token and self.beta == type(self).__dataclass_fields__["beta"].default:
             logger.warning(
-                "loss_type=%s uses log-ratios per token, which are one or two orders of magnitude smaller than sums, "
-                "and beta=%s is the default for sums. Tülu 3 uses beta=5 for sigmoid_norm.", per_token, self.beta,
+                "loss_type=%s uses log-ratios per token, which are one or two orders of magnitude smaller than sums of "
+                "log-ratios, but beta=%s is the default for sums. Set a larger beta. For example, Tülu 3 uses beta=5 for "
+                "sigmoid_norm.", per_token, self.beta,
             )  # fmt: skip
 
 
 def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOConfig) -> LossTerms:
     """Compute the weighted sum of the losses in ``cfg.loss_type``.
 
-    Losses are averaged over pairs, and ``sft`` is averaged over the tokens of chosen answers. In training, averages are
-    over the whole optimizer step. In evaluation, they are over the whole dataset.
+    The loss ``sft`` is averaged over the tokens of chosen answers. All other losses are averaged over pairs. Training averages
+    over the whole optimizer step, and evaluation over the whole dataset.
 
     Args:
-        out: Log-probs and the other outputs in `DPO.traits`.
+        out: Model outputs that `DPO.traits` lists, such as log-probs.
         batch: Pairs, with the chosen answer first.
-        reference: Summed log-probs of the reference ``(S,)``, length-desensitized like the policy's.
+        reference: ``(S,)`` summed log-probs of the reference. With ``ld_alpha``, they are length-desensitized like the
+            policy's.
         cfg: `DPOConfig`.
     """
     assert out.logp is not None
@@ -213,15 +225,15 @@ class DPO(AnswerMethod[DPOConfig]):
 
     def __init__(self, cfg: DPOConfig) -> None:
         super().__init__(cfg)
-        # Losses that sort pairs compare all pairs of a micro-batch with each other.
+        # 'aot' and 'aot_unpaired' sort all pairs of a micro-batch, so the micro-batch must be computed in one forward pass.
         sorts = any(DPO_LOSSES[name].kind == "sorted" for name in cfg.loss_type)
         needs = self.traits.needs | ({"collision"} if cfg.use_weighting else set())
         self.traits = replace(self.traits, needs=needs, single_pass=sorts)
 
     def knows_gradient(self, batch: Batch) -> bool:
-        """Return True for one pair and a loss that depends only on the pair's margin.
+        """Return True if the batch is one pair and the loss depends only on the margin of the pair.
 
-        The gradients with respect to the log-probs of both answers then have one common factor.
+        The gradients with respect to the log-probs of the two answers are then equal up to one common factor.
         """
         cfg = self.cfg
         of_margin = len(cfg.loss_type) == 1 and DPO_LOSSES[cfg.loss_type[0]].of_margin
@@ -229,7 +241,7 @@ class DPO(AnswerMethod[DPOConfig]):
         return batch.num_sequences == 2 and of_margin and plain
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """See `dpo_objective`."""
+        """Compute the losses of the pairs; see `dpo_objective`."""
         return dpo_objective(outputs, batch, self.reference_logp(batch), self.cfg)
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
@@ -239,10 +251,10 @@ class DPO(AnswerMethod[DPOConfig]):
         return desensitize(logp, batch, sequence_lengths(*batch.by_sequence), self.cfg.ld_alpha)
 
     def reference_key(self) -> dict[str, Any]:
-        """Return the settings that change the reference's sums."""
+        """Return ``ld_alpha``, which changes the reference's summed log-probs."""
         return super().reference_key() | {"ld_alpha": self.cfg.ld_alpha}
 
     def starts_at_ln_2(self) -> bool:
-        """Return True if the only loss is an unweighted sigmoid."""
+        """Return True if the only loss is the sigmoid loss without weights."""
         cfg = self.cfg
         return cfg.loss_type == ["sigmoid"] and not cfg.use_weighting and (cfg.loss_weights or [1.0]) == [1.0]

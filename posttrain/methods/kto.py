@@ -31,14 +31,16 @@ class KTOConfig(PictureConfig, ComparedConfig):
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = option(
         "kto",
-        "Loss. 'kto': compares each answer's log-ratio with the mean log-ratio of answers to other prompts "
-        "(arXiv:2402.01306). It needs at least 2 rows per device, and is less noisy with 4 or more. 'apo_zero_unpaired': "
-        "compares the log-ratio with 0 (arXiv:2408.06266), which needs no second forward pass.",
+        "Loss. 'kto': compares the log-ratio of each answer with a baseline, the mean log-ratio of answers to other prompts "
+        "(arXiv:2402.01306). It needs at least 2 rows per device, and the baseline is less noisy with 4 or more. "
+        "'apo_zero_unpaired': compares the log-ratio of each answer with 0 (arXiv:2408.06266). It needs no second forward "
+        "pass for the baseline.",
     )
     desirable_weight: NonNegativeFloat = option(
         1.0,
-        "Weight of good answers, at least 0. If the numbers of good and bad answers differ, set both weights so that "
-        "(desirable_weight x good) / (undesirable_weight x bad) is between 1 and 1.33. A warning shows suitable values.",
+        "Weight of good answers, at least 0. If the numbers of good and bad answers differ, set desirable_weight or "
+        "undesirable_weight so that (desirable_weight x number of good answers) / (undesirable_weight x number of bad "
+        "answers) is between 1 and 1.33. If it is not, a warning shows suitable values.",
     )
     undesirable_weight: NonNegativeFloat = option(1.0, "Weight of bad answers, at least 0. See desirable_weight.")
 
@@ -48,13 +50,15 @@ class KTOConfig(PictureConfig, ComparedConfig):
         for kind, size in sizes.items():
             if size < self.least_batch_size:
                 raise ConfigError(
-                    f"per_device_{kind}_batch_size={size} is too small for loss_type='kto'. Its baseline needs an "
-                    "answer to another prompt, so set at least 2."
+                    f"per_device_{kind}_batch_size={size} is too small for loss_type='kto', whose baseline needs answers to "
+                    f"other prompts. Fix: set per_device_{kind}_batch_size to at least 2."
                 )
 
     @property
     def least_batch_size(self) -> int:
-        """Minimum number of rows per device in training: the baseline compares answers of two prompts."""
+        """Minimum value of ``per_device_train_batch_size``. It is 2 for 'kto', whose baseline needs answers to other
+        prompts.
+        """
         return 2 if self.loss_type == "kto" else 1
 
 
@@ -81,11 +85,11 @@ def mismatched(example: dict[str, Any], ids: Sequence[int], limit: int | None) -
 
 
 def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | None]:
-    """Return for each row of a dataset the index of another row with a different prompt, or None.
+    """Return for each dataset row the index of a row with another prompt, whose answer is used for the baseline, or None.
 
-    The result does not depend on the batches. Rows are sorted by prompt in random order and rotated by the largest
-    number of rows with the same prompt. If no prompt has more than half of the rows, no row gets an answer to its own
-    prompt and each answer is used once.
+    The result does not depend on how rows are batched. Rows are grouped by prompt in random order. Each row gets the answer of
+    the row that is k positions later, where k is the largest number of rows with the same prompt. If no prompt has more than
+    half of the rows, no row gets an answer to its own prompt, and each answer is used once.
 
     >>> fixed_partners([[1], [1], [2], [2]], seed=0) in ([2, 3, 0, 1], [3, 2, 1, 0], [2, 3, 1, 0], [3, 2, 0, 1])
     True
@@ -109,9 +113,9 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
 
 
 class KTO(AnswerMethod[KTOConfig]):
-    """Kahneman-Tversky optimization: each answer's log-ratio is compared with the mean log-ratio of mismatched answers.
+    """Kahneman-Tversky optimization: compare the log-ratio of each answer with the mean log-ratio of answers to other prompts.
 
-    `State.own` is the baseline z0 of the optimizer step, a scalar without a gradient.
+    `State.own` is the baseline z0 of the optimizer step, a scalar tensor without a gradient.
 
     Reference: KTO, arXiv:2402.01306.
     """

@@ -24,9 +24,9 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 logger = logging.getLogger(__name__)
 
 
-# A dataset counts as sorted by label if more than this number of consecutive batches have the same label.
+# A dataset counts as sorted by label if more than this number of consecutive batches contain only one label.
 SORTED = 10
-# Maximum ratio between the total weight of good answers and that of bad answers (KTO, section 4.2).
+# Maximum recommended ratio of the total weight of good answers to the total weight of bad answers (KTO paper, section 4.2).
 BALANCED = 1.33
 
 
@@ -34,16 +34,16 @@ BALANCED = 1.33
 
 
 def answer_mask(batch: Batch, size: int, which: int) -> Tensor:
-    """Return a mask ``(B, T)`` of loss tokens in one answer of each row, where each row has ``size`` answers and
-    ``which`` is the answer's index.
+    """Return a mask ``(B, T)`` of the loss tokens of one answer per row. ``size`` is the number of answers per row, and
+    ``which`` is the index of the answer.
     """
     wanted = torch.tensor([origin % size == which for origin in batch.origin], device=batch.sequence.device)
     return batch.loss_mask & (batch.sequence >= 0) & wanted[batch.sequence.clamp_min(0)]
 
 
 def logit_metrics(out: ModelOutputs, **masks: Tensor) -> dict[str, Metric]:
-    """Compute ``logits/<side>``: the mean logit over the vocabulary, averaged over the tokens in a mask ``(B, T)`` per
-    side.
+    """Compute the metric ``logits/NAME`` for each mask ``(B, T)``: the mean logit over the vocabulary, averaged over the tokens
+    in the mask.
     """
     assert out.mean_logit is not None
     return {f"logits/{side}": mean(out.mean_logit, mask) for side, mask in masks.items()}
@@ -52,9 +52,9 @@ def logit_metrics(out: ModelOutputs, **masks: Tensor) -> dict[str, Metric]:
 def pair_metrics(
     out: ModelOutputs, batch: Batch, values: dict[str, Tensor], beta: float, pairs: Sequence[tuple[Tensor, ...]]
 ) -> dict[str, Metric]:
-    """Compute the metrics of methods on pairs with a reference.
+    """Compute the metrics of methods that train on pairs and use a reference model.
 
-    Rewards are ``beta`` times the log-ratio, for every loss.
+    For every loss, the logged reward of an answer is ``beta`` times its log-ratio of policy and reference.
     """
     rewards = [beta * values[f"{side}_ratio"] for side in ("chosen", "rejected")]
     chosen, rejected = (answer_mask(batch, 2, which) for which in (0, 1))
@@ -72,7 +72,7 @@ def pair_metrics(
 def _reward_metrics(
     out: ModelOutputs, batch: Batch, rewards: Sequence[Tensor], logps: Sequence[Tensor]
 ) -> dict[str, Metric]:
-    """Compute metrics of rewards and log-probs ``(P,)`` of chosen and rejected answers, and the entropy of trained
+    """Compute metrics of the rewards and log-probs ``(P,)`` of chosen and rejected answers, and the mean entropy of the loss
     tokens.
     """
     assert out.entropy is not None
@@ -89,7 +89,7 @@ def _reward_metrics(
 
 
 def reference_free_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logps: Tensor) -> dict[str, Metric]:
-    """Compute the metrics of methods without a reference.
+    """Compute the metrics of methods that train on pairs without a reference model.
 
     ``rewards`` and ``logps`` have the shape ``(P, branches)``, with chosen and rejected first.
     """
@@ -99,9 +99,9 @@ def reference_free_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, log
 
 
 def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tensor, good: Tensor) -> dict[str, Metric]:
-    """Compute rewards and log-probs by label.
+    """Compute the mean rewards and log-probs of good and of bad answers.
 
-    Metrics are sums and counts, so each batch is weighted by its number of answers with the label.
+    They are stored as sums and counts, so that averages over batches weight each batch by its number of good or bad answers.
     """
     assert out.entropy is not None
     rewards, logp = rewards.detach(), logp.detach()
@@ -116,14 +116,18 @@ def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tenso
 
 
 def branch_sums(out: ModelOutputs, batch: Batch, branches: int) -> tuple[Tensor, Tensor]:
-    """Compute summed log-probs and lengths by row and branch, ``(P, branches)`` each."""
+    """Compute the summed log-probs and the lengths of all answers, both ``(P, branches)`` for P rows with ``branches``
+    answers each.
+    """
     assert out.logp is not None
     logp, length = sequence_sum(out.logp.float(), *batch.by_sequence), sequence_lengths(*batch.by_sequence)
     return batch.grouped(logp, branches), batch.grouped(length, branches)
 
 
 def likelihood_mask(batch: Batch, branches: int, branch: int) -> Tensor:
-    """Return a mask ``(B, T)`` of tokens in the NLL term: one branch of each row, and prompt tokens with loss."""
+    """Return a mask ``(B, T)`` of the tokens in the NLL term: the answer ``branch`` of each row, and prompt tokens that have
+    a loss.
+    """
     return answer_mask(batch, branches, branch) | batch.loss_mask & (batch.sequence < 0)
 
 
@@ -137,9 +141,9 @@ def likelihood_terms(
     branches: int,
     branch: int,
 ) -> LossTerms:
-    """Combine one loss per row ``(P,)`` with ``weight`` times the NLL.
+    """Add ``weight`` times the NLL of one answer per row to the losses ``(P,)`` of rows.
 
-    The loss is averaged over the rows of the step, the NLL over its tokens.
+    The losses are averaged over the rows of the optimizer step. The NLL is averaged over its tokens.
     """
     assert out.logp is not None
     loss = row_terms(batch, terms, branches=branches, metrics=metrics)
@@ -159,8 +163,8 @@ def as_label(label: Any, index: int) -> bool:
     if isinstance(label, bool) or label in (0, 1):
         return bool(label)
     raise DataError(
-        f"row {index}, column 'label': {label!r} must be True or False (1 or 0 are accepted). Convert the column; a "
-        "nonempty string would always count as True."
+        f"row {index}, column 'label': {label!r} must be True or False (1 and 0 are accepted). Fix: convert the column to "
+        "bool. Python would count every nonempty string as True, including 'False'."
     )
 
 
@@ -182,8 +186,8 @@ def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -
     ordered = args.train_sampling_strategy == "sequential"
     if ordered and len(set(good)) > 1 and longest > SORTED * args.per_device_train_batch_size:
         logger.warning(
-            "train_sampling_strategy='sequential', and %d consecutive rows have the same label, so more than %d batches of "
-            "%d rows have nothing to compare. Remove the option, or shuffle the dataset.",
+            "train_sampling_strategy='sequential', and %d consecutive rows have the same label, so more than %d batches of %d "
+            "rows contain only good or only bad answers. Fix: remove train_sampling_strategy, or shuffle the dataset.",
             longest, SORTED, args.per_device_train_batch_size,
         )  # fmt: skip
     _check_balance(sum(good), len(good) - sum(good), args.desirable_weight, args.undesirable_weight)
@@ -191,16 +195,16 @@ def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -
 
 def _check_balance(good: int, bad: int, good_weight: float, bad_weight: float) -> None:
     if good == 0 or bad == 0:
-        logger.warning("all %d labels are %s, so there is nothing to compare.", good + bad, good > 0)
-    # A weight of 0 is allowed, because it excludes good or bad answers on purpose.
+        logger.warning("all %d labels are %s, but training needs good and bad answers.", good + bad, good > 0)
+    # A weight of 0 causes no warning, because the user has excluded good or bad answers on purpose.
     if good == bad or 0 in (good_weight, bad_weight):
         return
     ratio = max(good, 1) * good_weight / (max(bad, 1) * bad_weight)
     if 1.0 <= round(ratio, 2) <= BALANCED:
         return
     logger.warning(
-        "with %d good and %d bad answers, the total weights of good and bad answers have the ratio %.2f : 1. A ratio between "
-        "1 and %.2f is recommended. Set desirable_weight in [%.2f, %.2f] or undesirable_weight in [%.2f, %.2f], not both.",
+        "with %d good and %d bad answers, the total weight of good answers is %.2f times that of bad answers. A ratio between "
+        "1 and %.2f is recommended. Set desirable_weight in [%.2f, %.2f] or undesirable_weight in [%.2f, %.2f], but not both.",
         good, bad, ratio, BALANCED, good_weight / ratio, BALANCED * good_weight / ratio,
         bad_weight * ratio / BALANCED, bad_weight * ratio,
     )  # fmt: skip
@@ -213,7 +217,7 @@ CHECKED_ROWS = 1000
 
 @config
 class AnswerConfig(PostTrainingConfig):
-    """Arguments of all methods that train on given answers."""
+    """Arguments that are common to all methods that train on the answers of a dataset."""
 
     # These are constants instead of fields, because only some methods have these options.
     desirable_weight = undesirable_weight = 1.0
@@ -228,18 +232,19 @@ class AnswerConfig(PostTrainingConfig):
     )
     max_length: int | None = option(
         1024,
-        "Maximum number of tokens of prompt and answer together, at least 2. Longer answers are truncated, and rows whose "
-        "prompt alone reaches the maximum are dropped. None: no limit. Increase it if the log reports many truncated answers.",
+        "Maximum number of tokens of a prompt and its answer together, at least 2. Longer answers are truncated. Rows whose "
+        "prompt alone reaches the maximum are removed. None: no limit. Increase it if the log reports many truncated answers.",
     )
     truncation_mode: Literal["keep_start", "keep_end"] = option(
         "keep_start",
-        "Which part of a row longer than max_length is kept. 'keep_start': the prompt and the beginning of each answer. "
-        "'keep_end': the end of each answer, and as much of the end of the prompt as fits. DPO deprecates 'keep_end'.",
+        "Which part of a row is kept if the row is longer than max_length. 'keep_start': the prompt and the beginning of each "
+        "answer. 'keep_end': the end of each answer, and as much of the end of the prompt as fits. 'keep_end' is deprecated "
+        "for DPO.",
     )
     mask_inner_turns: bool = option(
         False,
-        "Exclude user and tool turns within an answer from the loss. False includes them like the model's own text, and logs a "
-        "warning. Set it for answers with tool calls.",
+        "Exclude user turns and tool results within an answer from the loss. False: they are trained like text of the model, "
+        "and a warning is logged. Set it to True if answers contain tool calls.",
     )
     dataset_num_proc: PositiveInt | None = option(
         None,
@@ -247,39 +252,42 @@ class AnswerConfig(PostTrainingConfig):
     )
     pad_to_multiple_of: int | str | None = option(
         None,
-        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for FlexAttention, "
-        "which needs multiples of 128.",
+        "Round the length of batch rows up to a multiple of this number of tokens. None or 'auto': no rounding. Only "
+        "FlexAttention then still uses multiples of 128, which it needs.",
     )
     beta: PositiveFloat = option(
         0.1,
         "Strength of the regularization, above 0. For losses with a reference model, a larger value keeps the policy closer "
-        "to the reference. For 'ipo', it is tau in the paper: the target gap per token is 1 / (2 beta). Losses that average "
-        "over tokens need a value that is one or two orders of magnitude larger.",
+        "to the reference. For 'ipo', the target for the difference of log-ratios per token is 1 / (2 beta), and beta is "
+        "called tau in the paper. Losses on log-probs per token need a beta that is one or two orders of magnitude larger "
+        "than losses on sums.",
     )
     pair_reward_model: str | None = option(
         None,
-        "Folder or Hub id of a reward model that scores up to 512 pairs before training. Its agreement with the labels is "
-        "logged, and the pairs for which it prefers the rejected answer are listed in a file. None: pairs are not scored.",
+        "Folder or Hub id of a reward model that checks the preference labels: it scores up to 512 pairs before training. The "
+        "log shows how often it prefers the chosen answer. A file lists the pairs for which it prefers the rejected answer. "
+        "None: the labels are not checked.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(
-                f"max_length={self.max_length} must be at least 2: one token of the prompt and one of the answer."
+                f"max_length={self.max_length} must be at least 2, because a row needs at least one prompt token and one "
+                "answer token."
             )
 
     def refuse_unread_by_loss(self, **read: bool) -> None:
-        """Raise an error if an option is set that the selected loss does not use.
+        """Raise an error if an option is set that the selected ``loss_type`` does not use.
 
         Raises:
-            ConfigError: An option is set but ``loss_type`` does not use it.
+            ConfigError: An option has no effect with this ``loss_type``.
         """
         for name, is_read in read.items():
             value = vars(self)[name]
             if not is_read and value != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(
-                    f"{name}={value} has no effect with loss_type={vars(self)['loss_type']!r}. Remove it."
+                    f"{name}={value} has no effect with loss_type={vars(self)['loss_type']!r}. Fix: remove {name}."
                 )
 
 
@@ -293,7 +301,7 @@ UNREAD = {
 
 @dataclass
 class UnreadFields:
-    """Fields of TRL's CPO and ORPO configs that are not supported. Setting one of them is an error."""
+    """Fields of TRL's CPO and ORPO configs that posttrain does not support. Setting one of them is an error."""
 
     max_completion_length: int | None = option(
         None, "Not supported. Use max_length, which truncates prompt and answer together, or filter the dataset."
@@ -320,22 +328,23 @@ class UnreadFields:
 
 @config
 class ComparedConfig(AnswerConfig):
-    """Arguments of all methods that compare the policy with a reference model."""
+    """Arguments that are common to all methods that compare the policy with a reference model."""
 
     precompute_ref_log_probs: bool = option(
         False,
         "Compute the log-probs of the reference model once, before training, and then release the model to save memory. This "
-        "needs a dataset with a length, and cannot be combined with sync_ref_model.",
+        "needs a dataset with a known length, i.e. not a stream. It cannot be combined with sync_ref_model.",
     )
     precompute_ref_batch_size: PositiveInt | None = option(
         None,
-        "With precompute_ref_log_probs: number of rows per forward pass. None: per_device_train_batch_size. A larger number "
-        "is faster, because no gradients are stored.",
+        "With precompute_ref_log_probs: number of rows per forward pass of the reference model. None: "
+        "per_device_train_batch_size. No gradients are computed in these passes, so there is memory for a larger number, "
+        "which is faster.",
     )
     sync_ref_model: bool = option(
         False,
-        "Move the reference model towards the policy every ref_model_sync_steps steps (TR-DPO, arXiv:2404.09656). It does not "
-        "work with adapters or quantized weights.",
+        "Move the reference model towards the policy every ref_model_sync_steps steps (TR-DPO, arXiv:2404.09656). It is not "
+        "supported with adapters or quantized weights.",
     )
     ref_model_mixup_alpha: PositiveShare = option(
         0.6,
@@ -361,12 +370,13 @@ JUDGED = replace(PAIRS, answers=1, compares_reference=True, needs=frozenset({"lo
 
 
 class AnswerMethod(Method[Answers]):
-    """Base class of methods on compared or judged answers to a prompt.
+    """Base class of methods that train on several compared answers per prompt, or on single answers with a label (good or bad).
 
     Attributes:
-        judged: Each row has one answer with a label, good or bad. Pairs are converted to one good and one bad answer.
-        likelihood_branch: Index of the answer in the NLL term.
-        reference_columns: Columns of precomputed reference log-probs, one per branch.
+        judged: Whether each row has one answer with the label good or bad. A dataset of pairs is converted: each pair gives one
+            good and one bad answer.
+        likelihood_branch: Index of the answer whose NLL is part of the loss.
+        reference_columns: Names of the columns with precomputed reference log-probs, one per answer.
     """
 
     branches: tuple[str, ...] = ("chosen", "rejected")
@@ -375,7 +385,7 @@ class AnswerMethod(Method[Answers]):
     reference_columns: ClassVar[tuple[str, ...]] = ()
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert examples with `answer_rows`. The label of a judged answer becomes a column."""
+        """Convert examples to rows of token ids (see `answer_rows`). The label of a judged answer becomes a column."""
         columns = {"ref_logps": self.reference_columns} if self.traits.compares_reference else {}
         rows = answer_rows(examples, self.branches, columns)
         if not self.judged:
@@ -384,14 +394,14 @@ class AnswerMethod(Method[Answers]):
         return [row.with_columns(label=[float(label)]) for row, label in zip(rows, labels, strict=True)]
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Count the tokens in the NLL term over the optimizer step."""
+        """Count the tokens of the NLL term in the optimizer step."""
         if self.judged:
             return {}
         masks = (likelihood_mask(batch, len(self.branches), self.likelihood_branch) for batch in batches)
         return {"likelihood": float(sum(int(mask.sum()) for mask in masks))}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the margin of judged answers: the difference of the mean rewards of good and bad answers."""
+        """Add the margin of judged answers: the mean reward of good answers minus the mean reward of bad answers."""
         if not self.judged or not {"rewards/chosen", "rewards/rejected"} <= set(metrics):
             return metrics
         return metrics | {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
@@ -399,7 +409,9 @@ class AnswerMethod(Method[Answers]):
     # Against a reference -----------------------------------------------------------------------------------------
 
     def reference_key(self) -> dict[str, Any]:
-        """Return the settings, in addition to data, weights and precision, that change the reference's log-probs."""
+        """Return the settings of the method that change the reference's log-probs. They are part of the key of cached
+        log-probs.
+        """
         cfg = self.cfg
         kept = {"max_length": cfg.max_length, "truncation_mode": cfg.truncation_mode}
         return kept | {"mask_inner_turns": cfg.mask_inner_turns}
@@ -410,13 +422,13 @@ class AnswerMethod(Method[Answers]):
             return batch.columns["ref_logps"]
         if batch.ref_logp is None:
             raise ConfigError(
-                "these rows have no precomputed reference log-probs, and the reference model was released "
-                "(precompute_ref_log_probs=True). Pass this dataset as eval_dataset when you create the trainer."
+                "these rows have no precomputed reference log-probs, and the reference model has been released "
+                "(precompute_ref_log_probs=True). Fix: pass this dataset as eval_dataset when you create the trainer."
             )
         return self.sums(batch.ref_logp, batch)
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
-        """Sum log-probs ``(B, T)`` over each answer, ``(S,)``. Policy and reference use the same sum."""
+        """Sum log-probs ``(B, T)`` over the tokens of each answer, ``(S,)``. This sum is used for policy and reference."""
         return sequence_sum(logp.float(), *batch.by_sequence)
 
     def starts_at_ln_2(self) -> bool:
@@ -425,6 +437,6 @@ class AnswerMethod(Method[Answers]):
 
 
 class ReferenceFree(AnswerMethod[Answers]):
-    """Base class of methods that compare answers by the policy's likelihood, without a reference model."""
+    """Base class of methods that compare answers by the policy's log-likelihood, without a reference model."""
 
     traits = replace(PAIRS, needs=frozenset({"logp", "entropy", "mean_logit"}))

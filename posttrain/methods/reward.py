@@ -1,4 +1,4 @@
-"""Outcome reward models: a scalar head that scores the chosen answer of a pair above the rejected one."""
+"""Outcome reward models: train a scalar head to score the chosen answer of a pair higher than the rejected answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @config
 class RewardConfig(PostTrainingConfig):
-    """Arguments of `RewardTrainer`, which trains a scalar head to score chosen answers above rejected ones."""
+    """Arguments of `RewardTrainer`, which trains a scalar head to score chosen answers higher than rejected answers."""
 
     learning_rate: float = option(1e-4, "Peak learning rate. For LoRA, use a value about ten times larger.")
     disable_dropout: bool = option(
@@ -31,18 +31,20 @@ class RewardConfig(PostTrainingConfig):
     )
     chat_template_path: str | None = option(
         None,
-        "Chat template to use. Either the path of a .jinja or .j2 file, whose special tokens must already be in the "
-        "vocabulary, or the folder or Hub id of a tokenizer. The template and the added tokens of that tokenizer are copied, "
-        "and the model's embedding is extended. None: the tokenizer's own template.",
+        "Chat template to use instead of the tokenizer's own template: the path of a .jinja or .j2 file, or the folder or Hub "
+        "id of another tokenizer. The special tokens of a file must already be in the vocabulary. The added tokens of another "
+        "tokenizer are copied too, and the model's embedding is extended for them. None: the tokenizer's own template.",
     )
     eos_token: str | None = option(
-        None, "Token that ends a sequence. It must be in the tokenizer's vocabulary. None: the tokenizer's own token."
+        None,
+        "End-of-sequence token to use instead of the tokenizer's own one. It must be in the tokenizer's vocabulary. "
+        "None: the tokenizer's own end-of-sequence token.",
     )
     pad_token: str | None = option(None, "Deprecated. Set pad_token on the tokenizer instead.")
     max_length: PositiveInt | None = option(
         1024,
-        "Maximum number of tokens of prompt and answer, at least 1. Pairs with a longer answer are dropped and not truncated, "
-        "because the score is read at the end of the answer. None keeps all pairs.",
+        "Maximum number of tokens of a prompt and its answer together, at least 1. If one answer of a pair is longer, the "
+        "pair is removed. Answers are not truncated, because the score is read at the end of the answer. None: no limit.",
     )
     dataset_num_proc: PositiveInt | None = option(
         None,
@@ -51,12 +53,13 @@ class RewardConfig(PostTrainingConfig):
     center_rewards_coefficient: NonNegativeFloat | None = option(
         None,
         "Weight of the term (r_chosen + r_rejected)^2, which keeps scores close to 0 (arXiv:2312.09244). 0.01 is recommended. "
-        "None or 0 disables the term, so that scores have an arbitrary offset.",
+        "Without this term, adding a constant to all scores does not change the loss, so scores have an arbitrary offset. "
+        "None or 0 disables the term.",
     )
     pad_to_multiple_of: int | str | None = option(
         None,
-        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for FlexAttention, "
-        "which needs multiples of 128.",
+        "Round the length of batch rows up to a multiple of this number of tokens. None or 'auto': no rounding. Only "
+        "FlexAttention then still uses multiples of 128, which it needs.",
     )
 
 
@@ -81,7 +84,7 @@ def reward_objective(out: ModelOutputs, batch: Batch, *, center: float | None) -
 
 
 class RewardModel(Method[RewardConfig]):
-    """Bradley-Terry loss for a scalar head on pairs of answers."""
+    """Reward model with a scalar head, trained with the Bradley-Terry loss on pairs of answers."""
 
     config_class = RewardConfig
     traits = Traits(
@@ -94,9 +97,9 @@ class RewardModel(Method[RewardConfig]):
     )
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """See `pair_rows`."""
+        """Convert examples to pairs of token sequences; see `pair_rows`."""
         return pair_rows(examples)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """See `reward_objective`."""
+        """Compute the Bradley-Terry loss; see `reward_objective`."""
         return reward_objective(outputs, batch, center=self.cfg.center_rewards_coefficient)

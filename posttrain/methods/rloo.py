@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Maximum log-ratio. exp(20) is 5e8. Without this limit, one sequence could dominate the loss.
+# Maximum logarithm of the importance ratio, i.e. a ratio of 5e8. Without this limit, one sequence could dominate the loss.
 MAX_LOG_RATIO = 20.0
-# A warning is logged if the fraction of clipped sequences exceeds CLIPPED_MOST in CLIPPED_STEPS consecutive steps.
+# A warning is logged if the fraction of clipped sequences is above CLIPPED_MOST in CLIPPED_STEPS consecutive steps.
 CLIPPED_MOST, CLIPPED_STEPS = 0.5, 10
 
 
 @config
 class RLOOConfig(PictureConfig, OnlineConfig):
-    """Arguments of `RLOOTrainer`. The options of GRPO's family of losses do not exist here.
+    """Arguments of `RLOOTrainer`. RLOO has one loss, so there is no option ``loss_type`` as in GRPO.
 
     Reference: Back to basics, arXiv:2402.14740.
     """
@@ -53,28 +53,32 @@ class RLOOConfig(PictureConfig, OnlineConfig):
     )
     reward_clip_range: list[float] | None = option(
         None,
-        "Minimum and maximum reward, as a list of two numbers. Rewards are clipped before the KL penalty is subtracted. The "
-        "log contains the rewards before clipping. None: no clipping.",
+        "Minimum and maximum reward, as a list of two numbers. Rewards are clipped to this range before the KL penalty is "
+        "subtracted. The logged rewards are not clipped. None: no clipping.",
     )
     normalize_advantages: bool = option(
         False,
         "Standardize advantages over the whole generation to mean 0 and standard deviation 1, and clip them to the range from "
-        "-10 to 10. With False, advantages are not scaled. Set it to True if rewards are large.",
+        "-10 to 10. False: advantages are not scaled. Set it to True if rewards are large.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_clip_range()
         if self.use_liger_kernel:
-            raise ConfigError("use_liger_kernel=True is not supported by RLOO. Set it to False, or use GRPO.")
+            raise ConfigError(
+                "use_liger_kernel=True is not supported by RLOO. Fix: set use_liger_kernel=False, or use GRPO."
+            )
         if self.vllm_importance_sampling_mode.startswith("token"):
             raise ConfigError(
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} weights tokens, but RLOO has one "
-                "ratio per sequence. Use 'sequence_mask', 'sequence_truncate' or 'geometric'."
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} weights single tokens, but RLOO has one "
+                "importance ratio per sequence. Fix: use 'sequence_mask', 'sequence_truncate' or 'geometric'."
             )
 
     def check_foreign_logprobs(self) -> None:
-        """See `reject_reshaped_sampling`."""
+        """Reject sampling settings for which the importance-sampling correction would be wrong; see
+        `reject_reshaped_sampling`.
+        """
         reject_reshaped_sampling(self)
 
     def _check_clip_range(self) -> None:
@@ -85,20 +89,21 @@ class RLOOConfig(PictureConfig, OnlineConfig):
         numbers = [x for x in given if isinstance(x, int | float) and not isinstance(x, bool)]
         if len(given) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
             raise ConfigError(
-                f"reward_clip_range={clip!r} must be two numbers, the minimum and a larger maximum, for example (-5.0, 5.0)."
+                f"reward_clip_range={clip!r} must be two numbers, a minimum and a larger maximum, for example (-5.0, 5.0)."
             )
         self.reward_clip_range = [float(numbers[0]), float(numbers[1])]
 
 
 def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerms:
-    """Compute ``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)`` per sequence, ``rho = exp(sum_t (logp - old_logp))``.
+    """Compute the clipped loss ``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)`` per sequence.
 
-    The ratio is that of the whole completion, not a mean over its tokens. Its logarithm is limited to 20. A completion
-    without loss tokens has ratio 1 and a constant term.
+    The importance ratio ``rho = exp(sum_t (logp - old_logp))`` is that of the whole completion, not a mean over its tokens. Its
+    logarithm is limited to 20. A completion without loss tokens has the ratio 1 and no gradient.
 
     Args:
         out: ``logp`` and ``entropy``, ``(B, T)``.
-        batch: Batch with ``advantages (S,)`` and ``old_logp (B, T)``, and ``rollout_logp`` if another engine sampled.
+        batch: Batch with ``advantages (S,)`` and ``old_logp (B, T)``, and with ``rollout_logp`` if an engine with other
+            log-probs has sampled.
         cfg: `RLOOConfig`.
 
     Reference: Back to basics, arXiv:2402.14740, equation 8, with PPO's clip, arXiv:1707.06347.
@@ -135,7 +140,9 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
 
 
 def charged_kl(rollouts: RolloutBatch, logps: LogProbs, *, skip_truncated: bool) -> list[Tensor]:
-    """Compute the k1 estimate ``old_logp - ref_logp`` for the loss tokens of each completion of this rank."""
+    """Compute the KL divergence from the reference for each completion of this rank: the sum of ``old_logp - ref_logp`` (k1
+    estimate) over its loss tokens.
+    """
     kept = [rollouts.loss_mask(i, skip_truncated) for i in range(len(rollouts.rollouts))]
     return [
         k1(torch.tensor(old), torch.tensor(ref))[torch.tensor(mask, dtype=torch.bool)]
@@ -144,9 +151,10 @@ def charged_kl(rollouts: RolloutBatch, logps: LogProbs, *, skip_truncated: bool)
 
 
 class RLOO(Method[RLOOConfig]):
-    """REINFORCE with a leave-one-out baseline: the mean reward of the prompt's other completions.
+    """REINFORCE with a leave-one-out baseline: the baseline of a completion is the mean reward of the prompt's other
+    completions.
 
-    The KL penalty is part of the reward.
+    The KL penalty is subtracted from the reward. It is not a term of the loss.
 
     Reference: Back to basics, arXiv:2402.14740.
     """
@@ -159,7 +167,9 @@ class RLOO(Method[RLOOConfig]):
         return True
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute ``clip(R) - beta KL`` minus the mean of the group's other completions. The logged reward is R."""
+        """Compute the score ``clip(R) - beta KL`` of each completion minus the mean score of the group's other completions.
+        The logged reward is R.
+        """
         cfg, metrics = self.cfg, {}
         stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, scale_rewards="none")
         charged = stats.totals if cfg.reward_clip_range is None else stats.totals.clamp(*cfg.reward_clip_range)
@@ -182,10 +192,10 @@ class RLOO(Method[RLOOConfig]):
         )
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """See `rloo_objective`."""
-        # Until the weights change, the ratio is exactly 1, so do not compute it from stored log-probs. In half precision, their
-        # rounding errors add up over the tokens. Ratios of up to 2.9 were measured for 8 tokens in bfloat16, and such ratios
-        # would be clipped.
+        """Compute the clipped policy-gradient loss; see `rloo_objective`."""
+        # Until an optimizer step changes the weights, the ratio is exactly 1, so it is not computed from stored log-probs. In
+        # half precision, rounding errors of stored log-probs add up over the tokens: ratios of up to 2.9 were measured for 8
+        # tokens in bfloat16, and these would be clipped.
         if not self.cfg.outlives_weights:
             batch = replace(batch, old_logp=None)
         return rloo_objective(outputs, batch, self.cfg)

@@ -24,9 +24,7 @@ OLD_DATASET_KWARGS = {"add_special_tokens", "append_concat_token"}
 
 @config
 class SFTConfig(PictureConfig, PostTrainingConfig):
-    """Arguments of `SFTTrainer`: which tokens contribute to the loss, how rows are truncated and packed, and which loss
-    is used.
-    """
+    """Arguments of `SFTTrainer`, which trains on texts, conversations, or prompts with completions."""
 
     _VALID_DICT_FIELDS = [*PostTrainingConfig._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012
 
@@ -35,71 +33,78 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
     )
     dataset_text_field: str = option(
         "text",
-        "Name of the column with plain text. It is read only if a row has no input_ids, messages, or prompt and completion.",
+        "Name of the column with plain text. It is read only if a row has neither input_ids, nor messages, nor prompt and "
+        "completion.",
     )
     dataset_kwargs: dict[str, Any] | str | None = option(
         None,
-        "Options for the preparation of the dataset, as a mapping or JSON. The only key is skip_prepare_dataset. If it is "
-        "True, rows are not prepared and must have the columns input_ids and labels. This does not work for rows with images.",
+        "Options for the preparation of the dataset, as a mapping or JSON. The only supported key is skip_prepare_dataset. If "
+        "skip_prepare_dataset is True, rows are not tokenized and must have the columns input_ids and labels. This is not "
+        "supported for rows with images.",
     )
     dataset_num_proc: PositiveInt | None = option(
         None,
         "Number of processes that prepare the dataset, at least 1. None: the main process only. Raise it for large datasets.",
     )
     eos_token: str | None = option(
-        None, "Token that ends a sequence. It must be in the tokenizer's vocabulary. None: the tokenizer's own token."
+        None,
+        "End-of-sequence token to use instead of the tokenizer's own one. It must be in the tokenizer's vocabulary. "
+        "None: the tokenizer's own end-of-sequence token.",
     )
     pad_token: str | None = option(None, "Deprecated. Set pad_token on the tokenizer instead.")
     chat_template_path: str | None = option(
         None,
-        "Chat template to use. Either the path of a .jinja or .j2 file, whose special tokens must already be in the "
-        "vocabulary, or the folder or Hub id of a tokenizer. The template and the added tokens of that tokenizer are copied, "
-        "and the model's embedding is extended. None: the tokenizer's own template.",
+        "Chat template to use instead of the tokenizer's own template: the path of a .jinja or .j2 file, or the folder or Hub "
+        "id of another tokenizer. The special tokens of a file must already be in the vocabulary. The added tokens of another "
+        "tokenizer are copied too, and the model's embedding is extended for them. None: the tokenizer's own template.",
     )
     max_length: PositiveInt | None = option(
         1024,
-        "Maximum number of tokens per row, at least 1. Longer rows are truncated. With packing, it is the length of a packed "
-        "row. None disables truncation and excludes packing. Increase it if the log reports many truncated rows.",
+        "Maximum number of tokens per row, at least 1. Longer rows are truncated. With packing, max_length is the length of a "
+        "packed row. None: rows are not truncated, and packing is an error. Increase it if the log reports many truncated "
+        "rows.",
     )
     truncation_mode: Literal["keep_start", "keep_end"] = option(
         "keep_start",
-        "Which part of a row longer than max_length is kept. 'keep_start': the beginning. 'keep_end': the end. 'keep_end' is "
-        "deprecated, because the truncated rows begin in the middle of a text, unlike any prompt.",
+        "Which part of a row is kept if the row is longer than max_length. 'keep_start': the beginning. 'keep_end': the end. "
+        "'keep_end' is deprecated, because truncated rows then begin in the middle of a text, which no prompt does.",
     )
     completion_only_loss: bool | None = option(
         None,
-        "Which tokens of rows with prompt and completion have a loss. True or None: those of the completion. False: those of "
-        "both. In rows without a prompt, all tokens contribute to the loss.",
+        "For rows with a prompt and a completion: train only on the tokens of the completion. None: same as True. False: "
+        "train on the tokens of the prompt too. Rows without a prompt are trained on all tokens.",
     )
     assistant_only_loss: bool = option(
         False,
-        "Train only on the assistant's turns of a conversation, including the token that ends each turn. False trains on all "
-        "tokens. If the chat template does not mark assistant turns, rows are tokenized with an equivalent template that "
-        "marks them.",
+        "Train only on the assistant's turns of a conversation, including the token that ends each turn. False: train on all "
+        "tokens of the conversation. If the chat template does not mark assistant turns, rows are tokenized with a template "
+        "that marks them and renders the same text.",
     )
     allow_untrained_stop: bool = option(
         False,
-        "Continue if assistant_only_loss includes no token that ends a turn. By default this is an error, because the model "
-        "would not learn to stop.",
+        "Continue although assistant_only_loss trains on no token that ends a turn. By default this is an error, because the "
+        "model would not learn to end its turns.",
     )
     loss_type: Literal["nll", "chunked_nll", "dft"] | None = option(
         "nll",
-        "Loss. 'nll': negative log-likelihood, averaged over the loss tokens of the optimizer step and computed in chunks "
-        "of logits. 'chunked_nll': alias of 'nll'. 'dft': Dynamic Fine-Tuning (arXiv:2508.05629), which weights each token's "
-        "loss by its probability, treated as a constant. None: 'nll'.",
+        "Loss. 'nll': negative log-likelihood, averaged over all tokens of the optimizer step that have a label. Logits are "
+        "computed in chunks to save memory. 'chunked_nll': another name of 'nll'. 'dft': Dynamic Fine-Tuning "
+        "(arXiv:2508.05629), which multiplies the loss of each token by the token's probability. No gradient flows through "
+        "this factor. None: 'nll'.",
     )
     packing: bool = option(
         False,
-        "Pack several documents into each row of the training set, up to max_length tokens. Documents do not attend to each "
-        "other. Batch sizes then count packed rows, so that all steps have similar numbers of tokens.",
+        "Pack several documents into each row of the training set, up to max_length tokens. Documents in a row do not attend "
+        "to each other. Batch sizes then count packed rows, so that all optimizer steps have similar numbers of tokens.",
     )
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = option(
         "bfd",
-        "How rows are packed. 'bfd': best-fit decreasing, which packs the longest documents first. Documents longer than "
-        "max_length are truncated. 'bfd_split': same as 'bfd', but long documents are split into independent pieces. "
-        "'wrapped': documents keep their order, and are split wherever a row is full. Rows with images need 'bfd'.",
+        "How documents are packed into rows. 'bfd': best-fit decreasing, which packs the longest documents first. Documents "
+        "longer than max_length are truncated. 'bfd_split': same as 'bfd', but a document longer than max_length is split "
+        "into several independent documents. 'wrapped': documents keep their order, and a document is split where a row is "
+        "full. Rows with images need 'bfd'.",
     )
-    eval_packing: bool | None = option(None, "Pack the evaluation sets. None: same as packing.")
+    eval_packing: bool | None = option(None, "Pack the rows of evaluation sets. None: the value of packing.")
     padding_free: bool = option(
         False,
         "Accepted for compatibility with TRL. It has no effect, because batches contain no padding between sequences.",
@@ -111,8 +116,8 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
     )
     pad_to_multiple_of: int | str | None = option(
         None,
-        "Round the width of batches up to a multiple of this number. None or 'auto': no rounding, except for FlexAttention, "
-        "which needs multiples of 128.",
+        "Round the length of batch rows up to a multiple of this number of tokens. None or 'auto': no rounding. Only "
+        "FlexAttention then still uses multiples of 128, which it needs.",
     )
 
     def __post_init__(self) -> None:
@@ -122,30 +127,36 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
         warn_keep_end(self.truncation_mode)
         if (self.packing or self.eval_packing) and self.max_length is None:
             raise ConfigError(
-                "packing=True needs max_length, the length of a packed row, but max_length is None. Set max_length."
+                "packing=True needs max_length, the length of a packed row, but max_length is None. Fix: set max_length."
             )
         if self.loss_type == "dft" and self.label_smoothing_factor:
             raise ConfigError(
-                f"loss_type='dft' with label_smoothing_factor={self.label_smoothing_factor}: label smoothing is "
-                "only defined for loss_type='nll'."
+                f"loss_type='dft' does not support label_smoothing_factor={self.label_smoothing_factor}, because label "
+                "smoothing is only defined for loss_type='nll'. Fix: remove label_smoothing_factor, or use loss_type='nll'."
             )
         given = set(self.dataset_kwargs or {})
         for name in sorted(given & OLD_DATASET_KWARGS):
             warnings.warn(
-                f"dataset_kwargs[{name!r}] is a key of older releases and is ignored. Special tokens that are already "
-                "in a text are not added again, and every document ends with the end token.", FutureWarning, stacklevel=5,
+                f"dataset_kwargs[{name!r}] is a key of older TRL releases and is ignored. Special tokens that are already in a "
+                "text are never added again, and every document gets an end-of-sequence token.", FutureWarning, stacklevel=5,
             )  # fmt: skip
         unknown = sorted(given - {"skip_prepare_dataset"} - OLD_DATASET_KWARGS)
         if unknown:
-            raise ConfigError(f"dataset_kwargs has unknown keys {unknown}. The only key is 'skip_prepare_dataset'.")
+            raise ConfigError(
+                f"dataset_kwargs has unknown keys {unknown}. The only supported key is 'skip_prepare_dataset'."
+            )
 
     def _rename_deprecated(self) -> None:
         if self.packing_strategy == "bfd-requeue":
-            warnings.warn("packing_strategy='bfd-requeue' is now called 'bfd_split'.", FutureWarning, stacklevel=5)
+            warnings.warn(
+                "packing_strategy='bfd-requeue' was renamed. Use packing_strategy='bfd_split'.",
+                FutureWarning,
+                stacklevel=5,
+            )
             self.packing_strategy = "bfd_split"
 
     def supervised_options(self, *, training: bool) -> SupervisedOptions:
-        """Return the options for converting a training or evaluation set to token ids and labels."""
+        """Return the options with which a training or evaluation set is converted to token ids and labels."""
         packing = self.packing if training or self.eval_packing is None else self.eval_packing
         return SupervisedOptions(
             dataset_text_field=self.dataset_text_field,
@@ -159,7 +170,7 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
 
 
 class SFT(Method[SFTConfig]):
-    """Negative log-likelihood of the loss tokens of documents, conversations or completions."""
+    """Supervised fine-tuning: negative log-likelihood of the tokens that have a label."""
 
     config_class = SFTConfig
     traits = Traits(
@@ -175,25 +186,27 @@ class SFT(Method[SFTConfig]):
         super().__init__(cfg)
         if cfg.label_smoothing_factor:
             self.traits = replace(self.traits, needs=self.traits.needs | {"logits"})
-        if cfg.packing and cfg.packing_strategy != "bfd":  # Rows are pieces of documents, and none is truncated.
+        if (
+            cfg.packing and cfg.packing_strategy != "bfd"
+        ):  # With this strategy, documents are split and never truncated.
             self.traits = replace(self.traits, ignored_codes=frozenset({"PT-D004", "PT-D006", "PT-D011"}))
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
-        """Convert tokenized examples to rows without a shared prompt. Packed examples are split into documents."""
+        """Convert tokenized examples to rows, one per document. A packed example gives several rows."""
         return document_rows(examples)
 
     def knows_gradient(self, batch: Batch) -> bool:
-        """Return True unless the loss is DFT or uses label smoothing.
+        """Return True if the loss of a token is its negative log-prob, i.e. without DFT and label smoothing.
 
         The loss of a token is then its negative log-prob.
         """
         return self.cfg.loss_type != "dft" and not self.cfg.label_smoothing_factor
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """Return the negative log-likelihood of the loss tokens, averaged over the optimizer step.
+        """Compute the negative log-likelihood of the loss tokens, averaged over the optimizer step.
 
-        With ``label_smoothing_factor`` e the loss is ``(1 - e) nll + e u``. u is the mean of ``-log p`` over the
-        vocabulary.
+        With ``label_smoothing_factor`` e, the loss of a token is ``(1 - e) nll + e u``, where u is the mean of ``-log p`` over
+        the vocabulary.
         """
         metrics = {
             "entropy": mean(outputs.entropy, batch.loss_mask),

@@ -31,33 +31,37 @@ class TPOConfig(AnswerConfig):
     )
     loss_type: Literal["sigmoid", "hinge", "ipo", "tpo-l"] = option(
         "sigmoid",
-        "Loss of the pair, without a reference model. 'sigmoid' and 'hinge' compare the sums of log-probs, and 'hinge' "
-        "ignores pairs whose gap is large enough. 'ipo' and 'tpo-l' compare the mean log-probs per token. 'ipo' moves their "
-        "gap to a target value; for 'tpo-l', the gap must reach the margin tpo_l_gamma.",
+        "Loss of the chosen and the rejected answer. 'sigmoid': DPO's loss without a reference model, on sums of log-probs. "
+        "'hinge': like 'sigmoid', but pairs with a gap above 1 / beta have no gradient. 'ipo': moves the difference of mean "
+        "log-probs per token to a target value. 'tpo-l': like 'sigmoid', but on mean log-probs per token and with the margin "
+        "tpo_l_gamma.",
     )
     beta: PositiveFloat = option(
         0.01,
         "Scale of the reward, above 0. For 'ipo', the target gap is 1 / (2 beta). Losses on mean log-probs per token need a "
-        "value that is one or two orders of magnitude larger.",
+        "beta that is one or two orders of magnitude larger than losses on sums.",
     )
     label_smoothing: Share = option(
         0.0,
-        "Probability that a label is wrong, from 0 to 1. Only 'sigmoid' and 'tpo-l' use it. With other losses, a value above "
-        "0 is an error.",
+        "Probability that chosen and rejected are exchanged in the data, from 0 to 1. Only loss_type='sigmoid' and 'tpo-l' "
+        "use it. With other losses, a value above 0 is an error.",
     )
     tpo_alpha: NonNegativeFloat = option(
         1.0,
-        "Weight of the negative log-likelihood of gold answers, at least 0. 0 excludes gold answers, which makes the forward "
-        "pass smaller.",
+        "Weight of the negative log-likelihood of gold answers, at least 0. 0: gold answers are not computed, which saves "
+        "time and memory.",
     )
-    tpo_l_gamma: float = option(0.5, "With loss_type='tpo-l': margin that the scaled difference of rewards must reach.")
+    tpo_l_gamma: float = option(
+        0.5,
+        "With loss_type='tpo-l': margin by which the reward of the chosen answer should exceed that of the rejected answer.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.label_smoothing and "label_smoothing" not in TPO_LOSSES[self.loss_type].scalars:
             raise ConfigError(
-                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type!r}. Only "
-                "'sigmoid' and 'tpo-l' use it."
+                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type!r}. Only 'sigmoid' and "
+                "'tpo-l' use it. Fix: remove label_smoothing, or use one of these losses."
             )
         self.refuse_unread_by_loss(tpo_l_gamma="gamma" in TPO_LOSSES[self.loss_type].scalars)
 
@@ -65,7 +69,8 @@ class TPOConfig(AnswerConfig):
 class TPO(ReferenceFree[TPOConfig]):
     """Triple preference optimization: a loss on chosen and rejected answers plus the NLL of the gold answer.
 
-    The three answers to a prompt form one prefix tree. The gold answer is in the column ``reference``.
+    The three answers of a row share the computation of the prompt (prefix tree). The gold answer is in the column
+    ``reference``.
 
     Reference: Triple preference optimization, arXiv:2405.16681.
     """
@@ -77,14 +82,23 @@ class TPO(ReferenceFree[TPOConfig]):
 
     def __init__(self, cfg: TPOConfig) -> None:
         super().__init__(cfg)
-        if not cfg.tpo_alpha:  # The gold answers are not computed, because only the NLL term needs them.
+        if not cfg.tpo_alpha:  # Without the NLL term, the gold answers are not needed, so they are not computed.
             self.branches, self.traits = self.branches[:2], replace(self.traits, answers=2)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """Compute the preference loss and the NLL of the gold answers."""
         cfg, size = self.cfg, len(self.branches)
         given = size == 3 or not cfg.tpo_alpha
-        check_rules(cfg, [("tpo_alpha", given, "needs gold answers, which tpo_alpha=0 excluded: set it in the config")])
+        check_rules(
+            cfg,
+            [
+                (
+                    "tpo_alpha",
+                    given,
+                    "needs gold answers, but tpo_alpha=0 in the config excluded them. Fix: set tpo_alpha in the config",
+                )
+            ],
+        )
         formula = TPO_LOSSES[cfg.loss_type]
         logp, length = branch_sums(outputs, batch, size)
         read = mean_logp(logp, length) if formula.per_token else logp

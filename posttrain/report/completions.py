@@ -82,7 +82,9 @@ TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {
 
 
 class Attempts:
-    """Runner of actions whose errors must not stop training. After an error, it warns and skips this destination."""
+    """Runs actions whose errors must not stop training. After an error, a warning is logged, and the same destination is
+    skipped from then on.
+    """
 
     def __init__(self) -> None:
         self.failed: set[str] = set()
@@ -105,7 +107,7 @@ class Attempts:
 
 
 MINUTES = 2  # Interval between two pushes to the Hub, in minutes.
-PER_TOKEN = ("tokens", "logps")  # Columns that are used only by the report page.
+PER_TOKEN = ("tokens", "logps")  # Columns of the completions table that only the HTML report uses.
 # Column of `completion_rows` that holds images for trackers.
 THUMBNAILS = "thumbnails"
 WIDE = 400  # Maximum number of characters of a text in the printed table.
@@ -127,7 +129,7 @@ def print_prompt_completions_sample(
         rewards: One list of rewards per function. None means that the function did not score the completion.
         advantages: One advantage per completion.
         step: Step that is shown in the title.
-        num_samples: Number of rows to print, selected at random. None prints all rows; 0 or less prints nothing.
+        num_samples: Number of randomly selected rows to print. None: all rows. 0 or less: no rows.
     """
     from rich.console import Console
     from rich.table import Table
@@ -137,7 +139,7 @@ def print_prompt_completions_sample(
         return
     order = list(range(len(prompts)))
     if num_samples is not None and num_samples < len(order):
-        # Use a separate generator, so that the random state of the run does not change.
+        # A separate random generator is used, so that the random state of the run does not change.
         order = sorted(random.Random(step).sample(order, num_samples))
     table = Table(title=f"Step {step}", show_lines=True, expand=True)
     for name in ("prompt", "completion", *rewards, "advantage"):
@@ -161,13 +163,14 @@ def _number(value: float | None) -> str:
 
 
 class RolloutTableCallback(transformers.TrainerCallback):
-    """Callback that shows the latest completions at each log, separately for training and for evaluation.
+    """Callback that prints the latest completions at each logging step, and sends them to trackers. Training and evaluation
+    have separate tables.
 
     Args:
         record: Run record, which provides the rows of all ranks on the main process.
         names: Names of reward functions.
-        rows: Maximum number of stored completions, which is the number of one generation.
-        shown: Number of rows printed on the terminal. None prints all rows.
+        rows: Maximum number of stored completions, i.e. the size of one generation.
+        shown: Number of rows that are printed on the terminal. None: all rows.
         unique: Whether a tracker's table contains only one row per prompt.
     """
 
@@ -180,7 +183,7 @@ class RolloutTableCallback(transformers.TrainerCallback):
         record.listeners.append(self.add)
 
     def add(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
-        """Store rows until the next log."""
+        """Store rows until the next logging step."""
         self.rings["eval_" if evaluation else ""].extend(rows)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. It replaces ``path`` on success, and is removed after an error. The folder is created."""
+    """Yield a temporary path to write to. After the ``with`` block, the temporary file replaces ``path``. After an error, it
+    is removed. The folder is created if it does not exist.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -30,7 +32,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON mapping. Return an empty mapping if the file is missing or was truncated by a crash."""
+    """Read a JSON mapping from a file. Return an empty mapping if the file is missing, or incomplete because of a crash."""
     try:
         return read_line(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError):  # Invalid UTF-8 raises a ValueError.
@@ -38,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_line(line: str) -> dict[str, Any] | None:
-    """Parse a line as a JSON mapping. Return None if it is something else or was truncated by a crash."""
+    """Parse a line as a JSON mapping. Return None if it is not a mapping, or incomplete because of a crash."""
     try:
         content = json.loads(line)
     except ValueError:

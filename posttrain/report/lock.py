@@ -44,7 +44,8 @@ def check_writable(output_dir: str | None) -> None:
     folder = Path(output_dir).expanduser()
     try:
         os.fsencode(folder)
-        # This raises an error for undecodable bytes of a path, which Python represents as surrogates.
+        # This raises an error if the path contains bytes that are invalid in the file system's encoding. Python represents such
+        # bytes as surrogates.
         str(folder).encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(
@@ -94,7 +95,7 @@ class FolderLock:
             ConfigError: The folder is in use. The error contains the process, its machine, and the time of its start.
         """
         owner = self._owner()
-        # Do not check the lock of this run itself. All ranks of a run have the same launcher and use the same folder.
+        # The lock of this run itself is not an error. All ranks of a run have the same launcher and use the same folder.
         if owner is not None and (_launcher() is None or owner.get("launcher") != _launcher()):
             self._lock_system(timeout=0)
             self._lock.release()
@@ -116,7 +117,7 @@ class FolderLock:
         with whole_file(self.path) as part:
             part.write_text(json.dumps(owner | {"launcher": _launcher()}), encoding="utf-8")
         if self.held:
-            self._lock.release()  # filelock counts how often it is acquired, but one acquisition is enough.
+            self._lock.release()  # filelock counts acquisitions and must be released as often, so the lock is acquired only once.
         self.held = True
 
     def assert_held(self) -> None:

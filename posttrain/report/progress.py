@@ -1,4 +1,6 @@
-"""Live view of a run: metrics and a progress bar on a terminal, a table in a notebook, and a summary at the end."""
+"""Live display of a run: metrics and a progress bar on a terminal, or a table in a notebook. At the end, a summary is
+printed.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-# Metrics that are shown if the run logs them, in this order. "*" stands for the name of each reward function. `posttrain
-# report` shows all other metrics.
+# Metrics to display if the run logs them, in this order. "*" stands for the name of each reward function. All other metrics are
+# only in the HTML report.
 MAIN: dict[str, str] = {
     "loss": "loss",
     "eval_loss": "held-out loss",
@@ -96,7 +98,7 @@ def shell_command(*words: str) -> str:
 
 
 def resume_command() -> str:
-    """Return how to resume this run: its command with ``--resume_from_checkpoint true``, or a line of Python.
+    """Return text that shows how to resume this run: its command with ``--resume_from_checkpoint true``, or a line of Python.
 
     Secrets are replaced. A shell comment lists the options whose values the user must fill in.
     """
@@ -163,7 +165,7 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     lines, rewarded = [], any("reward" in line for line in history)
     if not any("reward" in line or "loss" in line for line in history):
-        # No step was logged, so use the mean over all steps, which trainers log at the end.
+        # If no step was logged, use the mean over all steps, which trainers log at the end.
         means = [float(line["train_loss"]) for line in history if "train_loss" in line]
         lines = [f"loss {mean:.3g} (mean over all steps: no step was logged, see logging_steps)" for mean in means[-1:]]
     labels = logged_labels(
@@ -260,7 +262,8 @@ class RichProgressCallback(transformers.TrainerCallback):
         self._started, self._first = time.perf_counter(), state.global_step
         self._said = self._started
         self._rows, self._table = [], None
-        # Compute the remaining time here. rich estimates it from the last 30 seconds only, but a step can take minutes.
+        # The remaining time is computed here, because rich estimates it only from the last 30 seconds, but a step can take
+        # minutes.
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
         left = TextColumn("left {task.fields[left]}")
         hidden = in_notebook() or not self.console.is_terminal
@@ -273,7 +276,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         return duration((time.perf_counter() - self._started) / max(done, 1) * (total - done))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Advance the bar. Without a bar, print the remaining time after `SILENCE` seconds without output."""
+        """Advance the progress bar. If there is no bar, print the remaining time after `SILENCE` seconds without output."""
         if self.progress is None:
             return
         self.progress.update(self.task, completed=state.global_step, left=self._left(state))

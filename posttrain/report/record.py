@@ -1,4 +1,6 @@
-"""Run record: files about a run. They can be read while it is running, and after a crash."""
+"""Run record: files with config, metrics and completions of a run. They can be read while the run is active, and after a
+crash.
+"""
 
 from __future__ import annotations
 
@@ -119,8 +121,9 @@ PREFIXES = ("", "eval_")  # Prefixes of file names, for training and for evaluat
 class RunRecord:
     """Files of one run: ``manifest.json``, ``metrics.jsonl``, ``completions/*.parquet``, ``completions.parquet``.
 
-    A line of metrics is on disk before the next step. All other files are written atomically. When a run is resumed, lines and
-    rows of the steps that it repeats are removed. A new run moves the record of an earlier run to a subfolder.
+    Each line of metrics is on disk before the next step begins. All other files are written atomically. When a run is resumed,
+    lines and rows of the steps that the run repeats are removed. A new run in the same folder moves the record of the earlier
+    run to a subfolder.
 
     Args:
         output_dir: Folder of the run. It is created when the first file is written.
@@ -133,8 +136,8 @@ class RunRecord:
         self._pending: dict[str, list[dict[str, Any]]] = {prefix: [] for prefix in PREFIXES}
         self._unmerged = False
         self._warned = False
-        # Record the state of an earlier run's files now, because an evaluation before training may append lines of this run to
-        # them.
+        # Remember now which files of an earlier run exist, because an evaluation before training may append lines of this run
+        # to them.
         self._remember_old()
 
     def _remember_old(self) -> None:
@@ -161,7 +164,10 @@ class RunRecord:
         """Write ``data.json`` with the first batch as the model received it. An error is only logged."""
         try:
             _write_atomically(self.folder / "data.json", json.dumps(content, ensure_ascii=False, default=str))
-        except (OSError, ValueError) as error:  # Continue without this file, because the report does not require it.
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # The run continues without this file, because the report does not need it.
             self._complain("the first batch", error)
 
     def begin(self, step: int) -> None:
@@ -258,7 +264,7 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
         size = file.tell()
         try:
             written = file.write(line)
-            # Repeat the call. If the disk becomes full, a call may write only a part of the line.
+            # The call is repeated until the whole line is written, because a single call may write only a part of it.
             while written < len(line):
                 written += file.write(line[written:])
             os.fsync(file.fileno())
@@ -316,7 +322,7 @@ class RunRecordCallback(transformers.TrainerCallback):
         # Function that returns whether Ctrl-C or SIGTERM stopped the run. The trainer replaces it.
         self.interrupted: Callable[[], bool] = lambda: False
         self._step = 0
-        # Findings that were reported before the folder was locked. After that, it is None.
+        # Findings that were reported before the folder was locked. None after the folder is locked.
         self._findings: list[Finding] | None = []
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:

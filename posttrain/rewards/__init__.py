@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain import plugins
 
-# Maps each module to its names that can be imported from `posttrain.rewards`.
+# For each module, the names that can be imported from `posttrain.rewards`.
 _PUBLIC = {
     "extensions.rewards.code": ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests"),
     "rewards.call": ("RewardTable", "parallel"),
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _rewards() -> dict[str, Callable[[], Callable]]:
-    """Map each reward name of the command line to a function that creates the reward function."""
+    """Return a mapping from the names of built-in rewards on the command line to functions that create these rewards."""
     from posttrain.rewards import format, math
 
     return {

@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVED = ("prompt", "completion", "completion_ids")
-# Arguments with one value per row. A reward function receives the arguments that it names. With ``**kwargs``, it receives all.
+# Names of arguments that contain one value per row. A reward function receives only the arguments that its signature names.
+# With ``**kwargs``, it receives all.
 ROWS = ("prompts", "completions", "completion_ids")
-# Arguments that the trainer passes in addition to prompts, completions and dataset columns.
+# Names of arguments that the trainer passes in addition to prompts, completions and dataset columns.
 TRAINERS_ARGUMENTS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
 # Maximum absolute values of a reward and of a weight. The square of a larger product exceeds the range of float32.
 LARGEST_REWARD, LARGEST_WEIGHT = 1e12, 1e6
-# Number of seconds after the timeout at which a function that is still running counts as blocking the event loop.
+# If an asynchronous function is still running this number of seconds after its timeout, it must be blocking the event loop.
 GRACE_SECONDS = 5.0
 
 F = TypeVar("F", bound=Callable)
@@ -47,7 +48,7 @@ F = TypeVar("F", bound=Callable)
 def parallel(function: F) -> F:
     """Run a synchronous reward function on its own thread, concurrently with other reward functions.
 
-    Use this decorator for functions that spend their time waiting, e.g. for a judge or a sandbox.
+    Use this decorator for functions that spend most of their time waiting, e.g. for a judge or a sandbox.
 
     >>> @parallel
     ... def judged(completions, **kwargs):
@@ -59,7 +60,8 @@ def parallel(function: F) -> F:
 
 
 def reward_name(function: Any) -> str:
-    """Return the name of a reward function: its ``__name__``, the last part of a model's id, or the class name of an instance.
+    """Return the name of a reward function. It is ``__name__`` of a function, the last part of a model's id, or the class name
+        of any other object.
 
     For a ``functools.partial``, this is the name of the wrapped function.
     """
@@ -90,10 +92,10 @@ def unique(names: list[str]) -> list[str]:
 
 
 def one_each(name: str, values: object, count: int) -> list[Any]:
-    """Return ``values`` as a list with one entry per reward function. None becomes a list of None.
+    """Convert ``values`` to a list with one entry per reward function. None becomes a list in which every entry is None.
 
     Raises:
-        ConfigError: The number of entries differs from ``count``. The error contains the argument's ``name``.
+        ConfigError: The number of entries is not ``count``. The message contains ``name``, the name of the argument.
     """
     entries = (
         [None] * count if values is None else list(values) if isinstance(values, list | tuple | Tensor) else [values]
@@ -113,7 +115,7 @@ def as_callable(function: Any, tokenizer: Tokenizer, options: dict[str, Any]) ->
         return ModelReward(function, tokenizer, **options)
     if isinstance(function, type):
         raise ConfigError(
-            f"reward_funcs contains the class {function.__name__!r}. Calling a class creates an instance and does not return "
+            f"reward_funcs contains the class {function.__name__!r}, but calling a class creates an instance and returns no "
             f"rewards. Fix: pass an instance, {function.__name__}(...), or a function."
         )
     if not callable(function):
@@ -137,12 +139,12 @@ class RewardTable:
     """Rewards of one batch of completions.
 
     Attributes:
-        values: Rewards ``(n, K)`` float32 of n completions and K functions. NaN means that the function returned None. After
-            `RewardRunner.finish`, these are the transformed rewards.
-        names: K unique names of the functions.
+        values: Rewards ``(n, K)`` float32 of n completions and K functions. NaN means that the function has returned None.
+            After `RewardRunner.finish`, the rewards are transformed.
+        names: Unique names of the K functions.
         weights: Weights ``(K,)`` float32 of the functions.
         extra_columns: Columns that functions logged with ``log_extra``, one value per row.
-        metrics: Duration of each function, values logged with ``log_metric``, and the number of NaN rewards.
+        metrics: Metrics to log: the duration of each function, values passed to ``log_metric``, and the number of NaN rewards.
         seconds: Wall-clock seconds of each function, by name.
         raw: Rewards ``(n, K)`` before the transforms.
         start: Index in ``values`` of this process's first row.
@@ -160,15 +162,17 @@ class RewardTable:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function with its name, signature and timeout. Created by `reward_function`.
+    """A reward function with its name, signature and timeout. `reward_function` creates it.
 
     Attributes:
         name: Unique name, for metrics and errors.
-        call: Function that takes the accepted arguments as keywords. Returns the rewards, or an awaitable of the rewards.
-        accepts: Named parameters of the function. The value is True if the parameter is required.
+        call: Function that is called with the accepted arguments as keywords. It returns the rewards, or an awaitable of the
+            rewards.
+        accepts: Names of the function's parameters. The value is True if the parameter has no default.
         takes_all: Whether the function has ``**kwargs`` and therefore gets every argument.
         timeout: Maximum seconds of a call. None means no limit.
-        concurrent: Whether ``call`` returns an awaitable. These functions run concurrently, after all synchronous functions.
+        concurrent: Whether ``call`` returns an awaitable. All concurrent functions run at the same time, after the synchronous
+            functions.
     """
 
     name: str
@@ -179,17 +183,17 @@ class RewardFunction:
     concurrent: bool = False
 
     def reads(self) -> str:
-        """Return the dataset columns that the function has as parameters, or "any" if it accepts all columns."""
+        """Return the names of the dataset columns that the function reads, or "any" if it accepts all columns."""
         named = [name for name in self.accepts if name not in (*ROWS, *TRAINERS_ARGUMENTS)]
         return ", ".join(named) or ("any" if self.takes_all else "no column")
 
     def check_columns(
         self, columns: Collection[str], others: Collection[str] = TRAINERS_ARGUMENTS, *, dataset: str = "the dataset"
     ) -> None:
-        """Raise an error if the function needs an argument that it will not get.
+        """Raise an error if the function has a required parameter that is neither a column nor an argument of the trainer.
 
         Args:
-            columns: Columns of the dataset that functions get, without ``prompt``.
+            columns: Names of the dataset columns that are passed to reward functions, without ``prompt``.
             others: Names of the trainer's arguments, besides `ROWS`.
             dataset: Name of the dataset, for the message.
         """
@@ -202,7 +206,8 @@ class RewardFunction:
 
 
 def reward_function(name: str, function: Callable, timeout: float | None = None) -> RewardFunction:
-    """Create a `RewardFunction`: read the signature, and wrap the function with a thread or a coroutine if needed.
+    """Create a `RewardFunction`: read the function's signature, and if necessary wrap the function so that it runs on a thread
+        or as a coroutine.
 
     Args:
         name: Unique name, for metrics and errors.
@@ -228,7 +233,7 @@ def reward_function(name: str, function: Callable, timeout: float | None = None)
 
 
 def parameters(function: Callable) -> tuple[dict[str, bool], bool]:
-    """Return ``{name: is_required}`` for the named parameters, and whether the function accepts any keyword argument.
+    """Return the function's parameters as ``{name: is_required}``, and whether it accepts any keyword argument (``**kwargs``).
 
     A function whose signature cannot be read is assumed to accept any keyword argument.
     """
@@ -251,16 +256,16 @@ def score(
     """Call every function on one batch of completions, and check its rewards.
 
     Args:
-        functions: K functions. Synchronous functions run first, in order, on the calling thread. Concurrent functions run
-            afterwards, at the same time.
+        functions: K functions. Synchronous functions run first, one after the other, on the calling thread. Concurrent
+            functions run after them, all at the same time.
         weights: Weights ``(K,)``, stored in the returned table.
         rows: ``prompts``, ``completions``, ``completion_ids`` and the dataset's columns, with n values each.
-        always: Arguments without one value per row (``trainer_state``, ``environments``).
+        always: Arguments that do not have one value per row (``trainer_state``, ``environments``).
         strict: Whether a NaN reward is an error.
 
     Raises:
-        RewardError: A column does not have n values, or a function failed. The error contains the function's name and, if the
-            reward of one row caused it, the row.
+        RewardError: A column does not have n values, or a function failed. The message contains the function's name. If the
+            reward of one row is invalid, it also contains the row.
     """
     prompts = rows["prompts"]
     for name, column in rows.items():
@@ -291,7 +296,7 @@ def _results(
     always: Mapping[str, Any],
     extra: Mapping[str, dict[str, list[Any]]],
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the unchecked result and the duration in seconds of each function, by name."""
+    """Call the functions. Return the result of each function, before it is checked, and its duration in seconds, by name."""
     count = len(rows["prompts"])
     results: dict[str, Any] = {}
     seconds: dict[str, float] = {}
@@ -309,7 +314,7 @@ def _results(
             with still_running([name], count):
                 result = results[name] = function.call(**arguments)
         except (MissingDependencyError, KeyboardInterrupt):
-            # Do not add anything, because the message about a missing dependency already says what to install.
+            # Pass this error on unchanged, because its message already contains what to install.
             raise
         # Catch BaseException, because a function may raise CancelledError, GeneratorExit or SystemExit, which are not
         # subclasses of Exception.
@@ -332,7 +337,9 @@ def _results(
 
 
 def accepted(function: RewardFunction, rows: Mapping[str, list[Any]], always: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a function. Rows are copied, so that a function that edits them does not affect the next one."""
+    """Return the arguments for a function. Rows are copied, so that a function that changes them does not affect other
+    functions.
+    """
     function.check_columns([column for column in rows if column not in ROWS], always)
     taken = {
         name: value for name, value in {**rows, **always}.items() if function.takes_all or name in function.accepts
@@ -347,7 +354,9 @@ def _log_extra(name: str, extra: dict[str, list[Any]], count: int, column: str, 
 
 
 def merged(extra: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Return the logged columns in the order of the functions. A name that already exists gets the function's name as prefix."""
+    """Merge the columns that functions have logged, in the order of the functions. If two functions use the same column
+    name, the second gets the function's name as prefix.
+    """
     columns: dict[str, list[Any]] = {}
     for name, logged in extra.items():
         for column, values in logged.items():
@@ -362,14 +371,15 @@ def failure(function: RewardFunction, error: BaseException, prompts: Sequence[An
     first = f"(first prompt: {head(prompts[0]) if prompts else 'none'})"
     if timeout is not None and isinstance(error, TimeoutError) and not str(error):
         return RewardError(
-            f"reward function {name!r} did not answer within reward_timeout={timeout} s for {len(prompts)} "
-            f"completions {first}. Fix: set a shorter timeout inside the function, or increase reward_timeout."
+            f"reward function {name!r} did not return within reward_timeout={timeout} s for {len(prompts)} completions "
+            f"{first}. Fix: set a shorter timeout inside the function, or increase reward_timeout."
         )
     if isinstance(error, RewardError):
         return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} {first}.")
     place = raised_at(error, besides=__file__)
     place = f" at {place}" if place else ""
-    # Detect network errors by words in the class name, because httpx, requests, aiohttp and openai have no common error class.
+    # Network errors are detected by words in the name of the error class, because httpx, requests, aiohttp and openai have no
+    # common base class.
     network = isinstance(error, ConnectionError) or any(word in type(error).__name__ for word in NETWORK)
     fix = (
         "check the address of its server and the network, and retry inside the function (e.g. with tenacity). Training can "
@@ -384,8 +394,8 @@ def checked(name: str, result: Any, prompts: Sequence[Any], strict: bool) -> lis
     """Check the result of a reward function, and convert it to a list with a float or None per row.
 
     Raises:
-        RewardError: The result is not a sequence of n values, or a value is neither a finite number nor None. NaN is allowed
-            unless ``strict``.
+        RewardError: The result is not a sequence of n values, or a value is neither a finite number nor None. NaN is an error
+            only with ``strict``.
     """
     n, shape = len(prompts), tuple(getattr(result, "shape", ()))
     rewards = result.tolist() if hasattr(result, "tolist") else result
@@ -436,7 +446,7 @@ NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # Words that occur in t
 
 @contextlib.contextmanager
 def still_running(names: Sequence[str], rows: int) -> Iterator[None]:
-    """Log a warning after 1, 2, 4, 8, ... minutes as long as the ``with`` block is running."""
+    """Log a warning after 1, 2, 4, 8, ... minutes while the ``with`` block is running."""
     done = threading.Event()
 
     def log_wait() -> None:

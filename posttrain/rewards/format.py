@@ -44,8 +44,8 @@ class SoftOverlongPunishment:
     ``max_completion_len`` tokens, and stays at -1 for longer completions.
 
     Args:
-        max_completion_len: Number of tokens at which the penalty reaches -1. It should not exceed the trainer's
-            ``max_completion_length``, otherwise no completion gets the full penalty.
+        max_completion_len: Number of tokens at which the penalty reaches -1. It should be at most the trainer's
+            ``max_completion_length``, because otherwise no completion gets the full penalty.
         soft_punish_cache: Number of tokens over which the penalty falls from 0 to -1. With 0, the penalty is a step function.
 
     Reference: DAPO, arXiv:2503.14476, equation 13.
@@ -81,11 +81,12 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 class CosineScaledReward:
-    """Accuracy reward scaled by length. Short correct answers get more than long ones; short wrong answers get less.
+    """Accuracy reward that depends on the length of the completion. Short correct answers get a larger reward than long correct
+    answers. Short wrong answers get a smaller reward than long wrong answers.
 
-    The reward is ``lo + (hi - lo) / 2 * (1 + cos(pi * p))`` with ``p = min(tokens / max_len, 1)``. For a correct answer,
-    ``lo, hi = min_value_correct, max_value_correct``. For a wrong answer, ``lo, hi = max_value_wrong, min_value_wrong``. The
-    reward is None where `accuracy_reward` returns None.
+    The reward is ``lo + (hi - lo) / 2 * (1 + cos(pi * p))`` with ``p = min(tokens / max_len, 1)``. For a correct answer, ``lo,
+    hi = min_value_correct, max_value_correct``. For a wrong answer, ``lo, hi = max_value_wrong, min_value_wrong``. If
+    `accuracy_reward` returns None for a completion, this reward is None too.
 
     Example with the defaults and ``max_len=100``: correct answers of 0, 25, 50, 75, 100 and 200 tokens get 1, 0.92678, 0.75,
     0.57322, 0.5 and 0.5. Wrong answers get the negatives of these values.
@@ -112,7 +113,7 @@ class CosineScaledReward:
     def __call__(
         self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], solution: Sequence[Any], **_: Any
     ) -> list[float | None]:
-        """Return one number (or None) per completion."""
+        """Return one reward (a number or None) per completion."""
         from posttrain.rewards.math import accuracy_reward
 
         right = accuracy_reward(completions, solution)
@@ -142,7 +143,8 @@ class RepetitionPenalty:
 
     Args:
         ngram_size: Number of tokens per n-gram, at least 1.
-        max_penalty: Value that the penalty approaches for endless repetition. It must not be positive.
+        max_penalty: Value that the penalty approaches if a completion repeats the same n-gram endlessly. It must be 0 or
+            negative.
 
     Reference: Demystifying long chain-of-thought reasoning, arXiv:2502.03373, appendix.
     """

@@ -1,4 +1,6 @@
-"""Judges that compare, rank or check completions. `JudgeReward` converts a judge to a reward function."""
+"""Judges, for example language models, that compare, rank or check completions. `JudgeReward` converts a judge to a reward
+function.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ NO_VERDICT = -1
 
 
 def as_text(value: object) -> str:
-    """Convert a prompt or a completion to text: strings are unchanged, and several messages are listed with their roles."""
+    """Convert a prompt or a completion to text. A string is returned unchanged. Messages are listed with their roles."""
     if isinstance(value, str):
         return value
     if len(value) == 1:
@@ -41,11 +43,11 @@ def _addresses(prompt: Any) -> list[str]:
 
 
 class BaseJudge(ABC):
-    """Base class of all judges: an object with a method ``judge``.
+    """Base class of all judges. A judge has the method ``judge``, which returns verdicts.
 
     Attributes:
-        vision: Whether ``judge`` accepts ``images``, a list of ``data:`` URLs per prompt. Judges without vision do not get rows
-            with images.
+        vision: Whether ``judge`` accepts ``images``, a list of ``data:`` URLs per prompt. If False, rows with images are not
+            passed to the judge.
     """
 
     vision: bool = False
@@ -74,7 +76,7 @@ class BasePairwiseJudge(BaseJudge):
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
-        """Return one verdict per prompt: the index (0 or 1) of the better completion, or -1 for no verdict."""
+        """Return one verdict per prompt: the index (0 or 1) of the better completion, or -1 if the judge could not decide."""
 
 
 class BaseBinaryJudge(BaseJudge):
@@ -92,7 +94,7 @@ class BaseBinaryJudge(BaseJudge):
 
 
 class JudgeReward:
-    """Reward function that asks a judge.
+    """Reward function that converts the verdicts of a judge to rewards.
 
     The reward depends on the type of judge:
 
@@ -103,8 +105,8 @@ class JudgeReward:
     Args:
         judge: `BasePairwiseJudge` (groups of two), `BaseRankJudge` or `BaseBinaryJudge`.
         group_size: Number of completions per prompt. The completions of a prompt are in consecutive rows.
-        halves: Order of the rows for groups of two. If True, the first completions of all prompts come first, followed by
-            the second completions of all prompts.
+        halves: Order of rows if ``group_size`` is 2. True: the first completions of all prompts, followed by the second
+            completions of all prompts. False: the two completions of a prompt are in consecutive rows.
 
     >>> class Longer(BasePairwiseJudge):
     ...     def judge(self, prompts, completions, shuffle_order=True):
@@ -113,7 +115,8 @@ class JudgeReward:
     [0.0, 1.0]
     """
 
-    # While the judge waits for its server, other reward functions can run (like with the decorator `parallel`).
+    # Marks this function like the decorator `parallel`, so that other reward functions run while the judge waits for its
+    # server.
     runs_in_thread = True
 
     def __init__(self, judge: BaseJudge, *, group_size: int = 2, halves: bool = False) -> None:
@@ -123,7 +126,8 @@ class JudgeReward:
             )
         if isinstance(judge, BasePairwiseJudge) and group_size != 2:
             raise ConfigError(
-                f"{type(judge).__name__} compares two completions, but group_size={group_size}. Fix: set group_size=2."
+                f"{type(judge).__name__} compares two completions per prompt, but group_size={group_size}. Fix: set "
+                "group_size=2."
             )
         self.judge, self.group_size, self.halves = judge, group_size, halves
         self.__name__ = type(judge).__name__
@@ -161,7 +165,7 @@ class JudgeReward:
         return [reward for _, reward in sorted(pairs)]
 
     def _groups(self, count: int) -> list[list[int]]:
-        size = min(self.group_size, count)  # A trial call may have fewer rows than a group.
+        size = min(self.group_size, count)  # A trial call before training may have fewer rows than a group.
         if size == 0 or count % size:
             raise RewardError(
                 f"{self.__name__} got {count} completions, which is not a multiple of group_size={self.group_size}."
@@ -191,10 +195,10 @@ class JudgeReward:
 
 
 class PairRewards(RewardRunner):
-    """Reward runner for trainers with two completions per prompt.
+    """Reward runner for trainers that compare two completions per prompt.
 
-    Reward functions get the first completions of all prompts, followed by the second completions of all prompts. The rewards
-    are returned in the original order of the rows.
+    Rows are passed to reward functions in another order: the first completions of all prompts, followed by the second
+    completions of all prompts. Rewards are returned in the original order.
 
     Attributes:
         pairs: Whether the two completions of a prompt are in consecutive rows. If False, rows are not reordered.
@@ -203,7 +207,9 @@ class PairRewards(RewardRunner):
     pairs = True
 
     def rows_again(self, count: int) -> list[int]:
-        """Return the row indices of the first two prompts. A judge needs both completions of a prompt."""
+        """Return the indices of the rows to score twice: all rows of the first two prompts, because a judge needs both
+        completions of a prompt.
+        """
         half = count // 2
         return [0, 1, half, half + 1] if self.pairs and half > 1 else super().rows_again(count)
 

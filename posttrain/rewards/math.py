@@ -1,4 +1,4 @@
-"""Rewards for correct answers to mathematical questions."""
+"""Reward functions that compare answers to mathematical questions with a reference answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WRAPPERS = [
     (re.compile(r"^\\\[(.*)\\\]$", re.S), r"\1"),
     (re.compile(r"^\*\*(.*)\*\*$", re.S), r"\1"),
     (re.compile(r'^"(.*)"$', re.S), r"\1"),
-    # Choice of a multiple-choice question: (B) becomes B.
+    # Matches the answer to a multiple-choice question, so that (B) becomes B.
     (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),
 ]
 BRACE = re.compile(r"[{}]")
@@ -71,7 +71,7 @@ def _closing(text: str, opening: int) -> int | None:
 
 
 def bare(answer: object) -> str:
-    """Strip the box, dollar signs, formatting and the final period from an answer. Nested wrappers need several passes."""
+    """Remove the box, dollar signs, formatting and the final period from an answer, repeatedly if they are nested."""
     text = str(answer).strip()
     for _ in range(LAYERS):
         before = text
@@ -89,8 +89,8 @@ def bare(answer: object) -> str:
 def answers_match(pred: Any, gold: Any) -> bool | None:
     r"""Return whether an answer equals the reference answer.
 
-    If the reference is a word or a date, the two are compared as text and case is ignored. Otherwise math-verify compares them
-    as formulas.
+    If the reference is a word or a date, answer and reference are compared as text, without regard to case. Otherwise,
+    math-verify compares them as formulas.
 
     Args:
         pred: The answer. None and an empty answer do not match any reference.
@@ -116,17 +116,19 @@ FORMULA_SECONDS = 5.0
 # Maximum length in characters and maximum bracket depth of a text that is parsed. The parser's time grows exponentially with
 # the depth of open brackets.
 FORMULA_CHARS, FORMULA_DEPTH = 1000, 20
-# Matches words and dates, which must not be parsed as formulas. Otherwise "yes" and "sey" would be the same product of y, e and
-# s.
+# Matches words and dates, which must not be parsed as formulas. As formulas, "yes" and "sey" would be the same product of y, e
+# and s.
 WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*|\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}", re.S)
-# Number of consecutive batches without a parseable answer after which a warning explains the expected format.
+# If this number of consecutive batches contains no answer that can be parsed, a warning explains the expected format.
 SILENT_BATCHES = 3
 _silent_batches = 0
 _warned: set[str] = set()
 
 
 class Verdict(NamedTuple):
-    """Reward of one completion (None if the reference cannot be parsed), and the parsed forms of reference and answer."""
+    """Result for one completion: its reward (None if the reference cannot be parsed), the parsed reference and the parsed
+    answer.
+    """
 
     reward: float | None
     gold: str
@@ -153,7 +155,7 @@ def accuracy_reward(
 
     Returns:
         1.0, 0.0, or None if the reference cannot be parsed. Only the last 1,000 characters before the end of the last box are
-        parsed; a longer box is compared as text. The comparison runs in a separate process. If it takes longer than
+        parsed. A longer box is compared as text. The comparison runs in a separate process. If it takes longer than
         `FORMULA_SECONDS` (5 s), the process is killed and the answer counts as wrong. This can happen for short formulas too,
         e.g. ``x^x^x...`` with 250 characters.
 
@@ -185,7 +187,8 @@ def reasoning_accuracy_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    r"""Score the text after the reasoning with `accuracy_reward`. A completion whose reasoning does not end gets 0.
+    r"""Score the text after the reasoning with `accuracy_reward`. If the reasoning of a completion does not end, its reward is
+    0.
 
     Args:
         completions: n strings or lists of messages.
@@ -247,7 +250,8 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
 def _to_parse(text: str) -> str | None:
     """Truncate a text after its last box, and keep at most the last `FORMULA_CHARS` characters.
 
-    Return None if the box is longer or its brackets are nested deeper than `FORMULA_DEPTH`. The caller then compares texts.
+    Return None if the box is longer than this, or if its brackets are nested deeper than `FORMULA_DEPTH`. The caller then
+    compares texts.
     """
     if len(text) > FORMULA_CHARS and (start := text.rfind("\\boxed{")) >= 0:
         closing = _closing(text, start + 6)
@@ -275,7 +279,9 @@ def _plain(text: str) -> str:
 
 
 def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
-    """Return ``function(*call)`` for each call, run in a process. The result is `TIMED_OUT` after a kill, None after an error."""
+    """Compute ``function(*call)`` for each call in worker processes. If a call takes too long, its process is killed and the
+    result is `TIMED_OUT`. If it raises an error, the result is None.
+    """
     expired = require("pebble", "math-verify").ProcessExpired
     results: list[Any] = []
     pool = _pool()
@@ -286,8 +292,8 @@ def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
             results.append(TIMED_OUT)
         except BrokenProcessPool as error:
             raise RewardError(
-                f"the processes that compare formulas ended unexpectedly ({error}). Fix: free memory. If the error remains, run "
-                f"`{sys.executable} -c 'import math_verify'` to find the cause."
+                f"the processes that compare formulas ended unexpectedly ({error}), probably because memory ran out. Fix: free "
+                f"memory. If the error remains, run `{sys.executable} -c 'import math_verify'` to find the cause."
             ) from error
         except Exception:
             results.append(None)
@@ -300,24 +306,28 @@ _starting = threading.Lock()
 
 
 def _pool() -> Any:
-    """Return this process's pool of worker processes. Create it on the first call, and again after a fork or a crash.
+    """Return the pool of worker processes that belongs to this process. The pool is created on the first call, and again after
+    a fork or a crash.
 
-    The workers are processes because a process can always be killed. A thread cannot be stopped, and a signal handler runs only
-    in the main thread and does not interrupt native code. Workers are spawned, not forked, because a fork would copy locked
-    locks and the GPU context.
+    Workers are processes, because a process can always be killed when it takes too long. A thread cannot be stopped, and a
+    signal handler runs only in the main thread and does not interrupt native code. Workers are spawned and not forked, because
+    a fork would copy locks in their locked state, and the GPU context.
     """
     with _starting:
         pool = _pools.get(os.getpid())
         if pool is None or not pool.active:
             workers = max(1, min(4, (os.cpu_count() or 1) // 2))
-            # Import modules in the initializer, whose time does not count toward the timeout of a worker's first call.
+            # Import modules in the initializer of a worker, because its duration does not count toward the timeout of the
+            # worker's first call.
             options = {"initializer": math_verify.start_process, "context": math_verify.WithoutMain()}
             pool = _pools[os.getpid()] = require("pebble", "math-verify").ProcessPool(workers, **options)
         return pool
 
 
 def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
-    """Warn after `SILENT_BATCHES` consecutive batches without a parseable answer. The prompt probably lacks the format."""
+    """Log a warning after `SILENT_BATCHES` consecutive batches without an answer that can be parsed. In this case, the
+    prompt probably does not request the expected format.
+    """
     global _silent_batches
     judged = [text for text, verdict in zip(texts, verdicts, strict=True) if verdict.answer != SKIPPED]
     silent = judged and all(verdict.answer in (UNPARSEABLE, SKIPPED) for verdict in verdicts)
@@ -338,12 +348,15 @@ def _logged(
     late, unread = (sum(verdict.answer == mark for verdict in verdicts) for mark in (TIMED_OUT, SKIPPED))
     if late:
         _warn_once(
-            "%d of %d answers of this batch could not be compared within %g s and count as wrong (answer_parsed is %r). Either "
-            "the formulas are too large, or the machine is overloaded.", late, len(verdicts), FORMULA_SECONDS, TIMED_OUT,
+            "%d of %d answers of this batch could not be compared with their references within %g s, so they count as wrong "
+            "(answer_parsed is %r). Either the formulas are too large, or the machine is overloaded.",
+            late, len(verdicts), FORMULA_SECONDS, TIMED_OUT,
         )  # fmt: skip
     if unread > 0.05 * len(verdicts):
         _warn_once(
-            "%d of %d references of this batch cannot be parsed. Their rows are not scored.", unread, len(verdicts)
+            "%d of %d references of this batch cannot be parsed, so the completions of these rows get no reward.",
+            unread,
+            len(verdicts),
         )
     if log_extra is not None:
         log_extra("solution", list(solution))

@@ -24,16 +24,19 @@ logger = logging.getLogger(__name__)
 
 
 PROBES = ("Yes.", "No.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
-# Up to this number of different texts may have the same score, by chance or because of rounding.
+# Equal scores are an error only for more than this number of different texts, because a few scores can be equal by chance or
+# rounding.
 TEXTS_BY_CHANCE = 3
 TOKENIZER = (
-    "the tokenizer may have truncated the texts to nothing. Fix: pass the reward model's own tokenizer in "
+    "the tokenizer may have truncated the texts to length 0. Fix: pass the reward model's own tokenizer in "
     "reward_processing_classes, and check the weights in its folder."
 )
 
 
 class _RewardModel:
-    """Base class: a frozen classifier with one label that scores token ids, and a check for constant scores."""
+    """Base class of reward models: a frozen classifier with one label that scores token ids. It raises an error if all
+    scores are equal.
+    """
 
     def __init__(self, model: nn.Module, pad_token_id: int, batch_size: int) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -44,12 +47,14 @@ class _RewardModel:
         self._cuts, self._alike_checked = 0, False
 
     def _fitting(self, ids: list[int]) -> list[int]:
-        """Keep the last ``limit`` ids of a text that exceeds the model's context. Log a warning for every 100th such text."""
+        """Return the last ``limit`` ids of a text that is longer than the model's context. A warning is logged for every
+        100th truncated text.
+        """
         if self.limit is not None and len(ids) > self.limit:
             self._cuts += 1
             if self._cuts % 100 == 1:
                 logger.warning(
-                    "the reward model %s reads at most %d tokens. The beginning of longer texts is truncated (%d texts so far).",
+                    "the reward model %s reads at most %d tokens, so longer texts lose their beginning (%d texts so far).",
                     self.__name__, self.limit, self._cuts,
                 )  # fmt: skip
             ids = ids[-self.limit :]
@@ -78,7 +83,8 @@ class _RewardModel:
         """Raise an error if all texts of a batch get the same score. Batches with few different texts are not checked.
 
         Raises:
-            RewardError: All scores are equal. The message ends with ``fix``, which names one more possible cause and the fix.
+            RewardError: All scores are equal. The message ends with ``fix``, which contains another possible cause and what to
+                do.
         """
         different = len(set(texts))
         if different > TEXTS_BY_CHANCE and len(set(scores)) == 1:
@@ -98,16 +104,18 @@ class ModelReward(_RewardModel):
 
     Args:
         model: Folder, hub id, or loaded model with ``num_labels=1``.
-        tokenizer: The reward model's tokenizer. None loads it from the model's folder.
-        policy_tokenizer: The policy's tokenizer, for a model that was built in memory and has no folder.
+        tokenizer: The reward model's tokenizer. None: it is loaded from the model's folder.
+        policy_tokenizer: The policy's tokenizer. It is used for a model that was built in memory and therefore has no folder.
         batch_size: Number of rows per forward pass.
-        trust_remote_code: Whether to run code that comes with the model or its tokenizer. Used only if ``model`` is a string.
+        trust_remote_code: Whether Python code from the repository of the model or its tokenizer may run. Used only if ``model``
+            is a string.
         model_init_kwargs: Keyword arguments of ``from_pretrained``. Used only if ``model`` is a string.
         chat_template_kwargs: Keyword arguments of the chat template. They should be the same as for the policy.
 
     Raises:
         ModelError: The folder cannot be loaded, or the model does not have exactly one label.
-        ConfigError: The model was built in memory, and the policy's tokenizer is not known or has more tokens.
+        ConfigError: The model was built in memory, and ``policy_tokenizer`` is None or has more tokens than the model has
+            embeddings.
     """
 
     def __init__(
@@ -123,7 +131,9 @@ class ModelReward(_RewardModel):
     ) -> None:
         from transformers import AutoTokenizer
 
-        init = dict(model_init_kwargs or {})  # Copy the dict, because the caller may pass it to another trainer too.
+        init = dict(
+            model_init_kwargs or {}
+        )  # Copy the dict, because the caller may pass the same dict to another trainer.
         init.setdefault("trust_remote_code", trust_remote_code)
         if isinstance(model, str):
             dtype = init.pop("torch_dtype", "auto")
@@ -160,7 +170,8 @@ class ModelReward(_RewardModel):
         return self
 
     def probe(self) -> list[float]:
-        """Score four short answers to one question and log the scores, so that a wrong template or head is noticed early.
+        """Score four short answers to one question and log the scores, so that users notice a wrong chat template or an
+        untrained head before training.
 
         Raises:
             RewardError: All four scores are equal.
@@ -182,7 +193,8 @@ class ModelReward(_RewardModel):
         """Return one score per row.
 
         Raises:
-            RewardError: All texts of the first batch with several different texts got the same score.
+            RewardError: All texts of a batch got the same score. This is checked for the first batch that contains several
+                different texts.
         """
         scores = self._scores(prompts, completions)
         if not self._alike_checked:
@@ -216,7 +228,7 @@ class ModelReward(_RewardModel):
 
 
 class WholeTextReward(ModelReward):
-    """Reward model for plain text. Its tokenizer adds the special tokens.
+    """Reward model for plain text whose tokenizer adds special tokens to each text.
 
     If the text already begins with the bos token, no second bos token is added. Conversations are rendered with the chat
     template, as in `ModelReward`.
@@ -247,11 +259,15 @@ class TokenReward(_RewardModel):
         """Return one score per response. Sequences longer than the model's context are truncated from the left.
 
         Raises:
-            RewardError: All responses of the first batch with several different responses got the same score.
+            RewardError: All responses of a batch got the same score. This is checked for the first batch that contains several
+                different responses.
         """
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         scores = self._scores_of([self._fitting(row) for row in rows])
         if not self._alike_checked:
-            fix = "its weights may be from another model. Fix: check that its head was trained and saved with it."
+            fix = (
+                "its weights may be from another model. Fix: check that the head of the model was trained and saved with "
+                "the model."
+            )
             self._refuse_alike(scores, map(str, zip(prompt_ids, completion_ids, strict=True)), fix)
         return scores

@@ -1,4 +1,4 @@
-"""Run the reward functions of a training run: call the functions and transform their rewards."""
+"""`RewardRunner`: call the reward functions of a training run and transform their rewards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from posttrain.rewards.call import (
 
 logger = logging.getLogger(__name__)
 
-# Two reward functions are reported if their correlation is below this value, because their rewards then mostly cancel.
+# If the correlation of two reward functions is below this value, the log reports them, because their rewards mostly cancel in
+# the sum.
 OPPOSED_CORRELATION = -0.5
 # Number of rows of the first batch that are scored twice, to find reward functions that are not deterministic.
 ROWS_SCORED_TWICE = 4
@@ -43,7 +44,8 @@ Transform = Callable[[Tensor, Tensor], Tensor]
 
 
 def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
-    """Return the names of the transforms in ``reward_transform``, which is one spec for all functions or one per function.
+    """Return the names of the transforms in ``reward_transform``, which is either one spec for all functions or a list with one
+    spec per function.
 
     >>> sorted(transform_names(["clip:0:1", None])), sorted(transform_names("rank"))
     (['clip', 'none'], ['rank'])
@@ -52,20 +54,21 @@ def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
 
 
 def parse_transform(spec: str | None) -> Transform | None:
-    """Create the transform of a spec. It takes ``(n,)`` rewards and ``(n,)`` group numbers, and returns ``(n,)`` rewards.
+    """Create the transform function for a spec. Its arguments are rewards ``(n,)`` and group numbers ``(n,)``, and it returns
+    the transformed rewards ``(n,)``.
 
-    NaN means that a row was not scored, and stays NaN. The specs are:
+    A reward of NaN (not scored) stays NaN. The specs are:
 
     - ``none``: no transform (returns None);
     - ``clip:a:b``: clamp rewards to [a, b];
     - ``log1p``: ``sign(r) * log(1 + |r|)``;
     - ``tanh:s``: ``tanh(r / s)``;
-    - ``rank``: fraction of the other rewards of the group that are smaller, in [0, 1]. Ties count half;
+    - ``rank``: fraction of the group's other rewards that are smaller, in [0, 1]. Equal rewards count half;
     - ``zscore``: ``(r - mean) / (std + 1e-4)`` over all rows;
     - ``running``: `RunningScale`.
 
     Raises:
-        ConfigError: The name is unknown, or numbers are missing or out of range.
+        ConfigError: The name of the transform is unknown, or its numbers are missing or out of range.
 
     >>> parse_transform("clip:0:1")(torch.tensor([-3.0, 0.5, 9.0]), torch.zeros(3)).tolist()
     [0.0, 0.5, 1.0]
@@ -85,7 +88,7 @@ def parse_transform(spec: str | None) -> Transform | None:
     if len(arguments) != wanted or not all(map(math.isfinite, numbers)):
         raise ConfigError(f"reward_transform={spec!r} must have the form {syntax!r} with {wanted} finite numbers.")
     if numbers != sorted(set(numbers)) or (name == "tanh" and numbers[0] <= 0):
-        raise ConfigError(f"reward_transform={spec!r} is out of range: clip needs a < b, tanh needs s > 0.")
+        raise ConfigError(f"reward_transform={spec!r} is out of range. clip:a:b needs a < b, and tanh:s needs s > 0.")
     return make(*numbers)
 
 
@@ -109,9 +112,10 @@ def _zscore(rewards: Tensor, groups: Tensor) -> Tensor:
 class RunningScale:
     """Reward scaling ``r / std``, where std is the standard deviation of all rewards since the start of the run.
 
-    Scaling makes the size of updates independent of the rewards' unit. The mean is not subtracted, because a baseline or a
-    value function does that, and because rewards would change their sign. `add` includes the rewards of a training generation
-    before they are scaled. Evaluation does not update the statistics. Rewards are not scaled while all of them are equal.
+    With this scaling, the size of updates does not depend on the unit of rewards. The mean is not subtracted, because a
+    baseline or a value function already does so, and because rewards would change their sign. The rewards of a training
+    generation are first added to the statistics (`add`) and then scaled. Evaluation does not change the statistics. As long as
+    all rewards are equal, they are not scaled.
 
     Attributes:
         count, mean, squares: Number and mean of the rewards, and sum of squared deviations from the mean (Welford's algorithm).
@@ -128,7 +132,7 @@ class RunningScale:
     squares: float = 0.0
 
     def add(self, rewards: Tensor) -> RunningScale:
-        """Return a scale whose statistics include the rewards ``(n,)``. NaN is ignored."""
+        """Return a copy whose statistics also include the rewards ``(n,)``. NaN rewards are ignored."""
         scored = rewards[~rewards.isnan()].double()
         if not len(scored):
             return self
@@ -139,11 +143,11 @@ class RunningScale:
     def __call__(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """Divide ``(n,)`` rewards by the current standard deviation."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
-        # Do not divide by a standard deviation that consists only of rounding errors.
+        # A standard deviation that consists only of rounding errors is not used as divisor.
         return rewards / std if std > 1e-6 * abs(self.mean) else rewards
 
 
-# Maps each transform's name to the syntax of its spec, and to the function that creates it from the numbers in the spec.
+# For each transform: the syntax of its spec, and the function that creates it from the numbers in the spec.
 TRANSFORMS: dict[str, tuple[str, Callable[..., Transform | None]]] = {
     "none": ("none", lambda: None),
     "clip": ("clip:a:b", lambda a, b: lambda r, groups: r.clamp(a, b)),
@@ -159,7 +163,8 @@ TRANSFORMS: dict[str, tuple[str, Callable[..., Transform | None]]] = {
 
 
 def variance_shares(values: Tensor, weights: Tensor) -> Tensor:
-    """Compute ``w_k^2 var(r_k) / sum_j w_j^2 var(r_j)`` for each function, shape ``(K,)``. All shares are 0 without variance.
+    """Compute each function's share of the reward variance, ``w_k^2 var(r_k) / sum_j w_j^2 var(r_j)``, ``(K,)``. If no function
+    has variance, all shares are 0.
 
     Args:
         values: Rewards ``(n, K)``. NaN means that the function did not score the row.
@@ -177,7 +182,7 @@ def variance_shares(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def correlation(one: Tensor, other: Tensor) -> float | None:
-    """Compute Pearson's correlation over the rows in which both values are known. None if it is undefined.
+    """Compute Pearson's correlation over the rows in which both values are not NaN. Return None if it is undefined.
 
     The correlation is undefined for fewer than two rows and for constant values.
 
@@ -198,7 +203,9 @@ def correlation(one: Tensor, other: Tensor) -> float | None:
 
 
 def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> str:
-    """Format the variance share of each function, and the pairs of functions that cancel each other, as one line."""
+    """Return a line of text with each function's share of the variance and the pairs of functions whose rewards cancel each
+    other.
+    """
     shares = variance_shares(values, weights)
     text = ", ".join(f"{name} {100 * float(share):.1f} %" for name, share in zip(names, shares, strict=True))
     against = []
@@ -207,14 +214,17 @@ def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> st
         if related is not None and related < OPPOSED_CORRELATION:
             against.append(f"{names[i]} and {names[j]} (correlation {related:.2f})")
     if against:
-        text += f"; {', '.join(against)} cancel in the sum. multi_objective_aggregation='normalize_then_sum' keeps both"
+        text += (
+            f"; {', '.join(against)} mostly cancel each other in the sum. multi_objective_aggregation='normalize_then_sum' "
+            "avoids this"
+        )
     return text
 
 
 def unscorable(values: Tensor) -> dict[str, Metric]:
-    """Return a metric with the number of rows that no function scored, or an empty dict if there are none."""
+    """Return a metric with the number of rows that no function has scored. If all rows are scored, return an empty dict."""
     count = int(values.isnan().all(-1).sum())
-    # Average the metric over processes instead of summing it, because all processes count the same gathered rows.
+    # This metric is averaged over processes and not summed, because all processes count the same gathered rows.
     return {"groups/unscorable": mean(float(count))} if count else {}
 
 
@@ -222,26 +232,26 @@ def unscorable(values: Tensor) -> dict[str, Metric]:
 
 
 class RewardRunner:
-    """Run the reward functions of a trainer. An invalid result or an exception becomes a `RewardError`.
+    """Runner of the reward functions of a trainer. Invalid results and exceptions of functions are raised as `RewardError`.
 
-    A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns, trainer_state=...,
-    log_extra=..., log_metric=...)``. It returns one number per row, or None for rows that it cannot score. A function without
-    ``**kwargs`` gets only the arguments it names. Synchronous functions run first, in order, on the calling thread.
-    Asynchronous functions and functions marked with `parallel` run concurrently afterwards.
+    A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns, trainer_state=..., log_extra=...,
+    log_metric=...)``. It returns one number per row, or None for rows that it cannot score. A function without ``**kwargs``
+    gets only the arguments that its signature names. Synchronous functions run first, one after the other, on the calling
+    thread. After them, asynchronous functions and functions with the decorator `parallel` run at the same time.
 
     Args:
         reward_funcs: A callable, a sequence-classification model (or its id), or a list of them. The list is copied.
-        reward_weights: One weight per function. None sets all weights to 1.
+        reward_weights: One weight per function. None: all weights are 1.
         processing_classes: Tokenizers of reward models, one (or None) per function.
-        transforms: One transform per function, applied before the weights; see `parse_transform`. None applies no transform.
-        timeout: Maximum seconds per function and batch. None means no limit. With a timeout, synchronous functions run on a
-            thread.
+        transforms: One transform per function, applied before the weights; see `parse_transform`. None: no transforms.
+        timeout: Maximum number of seconds that a function may need for a batch. None: no limit. With a timeout, synchronous
+            functions run on a separate thread.
         model_options: Keyword arguments of `posttrain.rewards.model.ModelReward`.
-        of_environments: Reward functions of environments that compute rewards themselves. They have weight 1.
-        score_twice: Whether to score 4 rows of the first batch a second time, and warn if the rewards differ.
+        of_environments: Reward functions that read the rewards which environments compute. They have the weight 1.
+        score_twice: Whether 4 rows of the first batch are scored a second time, to log a warning if the rewards differ.
 
     Raises:
-        ConfigError: There is no reward function, or a list does not have one entry per function.
+        ConfigError: There is no reward function, or one of the lists does not have one entry per function.
 
     >>> def length(completions, **kwargs):
     ...     return [len(text) for text in completions]
@@ -266,8 +276,8 @@ class RewardRunner:
         functions = [] if functions == [None] else functions
         if not functions and not of_environments:
             raise ConfigError(
-                "reward_funcs is empty: online training needs at least one reward function, or an environment with "
-                "get_reward."
+                "reward_funcs is empty, but online training needs rewards. Fix: pass at least one reward function, or an "
+                "environment with the method get_reward."
             )
         if timeout is not None and timeout <= 0:
             raise ConfigError(f"reward_timeout={timeout} must be above 0 seconds, or None for no limit.")
@@ -290,7 +300,7 @@ class RewardRunner:
             )
         self.transforms = [parse_transform(spec) for spec in self._specs]
         self.score_twice = score_twice
-        self._hidden: set[str] = set()  # Columns about which a warning has been logged.
+        self._hidden: set[str] = set()  # Names of columns about which a warning has been logged.
 
     @property
     def weights(self) -> Tensor:
@@ -308,7 +318,8 @@ class RewardRunner:
         self._weights = weights
 
     def start(self, device: torch.device | str) -> None:
-        """Prepare for training: move reward models to ``device``, score probe texts, and log the weights of several functions.
+        """Prepare for training: move reward models to ``device``, score test texts with them, and log the weight of each
+            function if there are several.
 
         Raises:
             RewardError: A reward model returns the same score for four different texts.
@@ -333,7 +344,8 @@ class RewardRunner:
         environments: list[Any] | None = None,
         strict: bool = False,
     ) -> RewardTable:
-        """Score the completions of this process, without transforms. `finish` applies the transforms to all processes' rows.
+        """Score the completions of this process. Transforms are applied later by `finish`, to the rows of all processes
+        together.
 
         Args:
             prompts: n strings, or lists of messages.
@@ -341,12 +353,15 @@ class RewardRunner:
             completion_ids: Unpadded token ids of the completions, including eos.
             columns: Dataset columns, one value per row.
             trainer_state: Passed to the functions.
-            prompt_suffixes: The end of the rendered prompt before each completion. Format rewards need it.
+            prompt_suffixes: For each completion, the end of the rendered prompt, which may open a tag. Rewards for the format
+                need it.
             environments: Passed to the functions if not None.
-            strict: Whether NaN is an error (as in a dry run). Otherwise NaN counts as None and is reported as a metric.
+            strict: Whether a reward of NaN is an error (as in a dry run). If False, NaN is treated like None, and its number is
+                logged as a metric.
 
         Raises:
-            RewardError: A function failed. The error contains the function's name and, if one row caused it, the row.
+            RewardError: A function failed. The message contains the function's name. If one row caused the error, it also
+                contains the row.
         """
         optional = {"prompt_suffixes": prompt_suffixes, "environments": environments}
         always = {"trainer_state": trainer_state} | {k: v for k, v in optional.items() if v is not None}
@@ -360,7 +375,9 @@ class RewardRunner:
         return table
 
     def _passed(self, columns: Mapping[str, list[Any]], always: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return the columns to pass to functions. Warn once about columns that are hidden by an argument of the trainer."""
+        """Return the columns that are passed to reward functions. A column is not passed if the trainer has an argument of
+        the same name. A warning about it is logged once.
+        """
         given = {*RESERVED[1:], *always, "log_extra", "log_metric"}
         for name in columns:
             if name in ("prompts", "completions"):
@@ -378,11 +395,11 @@ class RewardRunner:
         return {name: column for name, column in columns.items() if name not in given and name not in RESERVED}
 
     def rows_again(self, count: int) -> list[int]:
-        """Return the indices of the rows, out of ``count``, that are scored a second time."""
+        """Return the indices of the rows to score a second time, for a batch of ``count`` rows."""
         return list(range(min(ROWS_SCORED_TWICE, count)))
 
     def _compare_second(self, table: RewardTable, rows: dict[str, list[Any]], always: dict[str, Any]) -> None:
-        """Score a few rows a second time, and warn about functions whose rewards differ."""
+        """Score a few rows a second time, and log a warning about functions whose two rewards differ."""
         again = self.rows_again(len(table.values))
         rows, always = (
             {name: [one[i] for i in again] if isinstance(one, list) else one for name, one in mapping.items()}
@@ -396,17 +413,18 @@ class RewardRunner:
             )
             return
         for name, before, after in zip(self.names, table.values[again].T.tolist(), second.T.tolist(), strict=True):
-            # Compare the values as text, because NaN (which means not scored) does not equal itself.
+            # Compare the values as text, because NaN (not scored) is not equal to itself.
             pairs = [(a, b) for a, b in zip(before, after, strict=True) if str(a) != str(b)]
             if pairs:
                 logger.warning(
                     "%s returned %g and then %g for the same completion (%d of %d rows differ). The function is random, has "
-                    "state, or depends on the time or on the other rows of the batch. Such rewards add noise to every advantage.",
+                    "state, or depends on the time or on the other rows of the batch. Differences of this kind add noise to "
+                    "every advantage.",
                     name, *pairs[0], len(pairs), len(after),
                 )  # fmt: skip
 
     def finish(self, table: RewardTable, groups: Tensor, *, training: bool = True) -> RewardTable:
-        """Apply the transforms to the gathered rewards, and add metrics per function.
+        """Apply the transforms to the rewards of all processes, and add metrics for each function.
 
         Args:
             table: Table whose ``values`` contain the rows of all processes.
@@ -437,7 +455,7 @@ class RewardRunner:
         return [list(astuple(one)) if isinstance(one, RunningScale) else None for one in self.transforms]
 
     def load_transforms(self, state: Sequence[Sequence[float] | None]) -> None:
-        """Restore the transforms from a state returned by `transforms_state`."""
+        """Restore the transforms from the return value of `transforms_state`."""
         for k, saved in enumerate(state):
             if isinstance(self.transforms[k], RunningScale) and saved is not None:
                 self.transforms[k] = RunningScale(int(saved[0]), *map(float, saved[1:]))
@@ -445,23 +463,23 @@ class RewardRunner:
     def dry_run(
         self, examples: list[dict[str, Any]], *, conversational: bool, evaluation: Iterable[tuple[str, Any]] = ()
     ) -> None:
-        """Call every function once on made-up completions, before models and servers are loaded.
+        """Call every function once with made-up completions, before models and servers are loaded, to find errors early.
 
         Args:
             examples: First rows of the training set.
             conversational: Whether completions are messages.
-            evaluation: Evaluation sets with their names. They need the columns of the functions too.
+            evaluation: Evaluation sets with their names. They must also have the columns that the functions need.
 
         Raises:
-            RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few values;
-                or an evaluation set lacks a column.
+            RewardError: A function raised an error or returned an invalid result, e.g. a string, NaN, or too few values. Or an
+                evaluation set lacks a column that a function needs.
         """
         for name, dataset in evaluation:
             columns = known_columns(dataset)
             for function in self._calls if columns else ():
                 function.check_columns([c for c in columns if c not in RESERVED], dataset=name)
         rows = [row for row in examples if row.get("prompt")] or examples
-        # Use two rows, to detect functions that return one number for the whole batch.
+        # Two rows are used, because with one row a function that returns one number for the whole batch would not be detected.
         rows = (rows * 2)[:2]
         texts = ["0", "The answer is 1."]
         self(

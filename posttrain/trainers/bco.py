@@ -36,39 +36,39 @@ if TYPE_CHECKING:
 
 
 class BCOTrainer(PreferenceTrainer):
-    """Train a binary classifier of good and bad answers.
+    """Trainer of BCO, which trains on answers labeled good or bad with the loss of a binary classifier.
 
-    The loss is ``-logsigmoid(r - delta)`` for a good and ``-logsigmoid(-(r - delta))`` for a bad answer. ``r`` is
-    ``beta`` times the log-ratio to the reference.
+    The loss of a good answer is ``-logsigmoid(r - delta)``, and that of a bad answer is ``-logsigmoid(-(r - delta))``. The
+    reward ``r`` is ``beta`` times the log-ratio of policy and reference.
 
-    delta is the running mean of all rewards so far, including those of the current optimizer step. It is saved with
-    every checkpoint. Evaluation uses it without updating it. A step with one forward pass updates delta from the
-    rewards of that pass. With several passes (accumulation, or rows that do not fit into one pass) an extra pass
-    without gradients computes the rewards of the step first, so accumulation changes neither delta nor the gradient.
+    delta is the running mean of all rewards so far, including those of the current optimizer step. It is saved with every
+    checkpoint. Evaluation uses delta without changing it. If an optimizer step has one forward pass, this pass updates delta
+    from its own rewards. If it has several passes (accumulation, or rows that do not fit into one pass), additional passes
+    without gradients first compute all rewards of the step. Accumulation therefore changes neither delta nor the gradient.
 
-    The optional ``embedding_func`` weights bad answers by the density of their prompts.
+    With ``embedding_func``, bad answers are weighted by how much their prompts resemble the prompts of good answers.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
-        ref_model: Reference model. None: the initial weights, as a frozen copy or as the model with its new adapter
-            disabled.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        embedding_func: Function that embeds tokenized prompts, ``f(input_ids, attention_mask)``. Bad answers are
-            weighted by the density of these embeddings.
+        ref_model: Reference model. None: the policy with its initial weights. It is a frozen copy, or, with ``peft_config``,
+            the policy with its adapter disabled.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        embedding_func: Function ``f(input_ids, attention_mask)`` that computes embeddings of tokenized prompts. They determine
+            the weights of bad answers.
         embedding_tokenizer: Tokenizer for ``embedding_func``. Both must be set together.
-        data_collator: Function that builds batches from prepared rows. None: the library's own batches.
+        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
         train_dataset: Dataset with ``prompt``, ``completion`` and ``label`` (True for a good answer), or with pairs.
-        eval_dataset: Evaluation dataset, or several by name.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
+        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         peft_config: Config of a new adapter to train. None: no new adapter.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
@@ -126,13 +126,15 @@ class BCOTrainer(PreferenceTrainer):
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Tokenize a dataset. With an embedding function, add the weight of each bad answer.
 
-        The weight is computed once from the probability that the prompt belongs to a good answer.
+        The weights are computed once, from the probability that an answer to the prompt is good.
         """
         prepared = super().prepare(dataset, name, training=training)
         if self.embedding is None:
             return prepared
         if not isinstance(prepared, datasets.Dataset):
-            raise ConfigError(f"embedding_func needs a {name} dataset with a length, but it is a stream.")
+            raise ConfigError(
+                f"embedding_func needs a {name} dataset with a known length, but the dataset is a stream."
+            )
         texts = self.processing_class.batch_decode(prepared["prompt_ids"][:], skip_special_tokens=True)
         embeddings = embed_prompts(texts, *self.embedding)
         if training:
@@ -178,7 +180,7 @@ def with_delta(
 
 
 def move_in_passes_of_its_own(run: Run, micro_batches: list[list[Batch]]) -> None:
-    """Update delta in passes without gradients if the pass that should have updated it is split."""
+    """Update delta in additional passes without gradients, if the forward pass that would have updated it is split."""
     if run.progress.own.moves_in_pass:
         move_delta(run, micro_batches)
 

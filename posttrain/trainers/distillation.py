@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of tokens per pass that the column worst_tokens in the table of completions lists.
+# Number of tokens per forward pass that are listed in the column worst_tokens of the completions table.
 WORST = 5
 
 
@@ -108,38 +108,40 @@ def no_rewards(generation: RolloutBatch) -> RewardTable:
 
 
 class DistillationTrainer(OnlineTrainer):
-    """Distill a teacher into a student. The config selects the completions, the divergence and the teacher.
+    """Train a student on a teacher's next-token distributions (distillation). The config selects the completions, the
+    divergence and the teacher.
 
     Args:
         model: Student to train: path, Hub id, model object or peft model.
         teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
             selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the teacher is set in
             ``args``.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
         processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         peft_config: Config of a new adapter to train. None: no new adapter.
-        tools: Not supported, must be None. Use `GRPOTrainer`.
+        tools: Not supported. It must be None. To train with tools, use `GRPOTrainer`.
         teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
             a model that was built in memory, the student's tokenizer is assumed.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
-        reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
-        formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
-        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        reward_funcs: Not supported. It must be None. Among the distillation methods, only MiniLLM and SDPO use rewards.
+        formatting_func: Not supported. It must be None. Use ``dataset.map`` to create the columns ``prompt`` and ``completion``
+            instead.
+        rollout_engine: Engine object that samples completions. None: the engine ``args.rollout_engine`` is created.
+        data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
-        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
-        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
+        rollout_func: Not supported. It must be None. Use `GRPOTrainer` instead.
+        environment_factory: Not supported. It must be None. To train in environments, use `GRPOTrainer`.
 
     Reference: GKD, arXiv:2306.13649.
 
@@ -188,14 +190,14 @@ class DistillationTrainer(OnlineTrainer):
             raise ConfigError(
                 "formatting_func is not supported. Fix: use dataset.map to create the columns prompt and completion."
             )
-        # Additional data that the teacher needs for a completion, as a JSON value, by mode and index of the completion.
+        # For each mode and index of a completion: additional data that the teacher needs for the completion, as a JSON value.
         self.kept: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
         self.score_files: dict[str, ScoreFile] = {}
         self.columns: int | None = None
         # Tokens with the largest divergence, as pairs: index of the completion, and text.
         self._worst: list[tuple[float, str]] = []
         self._row_of: dict[float, dict[str, Any]] = {}
-        # Image inputs of the teacher, if it does not use the student's token ids.
+        # Image reader of the teacher, if the teacher does not use the student's token ids.
         self.teacher_vision: Any = None
 
         rewards = reward_funcs or _unrewarded
@@ -232,7 +234,7 @@ class DistillationTrainer(OnlineTrainer):
         self._check_teacher_names()
         self._check_own_divergence()
         if self.keeps_completions:
-            # Do not exchange completions between ranks, because their additional data is stored only on one rank.
+            # Completions are not exchanged between ranks, because their additional data is stored only on one rank.
             self.args.balance_ranks = False
 
     @property
@@ -249,7 +251,7 @@ class DistillationTrainer(OnlineTrainer):
 
     @property
     def teacher(self) -> ModelTeacher:
-        """The only teacher in this process. Raise an error if there is no teacher or more than one."""
+        """The teacher in this process. Reading it raises an error if there is no teacher or if there are several."""
         (one,) = self.teachers.values()
         return one
 
@@ -273,8 +275,8 @@ class DistillationTrainer(OnlineTrainer):
         named = args.teacher_model_name_or_path
         if isinstance(teachers, str | Mapping) and named not in (None, teachers):
             raise ConfigError(
-                f"teacher_model={teachers!r} and teacher_model_name_or_path={named!r} are both set. Fix: set one "
-                "of them."
+                f"teacher_model={teachers!r} and teacher_model_name_or_path={named!r} are both set, but both define the "
+                "teacher. Fix: set only one of them."
             )
         if self.axes.support == "none" and (teachers is not None or server is not None):
             raise ConfigError(f"{self._name} does not use a teacher, but one was passed. Fix: remove it.")
@@ -292,8 +294,8 @@ class DistillationTrainer(OnlineTrainer):
             self._own_teacher(args.teacher_model_kind)
         else:
             raise ConfigError(
-                f"teacher_model with teacher_model_kind={args.teacher_model_kind!r}: these are two teachers. "
-                "Remove one."
+                f"teacher_model and teacher_model_kind={args.teacher_model_kind!r} define two different teachers. Fix: remove "
+                "one of them."
             )
 
     def _score_on_servers(self, servers: Mapping[str, Any], tokenizer: Tokenizer) -> None:
@@ -430,7 +432,7 @@ class DistillationTrainer(OnlineTrainer):
         return True
 
     def _log_roles(self, teacher: str) -> None:
-        """Report a finding if the teacher is the same model as the student, because then there is nothing to learn."""
+        """Report a finding if the teacher is the same model as the student, because the divergence is then 0."""
         args = self.args
         revisions = {(args.model_init_kwargs or {}).get("revision") or "main", args.teacher_model_revision or "main"}
         trained = adapters_of(self.model) and not self.fresh_adapter
@@ -473,7 +475,9 @@ class DistillationTrainer(OnlineTrainer):
         return match
 
     def _choose_layout(self, model: nn.Module) -> Layout:
-        """Choose the layout like the parent class, but with one row per pass, because the teacher needs memory too."""
+        """Choose the layout in the same way as the parent class, but with one batch row per forward pass, because the
+        teacher also needs memory.
+        """
         return replace(super()._choose_layout(model), pass_tokens=0)
 
     # Data --------------------------------------------------------------------------------------------------------
@@ -496,7 +500,7 @@ class DistillationTrainer(OnlineTrainer):
         columns = get_dataset_column_names(dataset) if hasattr(dataset, "column_names") else []
         if "prompt_ids" in columns:
             return dataset
-        # These completion ids come from another run, because datasets that this class prepares also have prompt_ids.
+        # Datasets that this class has prepared also have prompt_ids, so these completion ids come from another source.
         if "completion_ids" in columns:
             dataset = dataset.remove_columns(["completion_ids"])
         answered = args.eval_mode != "student" and "completion" in columns
@@ -572,9 +576,9 @@ class DistillationTrainer(OnlineTrainer):
         return drawn.repeat_interleave(size)[: len(examples)].tolist()
 
     def make_online(self) -> Online:
-        """Create the sampling state like other online trainers.
+        """Create the sampling state in the same way as other online trainers.
 
-        A rank without examples does not need a spare prompt if the dataset has answers.
+        If the dataset has answers, a rank without examples needs no spare prompt.
         """
 
         def spare(mode: str) -> list[dict[str, Any]]:
@@ -623,7 +627,7 @@ class DistillationTrainer(OnlineTrainer):
     # One generation ----------------------------------------------------------------------------------------------
 
     def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
-        """Compute rewards if the method uses them."""
+        """Compute the rewards of completions if the method uses rewards."""
         return super().score(rollouts, mode) if self.can_dry_run else no_rewards(rollouts)
 
     @property
@@ -666,7 +670,9 @@ class DistillationTrainer(OnlineTrainer):
         """Add the column ``worst_tokens`` to the table of completions. Runs in the main process before the table is
         written.
         """
-        numbered = {row.pop("key"): row for row in rows if "key" in row}  # Rows of workers' rollouts have no key.
+        numbered = {
+            row.pop("key"): row for row in rows if "key" in row
+        }  # Rows of rollouts from workers have no number.
         for row in rows:
             row["worst_tokens"] = ""
             if "teacher" in row:
@@ -711,7 +717,9 @@ class DistillationTrainer(OnlineTrainer):
         return privileged_prompt(example, template, shown, self.processing_class, most=most, kwargs=kwargs)
 
     def make_reference(self) -> Reference | None:
-        """Create a reference only if there is a GRPO term. Otherwise ``beta`` is the parameter of the divergence."""
+        """Create a reference only if the loss has a GRPO term. Without it, ``beta`` is the parameter of the divergence and
+        not the weight of a KL penalty.
+        """
         return super().make_reference() if self.method.takes_rewards else None
 
     # The loss ----------------------------------------------------------------------------------------------------
@@ -804,7 +812,7 @@ class DistillationTrainer(OnlineTrainer):
         """
         if counts.tokens == counts.sequences == 0:
             raise DataError(
-                "an optimizer step has no answer token, so there is nothing to learn. Fix: use longer completions."
+                "an optimizer step has no answer token, so the student cannot learn from it. Fix: use longer completions."
             )
         if counts.tokens == 0:
             logger.warning(

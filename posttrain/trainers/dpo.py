@@ -29,28 +29,28 @@ logger = logging.getLogger(__name__)
 class DPOTrainer(PreferenceTrainer):
     """Train on preference pairs with DPO and related losses. The prompt of a pair is computed once per model.
 
-    Without ``ref_model`` the reference has the model's initial weights: a frozen copy, or the model with its new
-    adapter disabled.
+    Without ``ref_model``, the reference is the model with its initial weights. It is a frozen copy, or, with ``peft_config``,
+    the model with its adapter disabled.
 
     Reference log-probs are cached after the first epoch.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
-        ref_model: Reference model. None: the initial weights, as a frozen copy or as the model with its new adapter
-            disabled.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        data_collator: Function that builds batches from prepared rows. None: the library's own batches.
+        ref_model: Reference model. None: the policy with its initial weights. It is a frozen copy, or, with ``peft_config``,
+            the policy with its adapter disabled.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
         train_dataset: Dataset with ``chosen`` and ``rejected``, and optionally ``prompt``.
-        eval_dataset: Evaluation dataset, or several by name.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
+        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         peft_config: Config of a new adapter to train. None: no new adapter.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
 
@@ -106,7 +106,7 @@ class DPOTrainer(PreferenceTrainer):
         )
         if self.method.traits.single_pass and self.args.per_device_train_batch_size < 4:
             logger.warning(
-                "loss_type=%s sorts the pairs of a device's batch, but per_device_train_batch_size=%d leaves few "
-                    "pairs to sort.",
+                "loss_type=%s sorts the pairs in the batch of a device, but per_device_train_batch_size=%d gives only few "
+                "pairs. Use a larger batch size.",
                 self.args.loss_type, self.args.per_device_train_batch_size,
             )  # fmt: skip

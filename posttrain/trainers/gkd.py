@@ -32,31 +32,32 @@ class GKDTrainer(DistillationTrainer):
         teacher_model: Teacher: path, Hub id or model, or several by name. With several, the column ``teacher_id``
             selects the teacher of each row, or ``args.teacher_weights`` mixes them. None: the teacher is set in
             ``args``.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         train_dataset: Dataset with ``prompt`` (and ``completion``), or with ``messages``.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
         processing_class: Tokenizer or processor of the student. None: loaded from the student's path or id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         peft_config: Config of a new adapter to train. None: no new adapter.
-        formatting_func: Not supported, must be None. Map the dataset to ``prompt`` and ``completion`` instead.
+        formatting_func: Not supported. It must be None. Use ``dataset.map`` to create the columns ``prompt`` and ``completion``
+            instead.
         teacher_processing_class: Tokenizer or processor of the teacher. None: loaded from the teacher's path or id. For
             a model that was built in memory, the student's tokenizer is assumed.
         teacher_server: Client of a server that scores completions, see `ServerTeacher`; or several by name.
-        reward_funcs: Not supported, must be None. Only MiniLLM and SDPO use rewards.
+        reward_funcs: Not supported. It must be None. Among the distillation methods, only MiniLLM and SDPO use rewards.
         reward_processing_classes: Not used. Only MiniLLM and SDPO use rewards.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
-        tools: Not supported, must be None. Use `GRPOTrainer`.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
+        tools: Not supported. It must be None. To train with tools, use `GRPOTrainer`.
+        rollout_engine: Engine object that samples completions. None: the engine ``args.rollout_engine`` is created.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
-        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
-        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
+        rollout_func: Not supported. It must be None. Use `GRPOTrainer` instead.
+        environment_factory: Not supported. It must be None. To train in environments, use `GRPOTrainer`.
 
     Reference: GKD, arXiv:2306.13649.
     """

@@ -50,34 +50,35 @@ def _active_dropout(model: nn.Module) -> str:
 class GRPOTrainer(OnlineTrainer):
     """Group-relative policy optimization: the baseline of a completion is the mean reward of its group.
 
-    There is no value model.
+    GRPO needs no value model.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
         reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
             or Hub id of a reward model, or a list of these.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read. None: the prompts
             come from ``environment_factory``.
-        eval_dataset: Evaluation dataset, or several by name.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
-        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
-            models.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
+        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
+        reward_processing_classes: Tokenizer of the reward model, or a list of tokenizers if there are several reward models.
+            None: they are loaded together with the reward models.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         peft_config: Config of a new adapter to train. None: no new adapter.
         tools: Python functions that the model may call. Each needs type hints and a docstring.
-        rollout_func: Function that samples completions instead of the trainer. It maps prompts to a dict of lists.
-        environment_factory: Function that creates an environment for each completion, or several by name. The column
-            ``environment`` then selects one per row.
+        rollout_func: Function that samples completions instead of an engine. Its argument is a list of prompts, and it returns
+            a dict of lists.
+        environment_factory: Function that creates an environment for each completion, or a dict from names to several
+            functions. With a dict, the column ``environment`` contains the name for each row.
         harness: Your own agent code, run against an OpenAI-compatible endpoint of the model. See `Harness`.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
-        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        rollout_engine: Engine object that samples completions. None: the engine ``args.rollout_engine`` is created.
+        data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
 
@@ -155,8 +156,8 @@ class GRPOTrainer(OnlineTrainer):
         if dropout := _active_dropout(self.model):
             fix = "Train a different adapter than PVeRA" if "PVeRA" in dropout else "Set disable_dropout=True"
             logger.warning(
-                "%s is active, so the policy's log-probs are noisy, but the log-probs with which they are compared "
-                "are not. %s.", dropout, fix,
+                "%s is active during training, so the policy's log-probs contain random noise, but the old log-probs in the "
+                "importance ratio do not. %s.", dropout, fix,
             )  # fmt: skip
 
     # The entropy bonus -------------------------------------------------------------------------------------------
@@ -190,6 +191,7 @@ class GRPOTrainer(OnlineTrainer):
     def _buffered_inputs(self, value: object) -> None:
         if value is not None:
             raise ConfigError(
-                "_buffered_inputs contains rows of packed prefix trees. Set it to None to generate again."
+                "_buffered_inputs contains batches of packed prefix trees and cannot be replaced. Set it to None to sample "
+                "new completions."
             )
         self.window.slices = None

@@ -38,30 +38,31 @@ if TYPE_CHECKING:
 
 
 class KTOTrainer(PreferenceTrainer):
-    """Train on rows with a prompt, one answer and a label. A pair is converted to two such rows.
+    """Trainer of KTO, which trains on answers labeled good or bad. A dataset of pairs is converted: each pair gives one good
+    and one bad answer.
 
-    The baseline z0 is the mean log-ratio of mismatched prompts and answers from the same batch. It is averaged over the
-    optimizer step and all ranks, is at least 0 and has no gradient. The column ``KL_completion_ids`` can set the
-    mismatched answer of each row. ``precompute_ref_log_probs`` adds this column, and columns with the reference's
-    log-probs of the answer and of the mismatched answer.
+    The baseline z0 is the mean log-ratio of mismatched prompts and answers, i.e. of prompts with the answers to other prompts
+    of the batch. It is averaged over the optimizer step and all ranks, is at least 0 and has no gradient. The column
+    ``KL_completion_ids`` can set the mismatched answer of each row. ``precompute_ref_log_probs`` adds this column, and columns
+    with the reference's log-probs of the answer and of the mismatched answer.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
-        ref_model: Reference model. None: the initial weights, as a frozen copy or as the model with its new adapter
-            disabled.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        data_collator: Function that builds batches from prepared rows. None: the library's own batches.
+        ref_model: Reference model. None: the policy with its initial weights. It is a frozen copy, or, with ``peft_config``,
+            the policy with its adapter disabled.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
         train_dataset: Dataset with ``prompt``, ``completion`` and ``label`` (True for a good answer), or with pairs.
-        eval_dataset: Evaluation dataset, or several by name.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
+        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         peft_config: Config of a new adapter to train. None: no new adapter.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
 
@@ -146,7 +147,7 @@ class KTOTrainer(PreferenceTrainer):
         return self.vision.placed(rows, [example for example, _ in both])
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
-        """Collate the labeled rows only."""
+        """Collate the labeled rows without the mismatched rows."""
         return self.data_collator(examples)[0]
 
     def _precompute(self, dataset: AnyDataset, reference: Reference | None, name: str) -> Any:
@@ -175,7 +176,7 @@ class KTOTrainer(PreferenceTrainer):
 
 
 def judged_batches(run: Run, inputs: tuple[list[Batch], list[Batch]], index: int = 0) -> list[Batch]:
-    """Return the judged batches of a micro-batch, without the mismatched ones."""
+    """Return the batches of labeled rows of a micro-batch, without the batches of mismatched rows."""
     return list(inputs[0])
 
 
@@ -203,7 +204,7 @@ def with_baseline(
     mismatched = [batch for _, others in inputs for batch in others]
     if mode == "eval":
         (compared,) = prepare(run, inputs, [mismatched], mode)
-    # Do not cache these sums, because each epoch pairs prompts with different mismatched answers.
+    # These sums are not cached, because each epoch pairs prompts with other mismatched answers.
     else:
         compared = with_references(run, mismatched, mode, None, refer)
     run.progress.own = baseline(run, compared)

@@ -1,4 +1,4 @@
-"""Base class of trainers on compared or judged answers: data preparation and the reference model."""
+"""Base class of trainers on compared or labeled answers. It prepares the data and the reference model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 # Trainer methods whose overrides may read or change per-token log-probs of the reference model.
 SEE_REFERENCE = (*PADDED_STEPS, "objective", "comparison", "with_reference")
-# Methods of the classes in `posttrain.methods` whose overrides may do the same.
+# Methods of the classes in `posttrain.methods` whose overrides may read or change these log-probs.
 SUMS = {"sums", "reference_logp"}
 
 
@@ -53,20 +53,20 @@ def check_given(model: Any, ref_model: Any, tokenizer: Tokenizer, quantization_c
     if quantization_config and not isinstance(model, str):
         # The reference would be loaded by name with this quantization, but the loaded policy is not quantized.
         raise ConfigError(
-            f"quantization_config cannot be applied to a {type(model).__name__} that is already loaded. Quantize it "
-            "when you load it, or pass the model as a string."
+            f"quantization_config cannot be applied to a {type(model).__name__} that is already loaded. Fix: quantize the "
+            "model when you load it, or pass the model as a string."
         )
     if isinstance(ref_model, str):
         raise ArgumentTypeError(
-            f"ref_model={ref_model!r} must be a loaded model. Load it with create_model_from_path({ref_model!r}), or "
-            "remove it to use the initial weights of the model."
+            f"ref_model={ref_model!r} must be a loaded model. Fix: load it with create_model_from_path({ref_model!r}), or "
+            "remove ref_model to use the initial weights of the model as reference."
         )
     if ref_model is not None:
         check_reference(ref_model, model)
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise ArgumentTypeError(
-            f"processing_class must be a tokenizer, not {type(tokenizer).__name__}. Load one with "
-            "AutoTokenizer.from_pretrained, or remove it to use the model's tokenizer."
+            f"processing_class must be a tokenizer, not {type(tokenizer).__name__}. Fix: load a tokenizer with "
+            "AutoTokenizer.from_pretrained, or remove processing_class to use the model's own tokenizer."
         )
 
 
@@ -112,8 +112,8 @@ class PreferenceTrainer(PostTrainer):
         default = type(self.args).__dataclass_fields__["learning_rate"].default
         if self.fresh_adapter and self.args.learning_rate == default:
             logger.warning(
-                "learning_rate=%s is the default for training all weights, but only an adapter is trained, which "
-                "learns little at this rate. About %s is usual.", default, 10 * default,
+                "learning_rate=%s is the default for training all weights. At this rate, an adapter learns little. A learning "
+                "rate of about %s is usual for adapters.", default, 10 * default,
             )  # fmt: skip
 
     def _make_reference(self, ref_model: nn.Module | None) -> None:
@@ -121,7 +121,7 @@ class PreferenceTrainer(PostTrainer):
         if ref_model is None:
             log_own_checkpoint(self.model)
         if args.precompute_ref_log_probs and ref_model is None and not self.fresh_adapter:
-            # Load no reference, because the policy's initial weights are the reference.
+            # No reference is loaded, because the policy with its initial weights is the reference.
             self.train_dataset = self._precompute(self.train_dataset, None, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, None)
             return
@@ -134,8 +134,8 @@ class PreferenceTrainer(PostTrainer):
         if args.precompute_ref_log_probs:
             self.train_dataset = self._precompute(self.train_dataset, self.reference, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, self.reference)
-            # Drop a separate copy. A reference that shares the policy's weights needs no extra memory, so keep it for other
-            # evaluation sets.
+            # Release a separate copy of the model. A reference that shares the policy's weights needs no additional memory, so
+            # it is kept for other evaluation sets.
             if self.reference.copy is not None:
                 self.reference = None
         elif args.sync_ref_model:
@@ -191,7 +191,7 @@ class PreferenceTrainer(PostTrainer):
     def answer_options(self) -> AnswerOptions:
         """Return the options that convert rows to token ids."""
         args = self.args
-        most = vars(args).get("max_prompt_length")  # This option exists only in older releases.
+        most = vars(args).get("max_prompt_length")  # Only the config of an older release has this option.
         return AnswerOptions(self.method.branches, args.max_length, args.truncation_mode, args.mask_inner_turns, most)
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:

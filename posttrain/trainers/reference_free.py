@@ -24,25 +24,26 @@ from posttrain.trainers.preference import PreferenceTrainer
 
 
 class CPOTrainer(PreferenceTrainer):
-    """Train on pairs with the policy's own likelihood as the reward (CPO, SimPO, AlphaPO). See `CPO`.
+    """Trainer of CPO, SimPO and AlphaPO, which train on pairs without a reference model. The reward of an answer is the
+    policy's log-likelihood. See `CPO`.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        data_collator: Function that builds batches from prepared rows. None: the library's own batches.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
         train_dataset: Dataset with ``chosen`` and ``rejected``, and optionally ``prompt``.
-        eval_dataset: Evaluation dataset, or several by name.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
+        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         peft_config: Config of a new adapter to train. None: no new adapter.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
     """
 
     METHOD = CPO
@@ -88,25 +89,25 @@ class CPOTrainer(PreferenceTrainer):
 
 
 class ORPOTrainer(PreferenceTrainer):
-    """Train on chosen answers with an odds-ratio penalty on rejected answers. See `ORPO`.
+    """Trainer of ORPO: supervised fine-tuning on chosen answers with an odds-ratio penalty on rejected answers. See `ORPO`.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        data_collator: Function that builds batches from prepared rows. None: the library's own batches.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
         train_dataset: Dataset with ``chosen`` and ``rejected``, and optionally ``prompt``.
-        eval_dataset: Evaluation dataset, or several by name.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
+        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         peft_config: Config of a new adapter to train. None: no new adapter.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
     """
 
     METHOD = ORPO
@@ -156,25 +157,26 @@ class ORPOTrainer(PreferenceTrainer):
 
 
 class TPOTrainer(PreferenceTrainer):
-    """Train on triples: a loss on chosen and rejected answers plus the NLL of the gold answer ``reference``. See `TPO`.
+    """Trainer of TPO, which trains on triples. The loss compares the chosen and the rejected answer, and adds the NLL of the
+        gold answer (column ``reference``). See `TPO`.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        data_collator: Function that builds batches from prepared rows. None: the library's own batches.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
         train_dataset: Dataset with ``prompt``, ``chosen``, ``rejected`` and the gold answer ``reference``.
-        eval_dataset: Evaluation dataset, or several by name.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
+        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
         peft_config: Config of a new adapter to train. None: no new adapter.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
     """
 
     METHOD = TPO

@@ -45,21 +45,21 @@ class RewardTrainer(PostTrainer):
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        data_collator: Function that builds batches from prepared rows. None: the library's own batches.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
         train_dataset: Dataset with ``chosen`` and ``rejected``, and optionally ``prompt``.
-        eval_dataset: Evaluation dataset, or several by name.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
+        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         peft_config: Config of a new adapter to train. None: no new adapter.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
 
     >>> trainer = RewardTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=pairs)  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP

@@ -29,35 +29,36 @@ logger = logging.getLogger(__name__)
 
 
 class RLOOTrainer(OnlineTrainer):
-    """REINFORCE with a leave-one-out baseline: the mean reward of the prompt's other completions.
+    """Trainer of RLOO: REINFORCE with a leave-one-out baseline. The baseline of a completion is the mean reward of the prompt's
+    other completions.
 
-    The KL penalty is part of the reward.
+    The KL penalty is subtracted from the reward. It is not a term of the loss.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
         reward_funcs: Reward function ``f(prompts, completions, **columns) -> list[float | None]``, reward model, path
             or Hub id of a reward model, or a list of these.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
         train_dataset: Dataset with the column ``prompt``, and the columns that reward functions read.
-        eval_dataset: Evaluation dataset, or several by name.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
-        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
-            models.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
+        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
+        reward_processing_classes: Tokenizer of the reward model, or a list of tokenizers if there are several reward models.
+            None: they are loaded together with the reward models.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         peft_config: Config of a new adapter to train. None: no new adapter.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
-        data_collator: Not supported, must be None. Batches are built after completions are sampled.
+        rollout_engine: Engine object that samples completions. None: the engine ``args.rollout_engine`` is created.
+        data_collator: Not supported. It must be None, because batches are built after completions are sampled.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        tools: Not supported, must be None. Use `GRPOTrainer`.
-        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
-        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
+        tools: Not supported. It must be None. To train with tools, use `GRPOTrainer`.
+        rollout_func: Not supported. It must be None. Use `GRPOTrainer` instead.
+        environment_factory: Not supported. It must be None. To train in environments, use `GRPOTrainer`.
 
     Reference: Back to basics, arXiv:2402.14740.
 
@@ -145,7 +146,7 @@ class RLOOTrainer(OnlineTrainer):
         return metrics
 
     def _watch_clipping(self, share: float) -> None:
-        """Warn if most sequences are clipped.
+        """Log a warning if most sequences are clipped in several consecutive steps.
 
         After small updates the ratio of a whole sequence is already outside the clip range, and clipped sequences have
         no gradient.
@@ -157,8 +158,9 @@ class RLOOTrainer(OnlineTrainer):
         self._clipped_steps = before + steps if share > CLIPPED_MOST else 0
         if before < CLIPPED_STEPS <= self._clipped_steps:
             logger.warning(
-                "%.0f%% of the sequences were clipped over the last %d steps, so they had no gradient. RLOO has one ratio "
-                "per completion, which grows with the completion's length. Let steps_per_generation * num_iterations divide "
-                "gradient_accumulation_steps, lower learning_rate, or use GRPO with importance_sampling_level='sequence'.",
+                "%.0f%% of the sequences were clipped over the last %d steps, so they had no gradient. RLOO has one ratio per "
+                "completion, which grows with the completion's length. Set gradient_accumulation_steps to a multiple of "
+                "steps_per_generation * num_iterations, decrease learning_rate, or use GRPO with "
+                "importance_sampling_level='sequence'.",
                 100 * share, self._clipped_steps,
             )  # fmt: skip

@@ -36,22 +36,22 @@ class SFTTrainer(PostTrainer):
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
-        args: Training arguments. None: the defaults, with an ``output_dir`` named after the model.
-        data_collator: Function that builds batches from prepared rows. None: the library's own batches.
+        args: Training arguments. None: default values, with an ``output_dir`` that is named after the model.
+        data_collator: Function that builds batches from prepared rows. None: the trainer builds batches itself.
         train_dataset: Dataset with ``messages``, ``text``, ``prompt`` and ``completion``, or token ids.
-        eval_dataset: Evaluation dataset, or several by name.
-        processing_class: Tokenizer or processor of the model. None: loaded from the model's path or id.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
+        processing_class: Tokenizer or processor of the model. None: it is loaded from the model's path or Hub id.
         compute_loss_func: Function that replaces the loss. It receives the model's outputs, the labels and the number
             of label tokens.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         peft_config: Config of a new adapter to train. None: no new adapter.
-        formatting_func: Function that converts a row to text, instead of the columns that the method reads.
+        formatting_func: Function that converts a row to a text, which is used instead of the row's columns.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
 
     >>> trainer = SFTTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=dataset)  # doctest: +SKIP
@@ -87,12 +87,13 @@ class SFTTrainer(PostTrainer):
         # The class itself can be used, because its attributes have the default values.
         asked = args or SFTConfig
         if asked.loss_type == "dft" and compute_loss_func is not None:
-            raise ConfigError("loss_type='dft' and compute_loss_func both set the loss. Remove one of them.")
+            raise ConfigError("loss_type='dft' and compute_loss_func both define the loss. Fix: remove one of them.")
         joins = {"padding_free": asked.padding_free, "packing": asked.packing, "eval_packing": asked.eval_packing}
         joined = [name for name, on in joins.items() if on]
         if data_collator is not None and joined:
             raise ConfigError(
-                f"{joined[0]}=True joins documents into rows, which is not possible with a data_collator. Remove one of them."
+                f"{joined[0]}=True joins several documents into a row, which is not possible with a data_collator. Fix: remove "
+                f"{joined[0]} or data_collator."
             )
         super().__init__(
             model,
@@ -113,8 +114,8 @@ class SFTTrainer(PostTrainer):
         )
         if self.args.packing and learns_prompts(self.model):
             raise ConfigError(
-                "packing=True with prompt learning: every document needs separate virtual tokens, so packing saves "
-                "nothing. Set packing=False."
+                "packing=True is not supported with prompt learning, because every document needs its own virtual tokens. "
+                "Fix: set packing=False."
             )
 
     @property
@@ -170,8 +171,8 @@ class SFTTrainer(PostTrainer):
             )
         if (args.packing or args.eval_packing) and args.packing_strategy != "bfd":
             raise ConfigError(
-                f"packing_strategy={args.packing_strategy!r} splits rows at any token, also inside an image. Fix: use "
-                "'bfd', which keeps rows whole."
+                f"packing_strategy={args.packing_strategy!r} can split rows inside an image. Fix: use packing_strategy='bfd', "
+                "which does not split rows."
             )
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:

@@ -157,7 +157,7 @@ CODE = {
     ),
     "a class in the place of a reward": (
         "class f:\n    def __call__(self, completions, **_):\n        return [0.0] * len(completions)\n",
-        "reward_funcs contains the class 'f'. Calling a class creates an instance",
+        "reward_funcs contains the class 'f', but calling a class creates an instance",
     ),
 }  # fmt: skip
 
@@ -197,7 +197,7 @@ def test_sys_exit_in_other_code_that_a_run_calls_is_an_error_with_its_place(
 WORDS = {
     "a word behind the options": (
         ["--max_steps", "1", "more"],
-        "unknown argument 'more': it does not follow an option",
+        "unknown argument 'more': it is neither an option nor the value of an option",
     ),
     "a word before them": (["learning_rate", "--max_steps", "1"], "did you mean 'learning_rate'?"),
     "a word behind options of the launcher": (["--num_processes", "2", "more"], "unknown argument 'more'"),
@@ -206,7 +206,7 @@ WORDS = {
         "argument --num_processes/--num-processes: invalid int value: 'two'",
     ),
     "an option of the launcher without its value": (["--num_processes"], "--num-processes: invalid int value: ''"),
-    "no process": (["--num_processes", "0"], "num_processes=0: a run needs at least 1 process"),
+    "no process": (["--num_processes", "0"], "num_processes=0 must be at least 1"),
 }
 
 

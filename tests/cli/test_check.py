@@ -46,7 +46,9 @@ def test_a_command_that_would_train_is_ready_and_nothing_is_written(folder, caps
     assert main(["check", "sft", "--config", "sft.yaml", "--no-model"]) == 0
     out = capsys.readouterr().out
     assert (
-        "sft: nothing found without the model" in out and "12 rows, split 'train'" in out and "LlamaForCausalLM" in out
+        "sft: no problems found. Without the model" in out
+        and "12 rows, split 'train'" in out
+        and "LlamaForCausalLM" in out
     )
     assert "learning rate 2e-05" in out and "with a chat template" in out and "12 rows of" in out
     assert sorted(folder.iterdir()) == before
@@ -85,7 +87,7 @@ def test_a_share_of_one_file_is_its_test_split(folder, capsys):
     (said,) = [stage["said"] for stage in found["stages"] if stage["name"] == "data"]
     assert code == 0 and said.startswith("9 rows, split 'train'; 3 rows, split 'test'")
     code, found = checked(capsys, "sft", "--config", "sft.yaml", *flags, "--dataset_test_split", "train")
-    assert code == 78 and "has a split 'train' already" in str(found["stages"])
+    assert code == 78 and "would create a split 'train'" in str(found["stages"])
 
 
 def test_json_holds_every_check_with_its_seconds(folder, capsys):
@@ -377,7 +379,7 @@ def test_a_check_that_could_not_run_is_an_error(trainable, capsys, monkeypatch, 
     name, probe = next((name, one) for name, one in registry.PROBES.items() if one.moment == "config" and not one.part)
     monkeypatch.setitem(registry.PROBES, name, dataclasses.replace(probe, function=broken))
     assert main(["check", "sft", "--config", "sft.yaml", "--no-model"]) == 78
-    assert "a check could not run" in capsys.readouterr().out
+    assert "a check could not be completed" in capsys.readouterr().out
 
 
 def test_weights_that_are_not_finite_are_refused(trainable, capsys):

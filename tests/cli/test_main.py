@@ -249,7 +249,7 @@ def test_tools_and_an_environment_are_named_like_rewards(tmp_path, monkeypatch):
         (
             "grpo",
             {"reward_funcs": "bad.py"},
-            "'bad.py' does not name an object. Fix: pass module.name, or file.py:name",
+            "'bad.py' is not the path of a Python object. Fix: pass module.name, or file.py:name",
         ),
         ("rloo", {"tools": "bad.py:short"}, "unknown argument '--tools'"),
         ("rloo", {"tool_timeout": "3"}, "unknown argument '--tool_timeout'"),
@@ -288,7 +288,7 @@ def test_the_short_help_shows_the_options_that_the_parser_knows_with_their_defau
         found = {name: one for group in options.groups(command).values() for name, one in group.items()}
         assert set(found) <= set(fields), command
         # Every option of the parser, each with a sentence.
-        assert all(fields[name].metadata["help"].startswith("Not read. ") for name in set(fields) - set(found)), command
+        assert all(fields[name].metadata["help"].startswith("Not used. ") for name in set(fields) - set(found)), command
         assert all(one.sentence for one in found.values()), command
         for name, one in found.items():
             if one.default and type(fields[name].default) in (int, float, bool, str):
@@ -299,7 +299,7 @@ def test_the_short_help_shows_the_options_that_the_parser_knows_with_their_defau
         re.search(r"--num_generations +Number of completions sampled per[^-]*\(8\)", text) and "ModelConfig" not in text
     )
     assert "..." not in text.partition("\n")[2] and all(len(line) <= 80 for line in text.splitlines())
-    assert "Rows per micro-batch on each device, or auto (8)" in " ".join(text.split())
+    assert "Number of rows per micro-batch on each device, or auto (8)" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft", "gkd", "dpo", "sdpo", "async-distillation"])

@@ -77,7 +77,7 @@ def test_a_split_is_the_same_for_the_same_seed(jsonl):
 
 @pytest.mark.parametrize(
     ("fractions", "message"),
-    [((0.5, None), "only for some datasets"), ((0.0, 0.0), "not all 0"), ((-1.0, 2.0), "0 or more")],
+    [((0.5, None), "only for some datasets"), ((0.0, 0.0), "one must be above 0"), ((-1.0, 2.0), "at least 0")],
 )
 def test_bad_fractions_are_refused(jsonl, fractions, message):
     members = [DatasetConfig(jsonl(str(i), 4), fraction=f) for i, f in enumerate(fractions)]
@@ -318,8 +318,8 @@ def test_streaming_gives_a_stream_of_all_members_in_order(jsonl):
     [
         ({"path": "a", "splt": "x"}, r"unknown key 'splt' \(did you mean 'split'\?\)"),
         ({"split": "x"}, "has no 'path'"),
-        (3, "not a int"),
-        ("{broken", "starts like a JSON object"),
+        (3, "not int"),
+        ("{broken", "begins with a brace"),
     ],
 )
 def test_a_member_that_cannot_be_read_is_named(item, message):

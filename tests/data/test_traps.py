@@ -265,7 +265,7 @@ def test_trap_15_a_prompt_that_the_answers_repeat_stands_once_and_is_told(tiny_t
         repeated = prepare_reward_dataset(data, tiny_tokenizer)
     whole = prepare_reward_dataset(datasets.Dataset.from_list([sides] * 2), tiny_tokenizer)
     assert repeated.to_list() == whole.to_list()
-    assert caplog.text.count("repeat the messages of the prompt") == 1
+    assert caplog.text.count("begin with the messages of the prompt") == 1
 
 
 def test_trap_16_sharegpt_speakers_become_roles_and_are_told_once(tiny_tokenizer, caplog, monkeypatch):

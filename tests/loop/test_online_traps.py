@@ -58,7 +58,7 @@ def test_r4_numbers_that_do_not_divide_come_with_those_that_would(tmp_path):
     with pytest.raises(ConfigError) as refused:
         grpo_args(tmp_path, num_generations=3)
     text = str(refused.value)
-    assert "8 completions" in text and "num_generations could be 2, 4" in text
+    assert "8 completions" in text and "set num_generations to one of 2, 4" in text
     assert "per_device_train_batch_size to 6 or 9" in text
     for size in (6, 9):
         assert grpo_args(tmp_path, num_generations=3, per_device_train_batch_size=size).generation_batch_size == size
@@ -102,7 +102,7 @@ def test_r8_a_rendered_prompt_has_one_bos(tiny_tokenizer, tmp_path):
 @pytest.mark.parametrize("kwargs", [{"do_sample": False}, {"seed": 3}])
 def test_r9_what_would_make_a_group_s_completions_equal_is_refused(tmp_path, kwargs):
     (name,) = kwargs
-    with pytest.raises(ConfigError, match=f"'{name}': .*Remove it"):
+    with pytest.raises(ConfigError, match=f"'{name}': .*Fix: remove {name}"):
         grpo_args(tmp_path, generation_kwargs=kwargs)
 
 
@@ -185,7 +185,7 @@ def test_r36_a_correction_that_leaves_most_tokens_out_is_told_and_missing_log_pr
 
 def test_r40_a_cap_below_the_clip_and_a_ratio_that_runs_away_are_told(tmp_path, caplog):
     grpo_args(tmp_path, delta=1.1, num_iterations=2)
-    assert "delta=1.1 is below 1 + epsilon_high = 1.2, so the upper clip has no effect" in caplog.text
+    assert "delta=1.1 is below 1 + epsilon_high = 1.2, so the ratio is limited by delta" in caplog.text
     assert "PT-R005" in codes(1, ratio__max=11.0)
     assert codes(1, ratio__max=9.0) == []
 

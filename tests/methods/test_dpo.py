@@ -394,7 +394,7 @@ def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
         ({"loss_type": "robust", "label_smoothing": 0.5}, "must be in"),
         ({"loss_type": "exo_pair"}, "with 'exo_pair' must be above 0"),
         ({"loss_type": "aot", "use_weighting": True}, "use_weighting=True assigns a weight"),
-        ({"loss_type": "apo_zero", "f_divergence_type": "js_divergence"}, "contain a per-prompt constant"),
+        ({"loss_type": "apo_zero", "f_divergence_type": "js_divergence"}, "contain an unknown constant per prompt"),
         (
             {"loss_type": ["sigmoid", "bco_pair", "sft"], "f_divergence_type": "js_divergence"},
             r"cannot be used with loss_type=\['bco_pair'\]",

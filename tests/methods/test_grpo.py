@@ -477,7 +477,7 @@ def test_an_unwritable_output_dir_is_refused(unloadable, tmp_path):
         ({"loss_type": "gpro"}, r"loss_type='gpro' is not known \(did you mean 'grpo'\?\)"),
         (
             {"num_generations": 3},
-            r"8 completions .*1 process .*num_generations=3.*num_generations could be 2, 4, 8; or keep 3 ",
+            r"8 completions .*1 process .*num_generations=3.*set num_generations to one of 2, 4, 8, or keep num_generations=3 ",
         ),
         ({"per_device_train_batch_size": 1, "num_generations": 8}, "With 1 process: keep 8 and set"),
         ({"num_generations": 1}, "num_generations=1 must be at least 2"),
@@ -486,7 +486,7 @@ def test_an_unwritable_output_dir_is_refused(unloadable, tmp_path):
         ({"top_entropy_quantile": 7}, "top_entropy_quantile=7"),
         ({"loss_type": "cispo"}, "epsilon_high=5.0"),
         ({"loss_type": "luspo"}, "importance_sampling_level='token'"),
-        ({"generation_batch_size": 12}, "must be a multiple of .* = 8. Nearest: 8 or 16"),
+        ({"generation_batch_size": 12}, "must be a multiple of .* = 8. Fix: set it to 8 or 16"),
         ({"generation_batch_size": 16, "steps_per_generation": 4}, "contradict each other"),
         ({"generation_kwargs": {"do_sample": False}}, "do_sample"),
         ({"sync_ref_model": True}, "no reference model"),

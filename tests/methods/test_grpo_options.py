@@ -79,15 +79,15 @@ def logs(trainer):
             },
             "does not support vllm_importance_sampling_mode='token_mask'",
         ),
-        ({"loss_type": "cispo", "epsilon_high": 0.28}, "CISPO caps the ratio itself"),
+        ({"loss_type": "cispo", "epsilon_high": 0.28}, "CISPO limits the ratio itself"),
         ({"epsilon_high": -0.1}, "epsilon_high=-0.1"),
         ({"off_policy_mask_threshold": 0.0}, "off_policy_mask_threshold=0.0 must be above 0"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg=0.0"),
         ({"delta": 0.0}, "delta=0.0"),
         ({"min_group_std": -1.0}, "min_group_std=-1.0"),
-        ({"entropy_coef_min": 0.5, "entropy_coef_max": 0.1}, "entropy_coef_min=0.5 must not be above .*=0.1"),
+        ({"entropy_coef_min": 0.5, "entropy_coef_max": 0.1}, "entropy_coef_min=0.5 must be at most .*=0.1"),
         ({"log_completions_hub_repo": "me/rows"}, "log_completions=False"),
-        ({"sync_ref_model": True}, "beta=0.0: no reference"),
+        ({"sync_ref_model": True}, "no effect with beta=0.0"),
         ({"num_generations_eval": -2}, "num_generations_eval=-2"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
         ({"min_p": 1.5}, "min_p=1.5"),
@@ -102,8 +102,8 @@ def test_what_cannot_be_meant_is_refused(tmp_path, settings, match):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, "weights sequences by their length"),
-        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "has its own sequence weight"),
+        ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, "weights each sequence by its length"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "defines its own sequence weight"),
         ({"delta": 1.1}, "delta=1.1 is below 1 + epsilon_high = 1.2"),
         ({"loss_type": "sapo", "delta": 2.0}, "delta=2.0 has no effect"),
         ({"loss_type": "vespo", "epsilon": 0.1}, "epsilon=0.1 has no effect"),
@@ -113,10 +113,13 @@ def test_what_cannot_be_meant_is_refused(tmp_path, settings, match):
             "scale_rewards='batch' is ignored",
         ),
         ({"temperature": 0.05}, "temperature=0.05 is so low"),
-        ({"repetition_penalty": 1.1, "top_k": 50}, "repetition_penalty=1.1 changes the distribution of completions"),
+        ({"repetition_penalty": 1.1, "top_k": 50}, "repetition_penalty=1.1 changes the distribution from which"),
         ({"epsilon": 0.1}, "epsilon=0.1 has no effect"),
         ({"loss_type": "sapo"}, "loss_type='sapo' has no effect"),
-        ({"steps_per_generation": 4, "num_iterations": 5}, "are used for training 20 optimizer steps after sampling"),
+        (
+            {"steps_per_generation": 4, "num_iterations": 5},
+            "are used for training 20 optimizer steps after they were sampled",
+        ),
         ({"use_liger_kernel": True}, "liger_kernel is not installed"),
     ],
 )
@@ -352,7 +355,7 @@ def test_a_target_that_is_never_reached_is_told(tiny_tokenizer, tmp_path, caplog
         grpo(
             tmp_path, tiny_tokenizer, use_adaptive_entropy=True, entropy_coef=0.1, max_steps=50, num_train_epochs=99
         ).train()
-    assert "has never been at or below entropy_target=0.2" in caplog.text
+    assert "was never at or below entropy_target=0.2" in caplog.text
 
 
 def test_the_filter_sees_the_whole_micro_batch_however_it_is_laid_out(tiny_tokenizer, tmp_path):

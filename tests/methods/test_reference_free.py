@@ -199,7 +199,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path, config, settings, match
 def test_p28_simpo_at_the_defaults_of_cpo_is_told(tmp_path, caplog):
     CPOConfig(str(tmp_path), loss_type="simpo")
     assert "requires a gap of 5.0 nats per token" in caplog.text
-    assert "is CPO-SimPO" in caplog.text
+    assert "makes the loss CPO-SimPO" in caplog.text
 
 
 def test_tpo_needs_its_gold_answers(tiny_tokenizer, tmp_path):

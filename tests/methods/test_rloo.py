@@ -457,13 +457,13 @@ def test_defaults_are_the_peer_s_and_grpo_s_own_options_do_not_exist(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"reward_clip_range": (1.0, 1.0)}, "the minimum and a larger maximum"),
+        ({"reward_clip_range": (1.0, 1.0)}, "a minimum and a larger maximum"),
         ({"reward_clip_range": (1.0, -1.0)}, "reward_clip_range"),
         ({"reward_clip_range": (1.0,)}, "two numbers"),
         ({"reward_clip_range": 10}, "reward_clip_range=10 must be a list"),
         ({"reward_clip_range": (0.0, None)}, "two numbers"),
         ({"use_liger_kernel": True}, "is not supported by RLOO"),
-        ({"vllm_importance_sampling_mode": "token_mask"}, "one ratio per sequence"),
+        ({"vllm_importance_sampling_mode": "token_mask"}, "one importance ratio per sequence"),
         ({"num_generations": 1}, "at least 2"),
         ({"beta": -0.1}, "beta=-0.1"),
     ],

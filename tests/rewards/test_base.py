@@ -539,7 +539,10 @@ def test_a_missing_package_keeps_its_own_message():
         ({0: 1, 1: 2}, "returned {0: 1, 1: 2} .dict."),
         ([1 + 2j, 0], r"returned \(1\+2j\) .complex. for row 0"),
         ([[1.0], [2.0]], "returned .1.0. .list. for row 0"),
-        ([0.0, 1e300], "returned 1e.300 for row 1. It must return a number whose absolute value is at most 1e.12, or None"),
+        (
+            [0.0, 1e300],
+            "returned 1e.300 for row 1. It must return a number whose absolute value is at most 1e.12, or None",
+        ),
     ],
 )
 def test_r17_nothing_is_broadcast_flattened_or_rounded_to_infinity(returned, message):

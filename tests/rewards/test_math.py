@@ -141,7 +141,10 @@ def test_r28_an_expression_that_hangs_is_killed_and_the_rest_still_judged(monkey
     logged = {}
     rewards = accuracy_reward([r"\boxed{1}", BOMB, r"\boxed{2}"], ["1", "7", "2"], log_extra=logged.__setitem__)
     assert rewards == [1.0, 0.0, 1.0]
-    assert "1 of 3 answers of this batch could not be compared within 1 s and count as wrong" in caplog.text
+    assert (
+        "1 of 3 answers of this batch could not be compared with their references within 1 s, so they count as wrong"
+        in caplog.text
+    )
     monkeypatch.setattr(math_rewards, "FORMULA_SECONDS", 0.5)
     assert accuracy_reward([BOMB + str(i) for i in range(2)] + [r"\boxed{2}"], ["7"] * 2 + ["2"])[-1] == 1.0
 

@@ -69,7 +69,7 @@ def test_r29_texts_beyond_the_context_lose_their_beginning(judge, caplog):
     ids = judge.tokenizer(long, add_special_tokens=False)["input_ids"][-128:]
     hidden = judge.model.model(torch.tensor([ids])).last_hidden_state[0, -1]
     assert scores[1] == pytest.approx(float(judge.model.score(hidden)[0]), abs=1e-5)
-    assert "reads at most 128 tokens. The beginning of longer texts is truncated (1 texts so far)" in caplog.text
+    assert "reads at most 128 tokens, so longer texts lose their beginning (1 texts so far)" in caplog.text
 
 
 def test_a_folder_is_loaded_with_the_given_keywords_and_the_caller_s_dict_stays(tiny_tokenizer, tmp_path):

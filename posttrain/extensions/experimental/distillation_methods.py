@@ -255,8 +255,8 @@ class SelfDistillationFields(DistillationFields):
     _beta: ClassVar[str | float] = "distillation_alpha"
     distillation_alpha: float = option(
         0.5,
-        "Divergence: a member of the generalized Jensen-Shannon family, from 0 to 1. 0: forward KL(teacher || student). 1: "
-        "reverse KL(student || teacher). distillation_mode='sampled_token' needs 1.",
+        "Parameter of the generalized Jensen-Shannon divergence, from 0 to 1. 0: forward KL(teacher || student). 1: reverse "
+        "KL(student || teacher). distillation_mode='sampled_token' needs 1.",
     )
     distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = option(
         "topk_logits",

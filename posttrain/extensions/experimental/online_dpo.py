@@ -54,34 +54,34 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
-        ref_model: Reference model. None: the initial weights, as a frozen copy or as the model with its new adapter
-            disabled.
+        ref_model: Reference model. None: the policy with its initial weights. It is a frozen copy, or, with ``peft_config``,
+            the policy with its adapter disabled.
         reward_funcs: Reward model, its path or Hub id, a reward function, or a list of these. Functions receive the
             first completions of all prompts, then the second ones. Exactly one of ``reward_funcs`` and ``judge`` must
             be set.
-        args: Training arguments. Required.
-        data_collator: Not supported, must be None. Batches are built after completions are sampled.
-        train_dataset: Dataset with the column ``prompt``. Required.
-        eval_dataset: Evaluation dataset, or several by name.
+        args: Training arguments. They must be passed.
+        data_collator: Not supported. It must be None, because batches are built after completions are sampled.
+        train_dataset: Dataset with the column ``prompt``. It must be passed.
+        eval_dataset: Evaluation dataset, or a dict from names to several evaluation datasets.
         processing_class: Tokenizer. Required if ``model`` is an object.
-        reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
-            models.
+        reward_processing_classes: Tokenizer of the reward model, or a list of tokenizers if there are several reward models.
+            None: they are loaded together with the reward models.
         peft_config: Config of a new adapter to train. None: no new adapter.
         compute_metrics: Function that computes metrics from an `EvalPrediction` during evaluation.
         callbacks: Additional `transformers.TrainerCallback` objects.
-        optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
+        optimizers: Optimizer and learning-rate scheduler. None: they are created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
         judge: Judge that compares two completions, instead of ``reward_funcs``: a `BasePairwiseJudge`, `BaseRankJudge`
             or `BaseBinaryJudge`.
-        rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
-        quantization_config: Quantization for loading ``model`` from a path or Hub id.
+        rollout_engine: Engine object that samples completions. None: the engine ``args.rollout_engine`` is created.
+        quantization_config: Quantization with which ``model`` is loaded, if it is a path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
-        compute_loss_func: Not supported, must be None. To change the loss, override ``objective`` in a subclass.
-        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. Overrides ``args.optim``.
-        tools: Not supported, must be None. Use `GRPOTrainer`.
-        rollout_func: Not supported, must be None. Use `GRPOTrainer`.
-        environment_factory: Not supported, must be None. Use `GRPOTrainer`.
+        compute_loss_func: Not supported. It must be None. To change the loss, override ``objective`` in a subclass.
+        optimizer_cls_and_kwargs: Optimizer class and its keyword arguments. They override ``args.optim``.
+        tools: Not supported. It must be None. To train with tools, use `GRPOTrainer`.
+        rollout_func: Not supported. It must be None. Use `GRPOTrainer` instead.
+        environment_factory: Not supported. It must be None. To train in environments, use `GRPOTrainer`.
 
     Reference: Direct language model alignment from online AI feedback, arXiv:2402.04792.
 
@@ -130,7 +130,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     ) -> None:
         self.judge, self._given_reference = judge, ref_model
         if args is None:
-            raise ConfigError(f"args is missing. Pass a {self.config_class.__name__}.")
+            raise ConfigError(f"args is missing. Fix: pass a {self.config_class.__name__} as args.")
         args = as_config(self.config_class, args)
         self._check_given(model, reward_funcs, args, data_collator, processing_class)
         functions: list[Any] = [JudgeReward(judge, halves=True)] if judge is not None else []
@@ -164,9 +164,9 @@ class OnlineDPOTrainer(OnlineTrainer):
     ) -> None:
         if (reward_funcs is None) == (self.judge is None):
             which = "neither is" if self.judge is None else "both are"
-            raise ConfigError(f"pass either reward_funcs or judge: {which} set.")
+            raise ConfigError(f"exactly one of reward_funcs and judge must be set, but {which} set.")
         if tokenizer is None and not isinstance(model, str):
-            raise ConfigError("processing_class is missing. Pass the model's tokenizer.")
+            raise ConfigError("processing_class is missing. Fix: pass the model's tokenizer as processing_class.")
         if data_collator is not None:
             raise ConfigError("data_collator must be None, because batches are built after completions are sampled.")
         if self._given_reference is not None:
@@ -178,7 +178,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         for name, value in of_rewards.items():
             if self.judge is not None and value is not None:
                 raise ConfigError(
-                    f"{name} changes rewards, but a judge returns preferences and probabilities. Remove one of them."
+                    f"{name} changes rewards, but a judge returns preferences and no rewards. Fix: remove {name} or judge."
                 )
 
     def _reward_functions(
@@ -263,14 +263,14 @@ class OnlineDPOTrainer(OnlineTrainer):
         if mode == "train" and metrics.get("ties", 0.0) > TIES_MOST and not self._ties_told:
             self._ties_told = True
             logger.warning(
-                "%.0f%% of the pairs are ties (identical completions or equal rewards) and have no loss. Raise "
+                "%.0f%% of the pairs are ties (identical completions or equal rewards) and have no loss. Increase "
                 "temperature, or use a reward or judge that distinguishes completions.",
                 100 * metrics["ties"],
             )
         return metrics
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Evaluate without a loss, because one completion per prompt has nothing to be compared with."""
+        """Evaluate without a loss, because evaluation samples one completion per prompt and the loss needs two."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         output.metrics.pop(f"{metric_key_prefix}_loss", None)
         return output

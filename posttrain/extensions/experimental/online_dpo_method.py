@@ -1,4 +1,6 @@
-"""Online DPO: the policy samples two completions per prompt, and the DPO loss prefers the better one."""
+"""Online DPO: sample two completions per prompt from the policy, and train with the DPO loss on the better and the worse
+one.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ UNREAD = (
 class OnlineDPOConfig(PictureConfig, OnlineConfig):
     """Arguments of `OnlineDPOTrainer`. Batch sizes count prompts, with two completions each.
 
-    ``beta`` may be a list with one value per epoch; later epochs use its last value.
+    ``beta`` may be a list with one value per epoch. If there are more epochs than values, the last value is used.
     """
 
     learning_rate: float = option(
@@ -53,59 +55,62 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     )
     reward_model_path: str | None = option(
         None,
-        "Accepted for scripts that load a reward model themselves. The trainer does not use it. Pass reward_funcs to the "
-        "trainer instead.",
+        "Accepted for compatibility with TRL's scripts, which load the reward model from this path. The trainer does not use "
+        "it. Pass the reward model to the trainer as reward_funcs.",
     )
     max_new_tokens: PositiveInt = option(64, "Maximum number of tokens per completion, including the end token.")
     max_completion_length: PositiveInt | None = option(
-        None, "Alias of max_new_tokens. None: max_new_tokens. A different value is an error."
+        None,
+        "Another name of max_new_tokens. Setting it to a different value is an error. None: the value of "
+        "max_new_tokens.",
     )
     max_length: PositiveInt = option(
         512,
-        "Maximum number of tokens of prompt and completion, above max_new_tokens. The start of a longer prompt is removed.",
+        "Maximum number of tokens of a prompt and its completion together, above max_new_tokens. Prompts longer than "
+        "max_length - max_new_tokens lose their beginning.",
     )
     temperature: PositiveFloat = option(
         0.9,
-        "Sampling temperature, above 0. Higher values make the two completions of a prompt differ more. The log-probs of the "
-        "loss use temperature 1.",
+        "Sampling temperature, above 0. Higher values make the two completions of a prompt differ more. The temperature "
+        "applies only to sampling: the log-probs in the loss are computed at temperature 1.",
     )
     missing_eos_penalty: PositiveFloat | None = option(
         None,
-        "Penalty, above 0, that is subtracted from the reward of a completion without an end token. It encourages completions "
-        "shorter than max_new_tokens. None: no penalty.",
+        "Number, above 0, that is subtracted from the reward of a completion without an end-of-sequence token. It encourages "
+        "the model to end completions before max_new_tokens. None: nothing is subtracted.",
     )
     beta: list[float] = field(  # type: ignore[assignment]
         default_factory=lambda: [0.1],
         metadata={
             "help": (
-                "Strength of the regularization towards the reference model, above 0. A larger value keeps the policy closer. "
-                "For loss_type='ipo' it is tau of the paper. A list has one value per epoch; the last value is used for all "
-                "later epochs."
+                "Strength of the regularization towards the reference model, above 0. A larger value keeps the policy closer "
+                "to it. For loss_type='ipo', beta is called tau in the paper. A list has one value per epoch. If there are "
+                "more epochs than values, the last value is used."
             )
         },
     )
     loss_type: Literal["sigmoid", "ipo"] = option(
         "sigmoid",
-        "Loss of a pair of completions. 'sigmoid': the loss of DPO. 'ipo': moves the difference of the two log-ratios to the "
-        "target 1 / (2 beta). The log-ratios are not divided by length.",
+        "Loss of a pair of completions. 'sigmoid': the loss of DPO. 'ipo': moves the difference between the log-ratios of the "
+        "better and the worse completion to the target 1 / (2 beta). The log-ratios are sums over tokens.",
     )
     num_generations: PositiveInt = option(
-        2, "Number of completions per prompt. It must be 2, because the two completions form a pair."
+        2, "Number of completions per prompt. It must be 2, because the loss compares two completions."
     )
     num_generations_eval: NonNegativeInt | None = option(
         1,
-        "Number of completions per prompt in evaluation. It must be 1, because "
-        "evaluation scores completions without comparing them. 0 and None mean 1.",
+        "Number of completions per prompt in evaluation. It must be 1, because evaluation only scores completions and does "
+        "not compare them. 0 and None: 1.",
     )
     keep_eos_for_rewards: bool = option(
         False,
-        "Append the end token to the text of finished completions before it is passed to reward functions. Conversations are "
-        "not changed.",
+        "Append the end-of-sequence token to the text of completions that ended, before the text is passed to reward "
+        "functions. It has no effect on conversations.",
     )
     vllm_gpu_memory_utilization: PositiveShare = option(
         0.55,
-        "Fraction of the GPU's memory for vLLM, above 0 and at most 1 (vllm_mode='colocate'). The trainer uses the remaining "
-        "memory. With vllm_mode='server', set it on the server instead.",
+        "With vllm_mode='colocate': fraction of the GPU's memory that vLLM may use, above 0 and at most 1. The trainer uses "
+        "the remaining memory. With vllm_mode='server', set this fraction on the server instead.",
     )
 
     def check_fields(self) -> None:
@@ -118,8 +123,8 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     def __post_init__(self) -> None:
         if self.max_completion_length not in (None, self.max_new_tokens):
             raise ConfigError(
-                f"max_completion_length={self.max_completion_length} and max_new_tokens={self.max_new_tokens} are "
-                "names of the same limit and have different values. Set only max_new_tokens."
+                f"max_completion_length={self.max_completion_length} and max_new_tokens={self.max_new_tokens} are two names of "
+                "the same limit and have different values. Fix: set only max_new_tokens."
             )
         self.max_completion_length = self.max_new_tokens
         if isinstance(self.beta, Sequence) and len(self.beta) == 1:
@@ -130,36 +135,39 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     def _check_pairs(self) -> None:
         if self.max_new_tokens >= self.max_length:
             raise ConfigError(
-                f"max_new_tokens={self.max_new_tokens} must be below max_length={self.max_length}, or no prompt token "
-                "fits. Lower max_new_tokens or raise max_length."
+                f"max_new_tokens={self.max_new_tokens} must be below max_length={self.max_length}, because otherwise no space "
+                "is left for the prompt. Fix: decrease max_new_tokens or increase max_length."
             )
         if self.num_generations != 2 or (self.num_generations_eval or 1) != 1:
             raise ConfigError(
                 f"num_generations={self.num_generations} and num_generations_eval={self.num_generations_eval} are not "
-                "supported. Training compares 2 completions, and evaluation scores 1. Remove both options."
+                "supported, because training always compares 2 completions per prompt and evaluation always scores 1. Fix: "
+                "remove both options."
             )
         defaults = type(self).__dataclass_fields__
         for name in UNREAD:
             if (value := getattr(self, name)) != defaults[name].default:
-                raise ConfigError(f"{name}={value!r} is not supported by {type(self).__name__}. Remove it.")
+                raise ConfigError(f"{name}={value!r} is not supported by {type(self).__name__}. Fix: remove {name}.")
 
     def _check_sampling(self) -> None:
         if isinstance(self.beta, Sequence) and not self.beta:
-            raise ConfigError("beta=[] is empty. Fix: pass one value, or one per epoch.")
+            raise ConfigError("beta=[] is an empty list. Fix: pass one number, or a list with one number per epoch.")
         for value in self.betas:
             if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ConfigError(f"beta={self.beta!r}: {value!r} is out of range. Fix: use numbers above 0.")
+                raise ConfigError(
+                    f"every value of beta must be above 0, but beta={self.beta!r} has the value {value!r}."
+                )
         betas, self.beta = self.beta, self.betas[0]  # type: ignore[assignment]
         super()._check_sampling()
         self.beta = betas
 
     @property
     def betas(self) -> list[float]:
-        """``beta`` as a list with one value per epoch."""
+        """Values of ``beta`` as a list, one per epoch."""
         return list(self.beta) if isinstance(self.beta, Sequence) and not isinstance(self.beta, str) else [self.beta]
 
     def beta_at(self, epoch: float | None) -> float:
-        """Return ``beta`` in an epoch, which may be fractional. Later epochs use the last value."""
+        """Return the value of ``beta`` for a (fractional) epoch. After the end of the list, this is its last value."""
         return float(self.betas[min(int(epoch or 0), len(self.betas) - 1)])
 
     @property
@@ -168,7 +176,7 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
         return 2 * super().train_batch_size
 
     def _resolve_batches(self) -> None:
-        """Resolve batch sizes. They count prompts here; the other online methods count completions."""
+        """Resolve batch sizes. In this method they count prompts. In other online methods they count completions."""
         prompts, self.per_device_train_batch_size = (
             self.per_device_train_batch_size,
             2 * self.per_device_train_batch_size,
@@ -179,7 +187,7 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
             self.per_device_train_batch_size = prompts
 
 
-# These losses use sums of log-ratios, which are not divided by length.
+# The losses of online DPO. They use sums of log-ratios, which are not divided by length.
 PAIR_LOSSES = {"sigmoid": sigmoid, "ipo": squared_gap}
 # A warning is logged if more than this fraction of pairs are ties, because ties do not contribute to the loss.
 TIES_MOST = 0.5
@@ -197,13 +205,13 @@ def pair_terms(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Compute the loss of each pair, ``(P,)``.
 
-    With ``h = L+ - L-`` it is ``-logsigmoid(beta h)`` or ``(h - 1 / (2 beta))^2``. It is 0 for ties and for pairs
-    without scores.
+    Let ``h = L+ - L-`` be the difference of the log-ratios of better and worse completion. The loss is ``-logsigmoid(beta h)``
+    for ``sigmoid``, and ``(h - 1 / (2 beta))^2`` for ``ipo``. It is 0 for ties and for pairs without scores.
 
     Args:
-        batch: Pairs. ``advantages`` are 1 for the better completion, -1 for the other, and 0 for both in a tie.
+        batch: Pairs. ``advantages`` are 1 for the better completion, -1 for the worse, and 0 for both completions of a tie.
         logp: ``(S,)`` summed log-probs.
-        ratio: ``(S,)`` summed log-ratios L.
+        ratio: ``(S,)`` summed log-ratios L of policy and reference.
         beta: Strength of the regularization towards the reference.
         loss_type: ``sigmoid`` or ``ipo``.
 
@@ -230,10 +238,11 @@ def pair_terms(
 
 
 def score_metrics(scores: Tensor, known: Tensor, ended: Tensor, *, pairs: bool) -> dict[str, Metric]:
-    """Compute ``objective/scores`` and the fraction of completions that ended, over the rows of all ranks.
+    """Compute the metrics of completions of all ranks: mean score (``objective/scores``) and fraction of completions that
+    ended.
 
     Args:
-        scores: ``(n,)`` scores after penalties. NaN: no reward function applied.
+        scores: ``(n,)`` scores after penalties. NaN: no reward function returned a reward.
         known: ``(n,)`` bool that marks rows with a score.
         ended: ``(n,)`` bool that marks completions with an end token.
         pairs: Whether consecutive rows are pairs.
@@ -245,22 +254,23 @@ def score_metrics(scores: Tensor, known: Tensor, ended: Tensor, *, pairs: bool) 
 
 
 def equal_pairs(rollouts: RolloutBatch, ranks: Ranks) -> Tensor:
-    """Return ``(P,)`` bool that marks pairs of all ranks whose two completions are identical."""
+    """Return ``(P,)`` bool that is True for pairs whose two completions are identical, over the pairs of all ranks."""
     one = rollouts.rollouts
     same = [a.token_ids == b.token_ids for a, b in zip(one[::2], one[1::2], strict=True)]
     return torch.tensor(ranks.gather(same), dtype=torch.bool)
 
 
 def preferred(pairs: Tensor, known: Tensor, equal: Tensor, names: Sequence[str]) -> tuple[Tensor, dict[str, Metric]]:
-    """Compare the scores ``(P, 2)`` of pairs. Return 1, -1 or 0 for each completion, ``(2 P,)``, and metrics.
+    """Compare the scores ``(P, 2)`` of pairs. Return 1 (better), -1 (worse) or 0 (tie) for each completion, ``(2 P,)``, and
+    metrics.
 
     Raises:
         RewardError: No pair has scores for both completions.
     """
     if not bool(known.any()):
         raise RewardError(
-            f"none of the {len(pairs)} pairs of this generation has a reward for both completions, because "
-            f"{', '.join(names)} returned None. Return a number for every completion to which a function applies."
+            f"none of the {len(pairs)} pairs of this generation has rewards for both completions, because {', '.join(names)} "
+            "returned None. Fix: return a number for both completions of a prompt."
         )
     gap = torch.where(known & ~equal, pairs[:, 0] - pairs[:, 1], 0.0)
     metrics = {"ties": mean((gap == 0).float(), known), "groups/unscorable": mean((~known).float())}
@@ -268,7 +278,7 @@ def preferred(pairs: Tensor, known: Tensor, equal: Tensor, names: Sequence[str])
 
 
 def policy_metrics(batch: Batch, logp: Tensor, ratio: Tensor, beta: float) -> dict[str, Metric]:
-    """Compute the KL of the policy to the reference, and rewards with and without the KL penalty."""
+    """Compute the metrics of the policy: its KL divergence from the reference, and rewards with and without the KL penalty."""
     scored = batch.columns["compared"].bool()
     return {
         "objective/kl": mean(ratio),
@@ -279,7 +289,7 @@ def policy_metrics(batch: Batch, logp: Tensor, ratio: Tensor, beta: float) -> di
 
 
 class OnlineDPO(Method[OnlineDPOConfig]):
-    """DPO on two sampled completions per prompt, with the better one as chosen.
+    """DPO on two sampled completions per prompt. The completion with the higher reward is the chosen one.
 
     Reference: Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
@@ -296,12 +306,12 @@ class OnlineDPO(Method[OnlineDPOConfig]):
     )
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Count the completions whose pair has scores for both sides. It is the denominator of the loss."""
+        """Count the completions in pairs with scores for both completions. This count is the denominator of the loss."""
         return {"compared": float(sum(batch.columns["compared"].sum() for batch in batches))}
 
     @property
     def temperature(self) -> float:
-        """Always 1, because the loss has no importance ratio to the sampler."""
+        """Temperature of log-probs. It is 1, because the loss does not compare log-probs with those of the sampler."""
         return 1.0
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
@@ -321,7 +331,7 @@ class OnlineDPO(Method[OnlineDPOConfig]):
         return Advantages(values, totals, rewards.start, columns=columns, token_columns=logps, metrics=metrics)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """Compute the loss with `pair_terms`. Evaluation only computes metrics of the policy."""
+        """Compute the loss of each pair in training. In evaluation, compute only metrics of the policy."""
         beta = self.cfg.beta_at(state.epoch)
         logp, ratio = sequence_sums(outputs, batch)
         compared = batch.columns["compared"].bool()

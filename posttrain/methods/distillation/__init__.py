@@ -1,1 +1,1 @@
-"""Distillation: one method with several options, and TRL's trainers as presets."""
+"""Distillation: one method with several options. TRL's distillation trainers are presets of these options."""

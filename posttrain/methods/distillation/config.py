@@ -1,4 +1,4 @@
-"""`DistillationConfig` and `Axes`: the options of distillation and their validation."""
+"""`DistillationConfig` and `Axes`: options of distillation, and checks for contradictory options."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# If beta is closer to 0 or 1 than this, the divergence has almost no gradient.
+# If beta is closer to 0 or 1 than this, but not equal, a warning is logged, because the divergence has almost no gradient.
 FLAT = 0.05
 Support = Literal["none", "full", "teacher_topk", "student_topk", "union_topk", "sampled", "top1_pair", "aligned"]
 
 
 def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) -> Callable[[Any], Any]:
-    """Decorate a config class with the defaults of one distillation method. Apply it below ``dataclass``.
+    """Return a class decorator that sets the default values of one distillation method. Write it below the decorator
+    ``dataclass``.
 
     Args:
-        unread: TRL's fields that have no effect here. Each name maps to the field's default and a text about the
-            alternative. Setting another value is an error.
-        defaults: New defaults for fields of the base classes. A pair is a new default and a new help text.
+        unread: TRL's fields that this method does not use. Each name maps to the field's default and a text that describes the
+            alternative. Setting another value is an error that contains this text.
+        defaults: New default values of inherited fields. A pair of two values is a new default and a new help text.
     """
 
     def decorate(cls: Any) -> Any:
@@ -49,8 +50,8 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
         kinds: dict[str, Any] = {}
         for base in (OnlineConfig, *cls.__bases__[::-1]):  # Type hints of a class include those of inherited fields.
             kinds |= get_type_hints(base, include_extras=True)
-        explained = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
-        # Collect the fields of all base classes, not only of the first one.
+        explained = {name: (value[0], f"Not used. {value[1]}") for name, value in (unread or {}).items()}
+        # Merge the unused fields of all base classes. An attribute lookup would return only those of the first base class.
         inherited = [vars(base).get("_refused", {}) for base in cls.__mro__[:0:-1]]
         cls._refused = dict(pair for of_base in (*inherited, unread or {}) for pair in of_base.items())
         for name, value in (defaults | explained).items():
@@ -64,31 +65,34 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
 
 
 def logit_width(model: nn.Module) -> int:
-    """Return the number of logits of a model, which may be wrapped."""
+    """Return the number of logits per position. The model may be wrapped, for example in an adapter."""
     inner: Any = causal_lm(model)
     return inner.config.get_text_config().vocab_size
 
 
 @dataclass(frozen=True)
 class Axes:
-    """All properties of a distillation loss.
+    """Properties that define a distillation loss.
 
     Attributes:
-        support: Token ids of the divergence at each position. ``full``: the whole vocabulary. ``teacher_topk``,
-            ``student_topk``, ``union_topk``: the k most likely ids of one or both models. ``sampled``: the sampled
-            token. ``top1_pair``: the sampled token and the teacher's most likely id. ``aligned``: groups of tokens
-            aligned by their bytes. ``none``: there is no teacher.
-        beta: See `posttrain.losses.distillation.divergence`.
-        top_k: Number of ids k.
-        tail: Add one category for the probability outside the support. False: renormalize both distributions.
+        support: Token ids over which the divergence is computed at each position. ``full``: the whole vocabulary.
+            ``teacher_topk``, ``student_topk``: the k most likely ids of the teacher or of the student. ``union_topk``: the k
+            most likely ids of each of the two models. ``sampled``: only the sampled token. ``top1_pair``: the sampled token and
+            the teacher's most likely id. ``aligned``: groups of tokens that have the same bytes in both tokenizers. ``none``:
+            there is no teacher.
+        beta: Selects the divergence, from 0 (forward KL) to 1 (reverse KL). See `posttrain.losses.distillation.divergence`.
+        top_k: Number k of token ids in the support.
+        tail: Whether the total probability outside the support is one additional category. False: both distributions are
+            renormalized over the support.
         student_temperature, teacher_temperature: Divisors of the logits before the divergence.
-        estimator: ``exact``: the divergence. ``score``: the policy gradient of the sampled token.
-        prefix: gamma and epsilon of the token weights of IW-OPD. None: equal weights.
-        reduction: ``token``: average over tokens. ``sequence_token``: average per sequence, then over sequences.
-            ``active``: the same over sequences that have a teacher.
-        is_clip: Maximum importance weight of a token that older weights sampled. None: no weight.
-        weight, cross_entropy: Weights of the divergence and of ``-log q`` of the tokens.
-        policy: Weight of a GRPO term. None: there is no such term.
+        estimator: How the divergence is minimized. ``exact``: the divergence is differentiated. ``score``: the log-ratio of
+            teacher and student is the reward of the sampled token in a policy gradient.
+        prefix: Parameters gamma and epsilon of the token weights of IW-OPD. None: all tokens have the same weight.
+        reduction: How the loss is averaged. ``token``: over all tokens. ``sequence_token``: over the tokens of each sequence,
+            then over sequences. ``active``: same as ``sequence_token``, but only over sequences that have a teacher.
+        is_clip: Maximum importance weight of a token, which corrects for samples of older weights. None: no importance weights.
+        weight, cross_entropy: Weight of the divergence, and weight of the cross-entropy ``-log q`` of the tokens.
+        policy: Weight of an additional GRPO loss. None: there is no GRPO loss.
     """
 
     support: Support = "full"
@@ -106,14 +110,16 @@ class Axes:
     policy: float | None = None
 
     def check(self) -> Axes:
-        """Reject losses whose gradient is always 0. Return the object itself.
+        """Reject values that are out of range or give a loss without a gradient. Return ``self``.
 
         Raises:
-            ConfigError: A value is out of range, or the support is one id without a tail.
+            ConfigError: A value is out of range, or the support is one token id without a tail, whose renormalized probability
+                is always 1.
         """
         if not 0 <= self.beta <= 1:
             raise ConfigError(
-                f"beta={self.beta} must be in [0, 1]: 0 is KL(teacher || student), 1 is KL(student || teacher)."
+                f"beta={self.beta} must be from 0 to 1. 0 is the forward KL(teacher || student), and 1 is the reverse "
+                "KL(student || teacher)."
             )
         coldest = min(self.student_temperature, self.teacher_temperature)
         if coldest <= 0:
@@ -122,21 +128,21 @@ class Axes:
         single = self.support == "sampled" or (self.support.endswith("topk") and self.top_k == 1)
         if single and not self.tail and exact:
             raise ConfigError(
-                f"top_k={self.top_k or 1} without a tail: a single renormalized id has probability 1 in both "
-                "distributions, so the loss is 0. Fix: add the tail (loss_add_tail=True, "
-                "distillation_add_tail=True), or use more ids."
+                f"top_k={self.top_k or 1} without a tail gives a loss of 0, because a single token id has probability 1 after "
+                "renormalization, in both distributions. Fix: add a category for all other ids (loss_add_tail=True or "
+                "distillation_add_tail=True), or increase top_k."
             )
         if exact and (0 < self.beta < FLAT or 1 - FLAT < self.beta < 1):
             text = (
-                "beta=%s: the divergence and its gradient are proportional to beta (1 - beta) here and are much "
-                "smaller than the KL of beta=%d."
+                "beta=%s: for values close to but not equal to 0 or 1, the divergence and its gradient are proportional to "
+                "beta (1 - beta), so they are much smaller than those of beta=%d."
             )
             logger.warning(text, self.beta, round(self.beta))
         return self
 
 
 def check_weights(weights: Mapping[str, float] | None) -> None:
-    """Reject weights of teachers that are not numbers in [0, 1] with the sum 1.
+    """Check that the weights of teachers are numbers from 0 to 1 whose sum is 1.
 
     Raises:
         ConfigError: A weight is out of range, or the sum is not 1.
@@ -144,38 +150,42 @@ def check_weights(weights: Mapping[str, float] | None) -> None:
     for name, weight in (weights or {}).items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
             raise ConfigError(
-                f"teacher_weights: the weight of {name!r} is {weight!r} and must be a number from 0 to 1."
+                f"teacher_weights: the weight of {name!r} is {weight!r}, but it must be a number from 0 to 1."
             )
     if weights is not None and not math.isclose(total := sum(weights.values()), 1, abs_tol=1e-6):
         shares = {name: round(weight / total, 6) for name, weight in weights.items()} if total else "shares of one"
-        raise ConfigError(f"teacher_weights={dict(weights)} have the sum {total:g}, which must be 1. Fix: {shares}.")
+        raise ConfigError(
+            f"teacher_weights={dict(weights)} have the sum {total:g}, but the sum must be 1. Fix: use {shares}."
+        )
 
 
 @dataclass
 class DistillationFields:
-    """Options of all distillation configs: the teacher, the data, and the divergence."""
+    """Options that are common to all distillation configs: teacher, data and divergence."""
 
     learning_rate: float = option(
         1e-6, "Peak learning rate. The default is for full fine-tuning. Use about ten times this value for LoRA."
     )
     num_generations: PositiveInt = option(
-        1, "Number of completions sampled per prompt, at least 1. One is enough, because completions are not compared."
+        1,
+        "Number of completions sampled per prompt, at least 1. The default is 1, because the loss does not compare the "
+        "completions of a prompt.",
     )
     temperature: PositiveFloat = option(
         1.0,
-        "Temperature, above 0. Logits are divided by it in sampling, and in the loss for student and teacher. Higher values "
-        "make completions more diverse and the distributions softer.",
+        "Temperature, above 0. Logits are divided by it during sampling. In the loss, the logits of student and teacher are "
+        "also divided by it. Higher values make completions more diverse and the compared distributions more uniform.",
     )
     lmbda: Share = option(
         1.0,
-        "Fraction of prompts whose completions the student samples, from 0 to 1. For all other prompts, the completion is "
-        "taken from the dataset, or sampled from the teacher with seq_kd. 1: trains only on the student's samples "
-        "(on-policy). 0: the student samples no completions, which is fastest.",
+        "Fraction of prompts for which the student samples the completion, from 0 to 1. For all other prompts, the completion "
+        "of the dataset is used, or, with seq_kd, a completion sampled by the teacher. 1: training uses only samples of the "
+        "student (on-policy). 0: the student samples no completions, which is fastest.",
     )
     seq_kd: bool = option(
         False,
-        "For prompts whose completion the student does not sample, sample a completion from the teacher instead of using the "
-        "dataset's completion. It needs lmbda below 1 and a teacher model in this process.",
+        "For prompts whose completion the student does not sample, let the teacher sample a completion. False: use the "
+        "completion of the dataset. True needs lmbda below 1 and a teacher model in this process.",
     )
     max_length: int | None = option(
         None,
@@ -186,78 +196,83 @@ class DistillationFields:
     )
     eval_mode: Literal["auto", "dataset", "student"] = option(
         "auto",
-        "Completions on which evaluation computes the loss. 'dataset': completions of the dataset. 'student': samples of the "
-        "student. 'auto': 'dataset' if the evaluation set has a completion column, else 'student'.",
+        "Completions on which evaluation computes the loss. 'dataset': completions of the evaluation set. 'student': samples "
+        "of the student. 'auto': 'dataset' if the evaluation set has completions, else 'student'.",
     )
     teacher_model_name_or_path: dict[str, str] | str | None = option(
         None,
         "Folder or Hub id of the teacher. It is used if no teacher_model is passed to the trainer. For several teachers, pass "
-        "a mapping from names to models, as JSON on the command line.",
+        "a mapping from the teachers' names to folders or Hub ids. On the command line, write the mapping as JSON.",
     )
     teacher_model_revision: str | None = option(
         None, "Branch, tag or commit of the teacher on the Hub. None: the default branch."
     )
     teacher_model_init_kwargs: dict[str, Any] | str | None = option(
         None,
-        "Keyword arguments of from_pretrained for the teacher, as a mapping or JSON. Without dtype, the teacher keeps the "
-        "precision of its checkpoint.",
+        "Keyword arguments of from_pretrained for the teacher, as a mapping or JSON. If dtype is not set, the teacher is "
+        "loaded in the precision of its checkpoint.",
     )
     teacher_model_kind: Literal["model", "live", "base", "ema"] = option(
         "model",
-        "Type of teacher. 'model': another model. 'live': the student with its current weights. 'base': the student with its "
-        "initial weights (with LoRA, the adapter is disabled). 'ema': the student with a moving average of its weights (with "
-        "LoRA, of the adapter's weights).",
+        "Which model is the teacher. 'model': another model. 'live': the student with its current weights. 'base': the "
+        "student with its initial weights (with LoRA, the student without its adapter). 'ema': the student with an "
+        "exponential moving average of its weights (with LoRA, of the adapter's weights).",
     )
     teacher_update_rate: PositiveShare = option(
         0.05,
-        "With teacher_model_kind='ema': fraction a, above 0 and at most 1, in the update teacher = (1 - a) * teacher + a * "
-        "student.",
+        "With teacher_model_kind='ema': fraction a in the update teacher = (1 - a) * teacher + a * student, above 0 and at "
+        "most 1.",
     )
     teacher_sync_steps: PositiveInt = option(
         1, "With teacher_model_kind='ema': number of optimizer steps between two updates of the teacher, at least 1."
     )
     teacher_scores: str | None = option(
         None,
-        "File written by posttrain teacher-scores for the training set. The teacher model is then not loaded, which saves "
-        "memory and time. It needs lmbda=0. None: a teacher model scores the completions.",
+        "File with the teacher's log-probs for the training set, written by posttrain teacher-scores. With this file, no "
+        "teacher model is loaded, which saves memory and time. It needs lmbda=0, because the file contains only scores of the "
+        "dataset's completions. None: a teacher model computes log-probs during training.",
     )
     eval_teacher_scores: str | None = option(
-        None, "File written by posttrain teacher-scores for the evaluation set. It needs teacher_scores. None: no file."
+        None,
+        "File with the teacher's log-probs for the evaluation set, written by posttrain teacher-scores. It can be set "
+        "only together with teacher_scores. None: no file.",
     )
     teacher_model_server_url: dict[str, str] | str | None = option(
         None,
-        "Address of a server with the teacher, for example 'http://localhost:8000'. The server scores completions, and no "
-        "teacher is loaded in this process. For several teachers, pass a mapping from names to addresses. None: no server.",
+        "Address of a server with the teacher, for example 'http://localhost:8000'. The server computes the teacher's "
+        "log-probs, so no teacher is loaded in this process. For several teachers, pass a mapping from the teachers' names to "
+        "addresses. None: no server.",
     )
     teacher_weights: dict[str, float] | str | None = option(
         None,
-        "With several teachers: weight of each teacher's divergence by name, as a mapping or JSON. The weights sum to 1. "
-        "None: the column teacher_id names the teacher of each row.",
+        "With several teachers: weight of the divergence from each teacher, as a mapping or JSON from names to weights. The "
+        "weights must sum to 1. None: each row has one teacher, whose name is in the column teacher_id.",
     )
     loss_top_k: NonNegativeInt = option(
         0,
-        "Number of token ids per position over which the divergence is computed. They are the most likely ids of the teacher "
-        "(beta=0), of the student (beta=1), or of each (beta between 0 and 1). With loss_top_k=1, the sampled token is used "
-        "instead of the student's most likely id. 0: the whole vocabulary, which is exact. A smaller number needs less memory "
-        "and network traffic.",
+        "Number k of token ids per position over which the divergence is computed. With beta=0, they are the k most likely "
+        "ids of the teacher. With beta=1, they are those of the student. With a beta between 0 and 1, they are the k most "
+        "likely ids of the teacher and of the student. With loss_top_k=1, the sampled token replaces the student's most "
+        "likely id. 0: the whole vocabulary, which is exact. A smaller k needs less memory and network traffic.",
     )
     loss_add_tail: bool = option(
         True,
-        "With loss_top_k above 0: add one category with the total probability of all token ids that are not selected. False "
-        "renormalizes both distributions over the selected ids, which ignores the remaining probability.",
+        "With loss_top_k above 0: add one category with the total probability of all token ids that are not among the "
+        "selected ones. False: both distributions are renormalized over the selected ids, so the probability of all other ids "
+        "is ignored.",
     )
     tokenizer_check: Literal["error", "warn", "off"] = option(
         "error",
-        "What to do if the tokenizers of student and teacher differ. 'error': raise an error, because equal token ids would "
-        "have different meanings. 'warn': log a warning. 'off': do not compare the tokenizers.",
+        "What to do if the tokenizers of student and teacher differ. 'error': raise an error, because the same token id would "
+        "stand for different tokens. 'warn': log a warning. 'off': do not compare the tokenizers.",
     )
 
-    # Attributes that are defined in the config classes that inherit these fields.
+    # Attributes that the config classes with these fields define.
     if TYPE_CHECKING:
         beta: float
         use_liger_kernel: bool
 
-    # Names of the config fields (or numbers) from which the loss takes beta and temperature of the divergence.
+    # Names of the config fields that contain beta and the temperature of the divergence, or the numbers themselves.
     _beta: ClassVar[str | float] = "beta"
     _loss_temperature: ClassVar[str | float] = "temperature"
     _least_generations: ClassVar[int] = 1
@@ -265,7 +280,7 @@ class DistillationFields:
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *OnlineConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs", "teacher_weights",
     ]  # fmt: skip
-    # The argument ``unread`` of `preset`, including that of base classes.
+    # Fields that the method does not use: the argument ``unread`` of `preset`, merged with that of base classes.
     _refused: ClassVar[dict[str, tuple[Any, str]]] = {}
 
     def __post_init__(self) -> None:
@@ -281,7 +296,8 @@ class DistillationFields:
         axes = self.axes().check()
         if axes.estimator == "score" and (cut := reshaped_sampling(self, "top_p", "top_k", "min_p")):
             logger.warning(
-                "%s with a loss on sampled tokens: the tokens are sampled from a different distribution than the loss assumes.",
+                "%s changes the distribution from which tokens are sampled, but the loss on sampled tokens assumes the "
+                "unchanged distribution.",
                 cut,
             )
 
@@ -289,7 +305,10 @@ class DistillationFields:
         refused, names = self._refused.items(), ("teacher_update_rate", "teacher_sync_steps")
         ema = [(f.name, getattr(self, f.name) == f.default) for f in dataclasses.fields(self) if f.name in names]
         return [
-            *((name, getattr(self, name) == old, f"has no effect here. Fix: {new}") for name, (old, new) in refused),
+            *(
+                (name, getattr(self, name) == old, f"has no effect with this method. Fix: {new}")
+                for name, (old, new) in refused
+            ),
             *(
                 (name, self.teacher_model_kind == "ema" or kept, "is only used with teacher_model_kind='ema'")
                 for name, kept in ema
@@ -304,7 +323,7 @@ class DistillationFields:
         ]
 
     def _check_sources(self) -> None:
-        """Reject contradicting sources of the teacher, and completions that the teacher cannot score."""
+        """Reject several teachers where only one is possible, and completions that the teacher cannot score."""
         named = {
             "teacher_scores": self.teacher_scores,
             "teacher_model_server_url": self.teacher_model_server_url,
@@ -312,29 +331,34 @@ class DistillationFields:
             "teacher_model_kind": self.teacher_model_kind,
         }
         sources = {name: value for name, value in named.items() if value not in (None, "model")}
-        # With a server, teacher_model_name_or_path may be set too. It is the name of the model that the server must have.
+        # With a server, teacher_model_name_or_path may also be set. It is then the name of the model that the server must have
+        # loaded.
         if len(sources) > 1 and set(sources) != {"teacher_model_server_url", "teacher_model_name_or_path"}:
             raise ConfigError(
-                f"{sources} are all set, but only one source of the teacher is possible. Fix: set one of them."
+                f"{sources} are all set, but only one of them can define the teacher. Fix: set only one of them."
             )
         check_weights(self.teacher_weights)  # type: ignore[arg-type]
         if self.teacher_scores and self.lmbda > 0:
             raise ConfigError(
-                f"teacher_scores={self.teacher_scores!r} with lmbda={self.lmbda}: the file has scores of the "
-                "dataset's completions only, not of samples. Fix: set lmbda=0, or use a teacher model."
+                f"teacher_scores={self.teacher_scores!r} cannot be used with lmbda={self.lmbda}, because the file contains "
+                "only scores of the dataset's completions, and none of sampled completions. Fix: set lmbda=0, or use a "
+                "teacher model."
             )
         if self.seq_kd and (self.teacher_scores or self.teacher_model_server_url or self.lmbda == 1):
             raise ConfigError(
-                f"seq_kd=True with lmbda={self.lmbda}: the teacher samples completions only for prompts whose completions the "
-                "student does not sample, and must be a model in this process. Fix: set lmbda below 1 and teacher_model, or "
-                "set seq_kd=False."
+                f"seq_kd=True needs lmbda below 1 and a teacher model in this process, but lmbda={self.lmbda}. The teacher "
+                "samples completions only for prompts whose completions the student does not sample. Fix: set lmbda below 1 "
+                "and teacher_model, or set seq_kd=False."
             )
         if self.num_generations > 1 and self.lmbda < 1 and not self.seq_kd:
-            text = "num_generations=%d with lmbda=%s: each completion of the dataset is used %d times."
+            text = (
+                "num_generations=%d with lmbda=%s repeats each completion of the dataset %d times in a batch, because "
+                "completions are not sampled for all prompts."
+            )
             logger.warning(text, self.num_generations, self.lmbda, self.num_generations)
 
     def axes(self) -> Axes:
-        """Return the properties of the loss."""
+        """Return the properties of the loss that these options define."""
         sources, k = (self._beta, self._loss_temperature), self.loss_top_k
         beta, t = (float(getattr(self, one) if isinstance(one, str) else one) for one in sources)
         support: Support = "student_topk" if beta == 1 else "union_topk"
@@ -349,9 +373,9 @@ class DistillationFields:
         return Axes(support, beta, k, self.loss_add_tail, student_temperature=t, teacher_temperature=t)
 
 
-# Options for rewards and importance ratios. Distillation losses have neither.
+# Options for rewards and importance ratios, which distillation losses do not have.
 OF_REWARDS: dict[str, tuple[Any, str]] = {
-    name: (default, "Remove it: the loss is the divergence from a teacher, without rewards and without a clipped ratio.")
+    name: (default, "Remove it, because the loss is the divergence from a teacher, without rewards and without a clipped ratio.")
     for name, default in {
         "reward_weights": None, "reward_timeout": None, "reward_transform": None, "check_rewards": True,
         "check_reward_determinism": False, "stop_without_signal": None, "dynamic_sampling": 0,
@@ -363,7 +387,9 @@ OF_REWARDS: dict[str, tuple[Any, str]] = {
 @config
 @preset(
     unread=OF_REWARDS | {
-        "max_tool_calling_iterations": (None, "Use GRPOTrainer for tools: distillation uses single-turn completions."),
+        "max_tool_calling_iterations": (
+            None, "To train with tools, use GRPOTrainer. Distillation supports only single-turn completions."
+        ),
         "sync_ref_model": (False, "Set teacher_model_kind='ema' for a teacher that follows the student."),
     }
 )  # fmt: skip
@@ -375,7 +401,8 @@ class DistillationConfig(DistillationFields, PictureConfig, OnlineConfig):
 
     beta: float = option(
         1.0,
-        "Divergence: a member of the generalized Jensen-Shannon family, from 0 to 1. 0: forward KL(teacher || student), which "
-        "covers all modes of the teacher. 1: reverse KL(student || teacher), which concentrates on the teacher's most likely "
-        "modes. 0.5: Jensen-Shannon divergence. For values close to 0 or 1, but not equal to them, the gradient is small.",
+        "Parameter of the generalized Jensen-Shannon divergence, from 0 to 1. 0: forward KL(teacher || student), with which "
+        "the student covers all modes of the teacher. 1: reverse KL(student || teacher), with which the student concentrates "
+        "on the teacher's most likely modes. 0.5: Jensen-Shannon divergence. For values close to 0 or 1, but not equal to "
+        "them, the gradient is small.",
     )

@@ -1,6 +1,4 @@
-"""Data preparation for distillation: prompts and answers as token ids, and prompts with privileged context for the
-teacher.
-"""
+"""Data preparation for distillation: tokenize prompts and answers, and build teacher prompts with privileged context."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 def with_prompt_column(dataset: AnyDataset) -> Any:
     """Split the column ``messages`` into ``prompt`` and ``completion``.
 
-    The completion is the last message if it is from the assistant.
+    If the last message is from the assistant, it becomes the completion. All other messages are the prompt.
     """
     names = known_columns(dataset)
     if "messages" not in names or "prompt" in names:
@@ -37,7 +35,7 @@ def with_prompt_column(dataset: AnyDataset) -> Any:
 
 
 def with_template_arguments(dataset: AnyDataset, kwargs: dict[str, Any] | None) -> Any:
-    """Add the run's ``chat_template_kwargs`` to every row. The row's own values take precedence."""
+    """Add the ``chat_template_kwargs`` of the config to every row. Values that a row already has take precedence."""
     if not kwargs:
         return dataset
     column, features = "chat_template_kwargs", None
@@ -51,7 +49,7 @@ def with_template_arguments(dataset: AnyDataset, kwargs: dict[str, Any] | None) 
 def _divided(row: dict[str, Any]) -> dict[str, Any]:
     messages = row["messages"]
     if not is_messages(messages):
-        raise DataError(f"column 'messages' must be a list of messages, but is {str(messages)[:80]!r}.")
+        raise DataError(f"column 'messages' must contain a list of messages, but contains {str(messages)[:80]!r}.")
     if len(messages) > 1 and messages[-1].get("role") == "assistant":
         return {"prompt": messages[:-1], "completion": messages[-1:]}
     return {"prompt": messages, "completion": None}
@@ -60,11 +58,11 @@ def _divided(row: dict[str, Any]) -> dict[str, Any]:
 def tokenized_answers(
     dataset: AnyDataset, tokenizer: Tokenizer, *, name: str, max_length: int | None, max_prompt_length: int | None
 ) -> Any:
-    """Return the dataset with the columns ``prompt_ids``, ``completion_ids`` and ``score_row``, the row number.
+    """Tokenize a dataset. The columns of the result are ``prompt_ids``, ``completion_ids``, and ``score_row`` (the row number).
 
     Raises:
-        DataError: A row has no answer token, or its answer leaves no space for a prompt token. The message contains the
-            row.
+        DataError: The answer of a row has no tokens, or is so long that no prompt token fits. The message contains the row
+            number.
     """
     options = {"tokenizer": tokenizer, "name": name, "max_length": max_length, "max_prompt_length": max_prompt_length}
     function = functools.partial(_tokenized, **options)
@@ -80,7 +78,7 @@ def _tokenized(
     empty = next((i for i, answer in zip(indices, texts["completion"], strict=True) if not answer), None)
     if empty is not None:
         raise DataError(
-            f"{name} row {empty}: the completion is empty, so there is nothing to compare. Fix: remove the row."
+            f"{name} row {empty}: the completion is empty, so student and teacher cannot be compared. Fix: remove the row."
         )
     labelled = label_batch(texts, indices, tokenizer, SupervisedOptions(completion_only_loss=True, max_length=None))
     out: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "score_row": list(indices)}
@@ -95,8 +93,8 @@ def _tokenized(
         prompt, answer = cut_prompt(ids[:first], max_prompt_length), ids[first:]
         if max_length is not None and len(answer) >= max_length:
             raise DataError(
-                f"{name} row {index}: the answer has {len(answer)} tokens and leaves no space for a prompt token "
-                f"within max_length={max_length}. Fix: set max_length above {len(answer)}, or shorten the answer."
+                f"{name} row {index}: the answer has {len(answer)} tokens, so no prompt token fits into "
+                f"max_length={max_length}. Fix: set max_length above {len(answer)}, or shorten the answer."
             )
         out["prompt_ids"].append(cut_prompt(prompt, None if max_length is None else max_length - len(answer)))
         out["completion_ids"].append(answer)
@@ -104,7 +102,7 @@ def _tokenized(
 
 
 def as_rollout(row: Row, tokenizer: Tokenizer) -> Rollout:
-    """Convert the answer of a dataset row to a rollout, as if it had been sampled.
+    """Convert the answer of a dataset row to a rollout, so that it is treated like a sampled completion.
 
     Raises:
         DataError: The answer contains images.
@@ -112,7 +110,7 @@ def as_rollout(row: Row, tokenizer: Tokenizer) -> Rollout:
     (ids,), pictures = row.completions, row.pictures or [[], []]
     if pictures[1]:
         raise DataError(
-            f"an answer has {len(pictures[1])} images, but the student generates text only. Fix: remove the row."
+            f"an answer has {len(pictures[1])} images, but the student generates only text. Fix: remove the row."
         )
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return Rollout(row.prompt_ids, ids, [], "stop", text=text, pictures=tuple(pictures[0]))
@@ -122,11 +120,11 @@ def privileged_prompt(
     example: dict[str, Any], template: str, shown: Mapping[str, str], tokenizer: Tokenizer, *, most: int | None,
     kwargs: dict[str, Any],
 ) -> list[int]:  # fmt: skip
-    """Tokenize a prompt with privileged context for the teacher.
+    """Tokenize the teacher's version of a prompt, which contains privileged context.
 
-    The last user turn is replaced by ``template``, filled with its text and the texts in ``shown``. If the prompt has
-    more than ``most`` tokens, the texts in ``shown`` are truncated at their ends, the last one first. The question is
-    truncated only after that.
+    The last user turn is replaced with ``template``, whose fields are filled with the text of this turn and the texts in
+    ``shown``. If the prompt has more than ``most`` tokens, the texts in ``shown`` are truncated at their ends, beginning with
+    the last text. The text of the user turn is truncated only if this is not enough.
     """
     ids = _filled(example, template, shown, tokenizer, kwargs)
     for name in reversed(shown):
@@ -146,7 +144,7 @@ def _filled(
         filled: Any = template.format(prompt=prompt, **shown)
     elif prompt[-1].get("role") != "user":
         raise DataError(
-            "a prompt must end with a user turn to add privileged context, but it ends with "
+            "privileged context is added to the last user turn, so a prompt must end with a user turn, but it ends with "
             f"{prompt[-1].get('role')!r}."
         )
     else:
@@ -157,7 +155,7 @@ def _filled(
 
 
 def template_fields(template: str) -> set[str]:
-    """Return the names in braces in a template, or ``{"{"}`` if it is malformed."""
+    """Return the names of the fields in a format string, or ``{"{"}`` if the format string is invalid."""
     try:
         return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     except ValueError:
@@ -165,17 +163,19 @@ def template_fields(template: str) -> set[str]:
 
 
 def text_of(value: object) -> str:
-    """Convert privileged context to text: a string, the texts of messages joined by newlines, or "" for None."""
+    """Convert privileged context to text. A string is returned unchanged, the texts of messages are joined with newlines,
+    and None gives "".
+    """
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "\n".join(str(item["content"] if isinstance(item, dict) else item) for item in value)
     return "" if value is None else str(value)
 
 
 def joined_text(value: object, where: str = "") -> str:
-    """Convert privileged context to text like `text_of`, and reject empty text.
+    """Convert privileged context to text with `text_of`, and reject empty text.
 
     Raises:
-        DataError: The text is empty. ``where`` is the row for the message.
+        DataError: The text is empty. The message begins with ``where``, which names the row.
     """
     text = text_of(value)
     if not text.strip():

@@ -8,13 +8,13 @@ from posttrain.fields import PositiveInt, config, option
 from posttrain.methods.distillation.config import DistillationConfig, preset
 from posttrain.methods.distillation.objective import Distillation
 
-# Fields that TRL's GKDConfig inherits from SFTConfig although TRL's trainer does not use them.
+# Fields of TRL's GKDConfig that TRL's trainer does not use. GKDConfig inherits them from SFTConfig.
 OF_SFT: dict[str, tuple[Any, str]] = {
     "assistant_only_loss": (
         False,
-        "Remove it: the loss is always on the completion only, which is the last message of a conversation.",
+        "Remove it. The loss is always computed only on the completion, which is the last message of a conversation.",
     ),
-    "completion_only_loss": (None, "Remove it: the loss is always on the completion only."),
+    "completion_only_loss": (None, "Remove it. The loss is always computed only on the completion."),
     "dataset_kwargs": (None, "Prepare the dataset with dataset.map."),
     "dataset_num_proc": (None, "Prepare the dataset with dataset.map(num_proc=...)."),
     "dataset_text_field": ("text", "Name the columns prompt and completion, or messages."),
@@ -25,7 +25,7 @@ OF_SFT: dict[str, tuple[Any, str]] = {
     "padding_free": (False, "Leave it out: rows share forward passes without padding if the model supports it."),
     "truncation_mode": (
         "keep_start",
-        "Remove it: the beginning of a row above max_length is removed, as in TRL's collator.",
+        "Remove it. Rows longer than max_length always lose their beginning, as in TRL's collator.",
     ),
 }
 
@@ -33,7 +33,7 @@ OF_SFT: dict[str, tuple[Any, str]] = {
 @config
 @preset(
     unread=OF_SFT, learning_rate=2e-5, lmbda=0.5, beta=0.5, max_length=1024, max_completion_length=128, disable_dropout=True,
-    temperature=(0.9, "Divisor of the logits in sampling, above 0. The loss uses temperature 1."),
+    temperature=(0.9, "Sampling temperature, above 0. The loss compares student and teacher at temperature 1."),
 )  # fmt: skip
 class GKDConfig(DistillationConfig):
     """Arguments of `GKDTrainer`, which distills on the dataset's answers, the student's samples, or a mixture."""
@@ -41,20 +41,24 @@ class GKDConfig(DistillationConfig):
     _loss_temperature: ClassVar[str | float] = 1.0
     max_new_tokens: PositiveInt | None = option(
         None,
-        "Maximum number of tokens of a sampled completion. This is TRL's name of max_completion_length, and overrides it if "
-        "both are set. None: max_completion_length is used.",
+        "Maximum number of tokens of a sampled completion. This is TRL's name of max_completion_length. If both are set, "
+        "max_new_tokens is used. None: the value of max_completion_length.",
     )
     chat_template_path: str | None = option(
         None,
-        "Chat template to use. Either the path of a .jinja or .j2 file, whose special tokens must already be in the "
-        "vocabulary, or the folder or Hub id of a tokenizer. The template and the added tokens of that tokenizer are copied, "
-        "and the model's embedding is extended. None: the tokenizer's own template.",
+        "Chat template to use instead of the tokenizer's own template: the path of a .jinja or .j2 file, or the folder or Hub "
+        "id of another tokenizer. The special tokens of a file must already be in the vocabulary. The added tokens of another "
+        "tokenizer are copied too, and the model's embedding is extended for them. None: the tokenizer's own template.",
     )
     eos_token: str | None = option(
-        None, "Token that ends a sequence. It must be in the tokenizer's vocabulary. None: the tokenizer's own token."
+        None,
+        "End-of-sequence token to use instead of the tokenizer's own one. It must be in the tokenizer's vocabulary. "
+        "None: the tokenizer's own end-of-sequence token.",
     )
     pad_token: str | None = option(
-        None, "Deprecated. Set pad_token on the tokenizer instead. None: the tokenizer's pad token, else its end token."
+        None,
+        "Deprecated. Set pad_token on the tokenizer instead. None: the tokenizer's pad token, or its end-of-sequence "
+        "token if it has no pad token.",
     )
 
     def __post_init__(self) -> None:
@@ -64,8 +68,7 @@ class GKDConfig(DistillationConfig):
 
 
 class GKD(Distillation):
-    """Generalized knowledge distillation on the dataset's answers, mixed with samples of the student (or of the
-    teacher).
+    """Generalized knowledge distillation (GKD) on answers of the dataset, samples of the student, or samples of the teacher.
 
     Reference: GKD, arXiv:2306.13649.
     """

@@ -1,5 +1,5 @@
-"""Losses of distillation: student and teacher logits are compared in chunks, and the loss terms are computed from the
-result.
+"""Losses of distillation. The logits of student and teacher are compared in chunks, so that the logits of all positions are
+never in memory at the same time.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ COLUMNS = ("divergence", "logp", "gap", "entropy", "mass", "agree")
 
 
 def kept(logits: Tensor, columns: int | None, without: Tensor | None) -> Tensor:
-    """Return the first ``columns`` columns of logits ``(n, W)``. Logits of the ids in ``without`` (image placeholders)
-    are -inf.
+    """Return the first ``columns`` columns of logits ``(n, W)``. The logits of the ids in ``without`` (image placeholders) are
+    set to -inf.
     """
     logits = logits[:, :columns]
     return logits if without is None else logits.index_fill(1, without, -torch.inf)
@@ -55,13 +55,13 @@ def kept(logits: Tensor, columns: int | None, without: Tensor | None) -> Tensor:
 
 @dataclass
 class HiddenTeacher:
-    """Output of a teacher model in this process: hidden states at the loss positions, and the output layer.
+    """Output of a teacher model in this process: hidden states at the loss positions, and the weights of the output layer.
 
     Attributes:
         hidden: ``(N, H)`` hidden states. If ``weight`` is None: ``(N, W)`` logits.
         weight: ``(W, H)`` weight of the output layer.
         bias: ``(W,)`` bias of the output layer, or None.
-        rule: Scaling and softcapping of the logits by the model's architecture.
+        rule: Scaling and soft cap that the model's architecture applies to the logits.
     """
 
     hidden: Tensor
@@ -85,12 +85,12 @@ class HiddenTeacher:
 
 @dataclass
 class TokenScores:
-    """Scores of L tokens from a file or a server, at temperature 1.
+    """Log-probs of L tokens at temperature 1, which a teacher has written to a file or returned from a server.
 
     Attributes:
         ids: ``(L, k)`` most likely ids at each position, most likely first.
         logps: ``(L, k)`` log-probs of ``ids``.
-        actual: ``(L,)`` log-probs of the tokens themselves.
+        actual: ``(L,)`` log-probs of the tokens of the sequence.
     """
 
     ids: Tensor
@@ -99,18 +99,18 @@ class TokenScores:
 
     @classmethod
     def of(cls, fields: Mapping[str, list]) -> TokenScores:
-        """Convert lists with the names of the attributes to an instance."""
+        """Create an instance from lists, with the attribute names as keys."""
         return cls(**{name: torch.tensor(values) for name, values in fields.items()})
 
 
 @dataclass
 class TeacherShare:
-    """Output and weight of one of several teachers.
+    """Output of one of several teachers, with the weight of its divergence.
 
     Attributes:
-        teacher: `HiddenTeacher` or `TokenScores` at the positions in ``rows``, in the same order. None: the teacher
-            scores no positions.
-        rows: ``(M,)`` loss positions that this teacher scores, ascending. None: all positions.
+        teacher: `HiddenTeacher` or `TokenScores` for the positions in ``rows``, in the same order. None: the teacher scores no
+            positions of this batch.
+        rows: ``(M,)`` indices of the loss positions that this teacher scores, in ascending order. None: all positions.
         weight: Weight of this teacher's divergence at each position in ``rows``.
     """
 
@@ -119,7 +119,9 @@ class TeacherShare:
     weight: float = 1.0
 
     def within(self, part: slice) -> tuple[Any, slice]:
-        """Return this teacher's positions within a chunk, relative to the chunk, and the slice of its output."""
+        """Return the positions of the chunk ``part`` that this teacher scores (relative to the start of the chunk), and the
+        slice of the teacher's output that belongs to them.
+        """
         if self.rows is None:
             return slice(None), part
         begin, end, _ = part.indices(sys.maxsize)
@@ -128,9 +130,9 @@ class TeacherShare:
 
 
 def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Any]:
-    """Return the teacher's hidden states at the loss positions without computing logits.
+    """Return the teacher's hidden states at the loss positions. No logits are computed.
 
-    It is a ``compare`` callback of `posttrain.models.forward.forward`.
+    This function is passed as ``compare`` to `posttrain.models.forward.forward`.
     """
     if hasattr(layer, "base_layer") and layer.disable_adapters:
         layer = layer.base_layer
@@ -140,7 +142,7 @@ def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) 
         return {"teacher": HiddenTeacher(rule.logits(layer(hidden)))}
     weight, device = layer.weight, hidden.device.type
     if type(layer) is nn.Linear and torch.is_autocast_enabled(device):
-        # Use the student's precision. Otherwise, rounding differences would become part of the divergence.
+        # Convert to the student's precision. Otherwise, differences in rounding would be part of the divergence.
         weight = weight.to(torch.get_autocast_dtype(device))
     return {"teacher": HiddenTeacher(hidden, weight, layer.bias, rule)}
 
@@ -148,7 +150,8 @@ def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) 
 def _by_position(
     hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead, measure: Callable[[Tensor, slice], Tensor]
 ) -> Tensor:
-    """Compute values ``(N, K)`` from the logits of N positions. Only the first two columns are differentiable.
+    """Compute K values per position, ``(N, K)``, by calling ``measure`` on the logits of N positions. Only the first two
+    columns are differentiable.
 
     The logits are computed in chunks if the output layer is a single matrix.
     """
@@ -163,18 +166,20 @@ def _by_position(
 
 @dataclass
 class Comparison:
-    """Compare the student's logits with those of one or several teachers at each position.
+    """Compare the student's logits with the logits of one or several teachers at each position.
 
     The divergence from several teachers is the weighted mean ``sum_i w_i D(q, p_i)``; see `distillation_objective`.
 
     Attributes:
         axes: Properties of the loss.
-        teacher: `HiddenTeacher` or `TokenScores` at the same positions. For several teachers: a `TeacherShare` by name.
-        columns: Number of ids that exist in all models; higher ids are padding. None: all ids.
-        policy_temperature: Divisor of the logits for log-probs that are not part of the divergence.
-        without: Ids without probability in any distribution: placeholders and markers of images, which are never
+        teacher: `HiddenTeacher` or `TokenScores` for the same positions. For several teachers: a mapping from names to
+            `TeacherShare`.
+        columns: Number of token ids that all models have. Higher ids are padding of an embedding and are ignored. None: all ids
+            are compared.
+        policy_temperature: Temperature of the log-probs that are used outside the divergence.
+        without: Token ids that have probability 0 in all distributions: image placeholders and markers, which are never
             generated.
-        own: Override of `DistillationTrainer.generalized_jsd_loss` by a user, which replaces the divergence.
+        own: User's override of `DistillationTrainer.generalized_jsd_loss`. If set, it replaces the divergence.
     """
 
     axes: Axes
@@ -190,10 +195,10 @@ class Comparison:
         self.names = tuple(self.shares) if several else ()
 
     def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
-        """Compute tensors ``(N,)`` by name. ``divergence`` and ``logp`` are differentiable.
+        """Compute tensors ``(N,)`` with one value per position, by name. ``divergence`` and ``logp`` are differentiable.
 
-        With several teachers, the result also has ``divergence/NAME`` and ``asked/NAME`` for each teacher.
-        ``asked/NAME`` is 1 at the positions that the teacher scored.
+        With several teachers, the result also contains ``divergence/NAME`` and ``asked/NAME`` for each teacher. ``asked/NAME``
+        is 1 at positions that the teacher has scored, and 0 at other positions.
         """
         self.targets = head.targets
         names = (*COLUMNS, *(f"divergence/{name}" for name in self.names))
@@ -205,12 +210,13 @@ class Comparison:
         return columns
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
-        """Compute values ``(n, K)`` from logits ``(n, V)``, in the order of `COLUMNS` and then by teacher.
+        """Compute K values per position, ``(n, K)``, from logits ``(n, V)``. The columns are those in `COLUMNS`, followed by
+        the columns of each teacher.
 
-        The backward pass computes only the first two columns.
+        The backward pass computes gradients only for the first two columns.
         """
         targets, axes = self.targets[part, None], self.axes
-        # The backward pass computes the chunk again, but only its two differentiable columns.
+        # In the backward pass, the chunk is computed again, but only its two differentiable columns.
         again = x.is_leaf and x.requires_grad
         x = kept(x, self.columns, self.without)
         log_q = (x if axes.student_temperature == 1 else x / axes.student_temperature).log_softmax(-1)
@@ -223,7 +229,7 @@ class Comparison:
             if share.teacher is None:
                 continue
             at, theirs = share.within(part)
-            # No token of this chunk belongs to a row of this teacher.
+            # This teacher scores no token of this chunk.
             if isinstance(at, Tensor) and not len(at):
                 continue
             here = _Beside(axes, share.teacher, theirs, log_q[at], targets[at])
@@ -252,8 +258,7 @@ class Comparison:
 
 
 def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor, labels: Tensor, axes: Axes) -> Tensor:
-    """Call the user's ``generalized_jsd_loss`` with TRL's arguments. Return the mean that it returns, repeated for each
-    token.
+    """Call the user's ``generalized_jsd_loss`` with TRL's arguments, and repeat the mean that it returns for each token.
 
     Args:
         own: Function that returns the mean over tokens.
@@ -263,12 +268,13 @@ def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor,
         axes: ``beta`` and the temperature.
 
     Returns:
-        ``(n,)`` equal values. Their sum is the sum over the tokens, so the loss does not depend on the chunk size.
+        ``(n,)`` equal values. Their sum is the sum of the losses of the n tokens, so the loss does not depend on the chunk
+        size.
 
     Raises:
         ConfigError: The function does not return a scalar.
     """
-    # Use a finite minimum, because the KL would be NaN if both logits were -inf.
+    # Replace -inf with the smallest finite number, because the KL divergence would be NaN if both logits were -inf.
     lowest = torch.finfo(student.dtype).min
     options = {} if axes.student_temperature == 1 else {"temperature": axes.student_temperature}
     logits = {"student_logits": student.clamp_min(lowest)[None], "teacher_logits": teacher.clamp_min(lowest)[None]}
@@ -283,7 +289,7 @@ def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor,
 
 @dataclass
 class _Beside:
-    """The student and one teacher at the positions of a chunk that this teacher scores."""
+    """Logits of the student and outputs of one teacher, at the positions of a chunk that this teacher scores."""
 
     axes: Axes
     teacher: Any
@@ -293,8 +299,8 @@ class _Beside:
 
     @torch.no_grad()
     def ask(self, columns: int | None, without: Tensor | None) -> None:
-        """Set the teacher's log-probs over the vocabulary (if they exist), its log-probs of the tokens, and its most
-        likely ids.
+        """Read the teacher's output and store its log-probs over the vocabulary (if available), its log-probs of the tokens,
+        and its most likely ids.
         """
         self.log_p: Tensor | None = None
         if isinstance(self.teacher, TokenScores):
@@ -305,9 +311,9 @@ class _Beside:
         self.actual, self.best = self.log_p.gather(1, self.targets)[:, 0], self.log_p.argmax(-1)
 
     def divergence(self) -> tuple[Tensor, Tensor]:
-        """Return divergences ``(n,)`` and the teacher's probability of the support.
+        """Compute the divergence at each position, ``(n,)``, and the teacher's total probability of the support.
 
-        The divergences are 0 if the loss is the policy gradient of the sampled token.
+        If the loss is the policy gradient of the sampled token, the divergences are not needed and are 0.
         """
         axes, log_q, log_p = self.axes, self.log_q, self.log_p
         if axes.estimator != "exact":
@@ -322,7 +328,9 @@ class _Beside:
         return divergence(complete(q), complete(p), beta=axes.beta), support_mass(p)
 
     def _support(self) -> tuple[Tensor, Tensor]:
-        """Return ids ``(n, k)`` and a mask of the ids to ignore: duplicates, and ids beyond the student's vocabulary."""
+        """Return the token ids of the support, ``(n, k)``, and a mask of the ids to ignore: duplicates, and ids beyond the
+        student's vocabulary.
+        """
         log_q, log_p, targets = self.log_q, self.log_p, self.targets
         kind, k = self.axes.support, min(self.axes.top_k or 1, log_q.shape[1])
         if kind == "sampled":
@@ -331,7 +339,7 @@ class _Beside:
         if kind == "student_topk":
             return mine, torch.zeros_like(mine, dtype=torch.bool)
         theirs = self.teacher.ids[self.part] if log_p is None else log_p.topk(k, -1).indices
-        # A server's model may have logits for ids that are not tokens. These ids are excluded from the support.
+        # The model of a server may have logits for ids that are not in the vocabulary. These ids are excluded from the support.
         beyond = theirs >= log_q.shape[1]
         theirs = theirs.masked_fill(beyond, 0)
         if kind == "teacher_topk":
@@ -340,7 +348,9 @@ class _Beside:
         return ids.clamp_min(0), again | (ids < 0)
 
     def _at(self, ids: Tensor) -> Tensor:
-        """Return the teacher's log-probs at ``ids``. Stored scores have only the ids of the support."""
+        """Return the teacher's log-probs of the token ids ``ids``. Scores from a file or server contain only the ids of the
+        support.
+        """
         if self.log_p is not None:
             return self.log_p.gather(1, ids)
         logps, actual = self.teacher.logps[self.part], self.teacher.actual[self.part, None]
@@ -351,16 +361,17 @@ class _Beside:
 
 @dataclass
 class AlignedComparison:
-    """Compare student and teacher with different tokenizers, on groups of tokens that have the same bytes.
+    """Compare a student and a teacher with different tokenizers, on groups of tokens that have the same bytes in both.
 
     Attributes:
-        axes: Temperatures and beta of the loss.
-        teacher: Teacher outputs at the teacher's positions of the groups.
+        axes: Properties of the loss. Only the temperatures and beta are used.
+        teacher: Outputs of the teacher at those of its positions that belong to groups.
         rows: ``(G,)`` indices of the student's loss positions that belong to groups.
-        matched: Pairs of ids with equal bytes, for the hybrid loss. None: compare only sorted probabilities.
-        weights: Weights of the matched and of the unmatched part.
-        widths: Number of ids of each tokenizer.
-        without: For each model, ids without probability: placeholders and markers of images, which are never generated.
+        matched: Pairs of a student id and a teacher id whose tokens have equal bytes, for the hybrid loss. None: only sorted
+            probabilities are compared.
+        weights: Weight of the loss on matched ids, and weight of the loss on unmatched ids.
+        widths: Number of token ids of the student and of the teacher.
+        without: For each model, token ids that have probability 0: image placeholders and markers, which are never generated.
     """
 
     axes: Axes
@@ -374,8 +385,7 @@ class AlignedComparison:
     def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
         """Compute differentiable tensors ``(N,)`` by name.
 
-        ``aligned`` is the weighted sum of ``matched`` and ``unmatched`` at the positions of the groups, and 0
-        elsewhere.
+        ``aligned`` is the weighted sum of ``matched`` and ``unmatched`` at positions of groups, and 0 at other positions.
 
         All tensors have the shape ``(N,)`` and are differentiable.
         """
@@ -394,7 +404,7 @@ class AlignedComparison:
         return torch.stack([log_q.gather(1, self.targets[part, None])[:, 0], entropy], 1)
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
-        """Compute the matched and unmatched parts ``(n, 2)`` from logits ``(n, V)`` of groups."""
+        """Compute the losses on matched and on unmatched ids, ``(n, 2)``, from the logits ``(n, V)`` of groups."""
         log_q = (kept(x, self.widths[0], self.without[0]) / self.axes.student_temperature).log_softmax(-1)
         log_p = self.teacher.logp(part, self.widths[1], self.axes.teacher_temperature, self.without[1]).to(log_q.dtype)
         if self.matched is None:
@@ -403,14 +413,15 @@ class AlignedComparison:
 
 
 def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossTerms:
-    """Compute ``w d + w_ce (-log q)`` at every loss token, unreduced.
+    """Compute the loss ``w d + w_ce (-log q)`` of every loss token, before averaging.
 
-    ``d`` is the divergence, or the policy gradient of the sampled token. With several teachers ``d = sum_i w_i D(q,
-    p_i)``. The weights sum to 1, or the weight is 1 for the teacher that the row selects. Each teacher only scores ids
-    of its own support, so a teacher may be a server. At ``beta=0`` the gradient is that of the divergence from the
-    mixture ``sum_i w_i p_i``, at ``beta=1`` that of the divergence from the normalized geometric mean ``prod_i p_i **
-    w_i``. For other values of beta there is no such equivalence. With the estimator ``score`` the reward of a token is
-    ``sum_i w_i log p_i - log q``.
+    q is the student's distribution and p the teacher's. ``d`` is the divergence, or the policy gradient of the sampled token.
+    With several teachers, ``d = sum_i w_i D(q, p_i)``. The weights ``w_i`` sum to 1. If each row selects its teacher, the
+    weight of this teacher is 1. Each teacher only scores the ids of its own support, so teachers may be servers. With
+    ``beta=0``, the gradient equals that of the divergence from the mixture ``sum_i w_i p_i``. With ``beta=1``, it equals that
+    of the divergence from the normalized geometric mean ``prod_i p_i ** w_i``. For other values of beta, the sum of divergences
+    does not equal the divergence from one combined teacher. With the estimator ``score``, the reward of a token is ``sum_i w_i
+    log p_i - log q``.
 
     Args:
         out: Model outputs whose ``compared`` is from `Comparison` or `AlignedComparison`.
@@ -451,15 +462,15 @@ def _check_finite(values: Tensor, mask: Tensor, axes: Axes) -> None:
     wrong = int((~values.detach().isfinite() & mask).sum())
     if wrong:
         raise ModelError(
-            f"the divergence (beta={axes.beta}) is not finite at {wrong} of {int(mask.sum())} tokens: one model gives "
-            "probability to ids that the other excludes, or its logits are NaN. Fix: set beta between 0 and 1, or "
-            "use a teacher with the same vocabulary."
+            f"the divergence (beta={axes.beta}) is not finite at {wrong} of {int(mask.sum())} tokens. Either one model gives "
+            "probability 0 to token ids that have a positive probability in the other model, or logits are NaN. Fix: set beta "
+            "between 0 and 1, or use a teacher with the same vocabulary."
         )
 
 
 def _agreement(compared: dict[str, Tensor]) -> dict[str, Metric]:
-    """Compute metrics of ``log q - log p`` over the tokens. Its mean estimates KL(student || teacher) on samples of the
-    student.
+    """Compute metrics of the log-ratio ``log q - log p`` of student and teacher. On samples of the student, its mean is an
+    estimate of KL(student || teacher).
     """
     gap = compared["gap"]
     return {
@@ -471,7 +482,7 @@ def _agreement(compared: dict[str, Tensor]) -> dict[str, Metric]:
 
 
 def _divergence(compared: dict[str, Tensor]) -> dict[str, Metric]:
-    """Compute metrics of the divergence. With several teachers, also compute each teacher's divergence and the fraction
+    """Compute metrics of the divergence. With several teachers, also compute the divergence from each teacher and the fraction
     of tokens that it scored.
     """
     metrics = {
@@ -487,7 +498,7 @@ def _divergence(compared: dict[str, Tensor]) -> dict[str, Metric]:
 
 
 def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Tensor, dict[str, Metric]]:
-    """Compute the policy gradient of the reverse KL. With ``prefix``, early tokens have larger weights."""
+    """Compute the policy-gradient loss that minimizes the reverse KL. With ``prefix``, early tokens have larger weights."""
     assert out.logp is not None
     teacher, mask = out.logp.detach() - gap, batch.loss_mask
     if axes.prefix is None:
@@ -506,7 +517,9 @@ def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Te
 
 
 def _importance(out: ModelOutputs, batch: Batch, axes: Axes) -> Tensor | float:
-    """Return the clipped importance weights of tokens that were sampled with older weights."""
+    """Return the importance weight of each token, limited to ``is_clip``. It corrects for tokens that older weights have
+    sampled.
+    """
     if axes.is_clip is None or batch.old_logp is None:
         return 1.0
     assert out.logp is not None
@@ -524,7 +537,9 @@ def _reduced(terms: Tensor, batch: Batch, axes: Axes) -> LossTerms:
 
 
 def _by_source(terms: Tensor, batch: Batch, mask: Tensor) -> dict[str, Metric]:
-    """Compute the loss separately for tokens that the student sampled and for tokens of the dataset or the teacher."""
+    """Compute the mean loss as two separate metrics: of tokens that the student sampled, and of all other tokens (from the
+    dataset or the teacher).
+    """
     if "on_policy" not in batch.columns:
         return {}
     own = batch.columns["on_policy"]
@@ -537,8 +552,8 @@ def _by_source(terms: Tensor, batch: Batch, mask: Tensor) -> dict[str, Metric]:
 
 
 class Distillation(Method[Any]):
-    """Train a student on a teacher's next-token distributions. The completions are the student's own samples or other
-    texts.
+    """Train a student on a teacher's next-token distributions. The completions are samples of the student or the teacher, or
+    come from the dataset.
 
     Attributes:
         axes: Properties of the loss.
@@ -568,16 +583,17 @@ class Distillation(Method[Any]):
 
     @property
     def temperature(self) -> float:
-        """Temperature of log-probs. It is the sampling temperature if there is a GRPO term, and otherwise the
-        temperature of the loss.
+        """Temperature of log-probs: the sampling temperature if there is a GRPO loss, else the temperature of the distillation
+        loss.
         """
         return float(self.cfg.temperature) if self.takes_rewards else self.axes.student_temperature
 
     def needs_old_logp(self, outlived: bool) -> bool:
-        """Return whether the loss contains an importance ratio to the weights that sampled the completion, and the
-        ratio may differ from 1.
+        """Return whether the loss needs the log-probs of completions under the weights that sampled them, to compute importance
+        ratios.
 
-        GRPO's loss, ``is_clip`` and IW-OPD have such a ratio; exact divergences do not.
+        GRPO's loss, ``is_clip`` and IW-OPD use importance ratios, which can differ from 1 if the weights have changed since
+        sampling. Exact divergences use no ratio.
 
         Exact divergences have no ratio.
         """
@@ -585,7 +601,7 @@ class Distillation(Method[Any]):
         return outlived and (self.takes_rewards or axes.is_clip is not None or axes.prefix is not None)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Compute advantages like GRPO. Without rewards they are 0."""
+        """Compute advantages as in GRPO. If there are no reward functions, all advantages are 0."""
         if not rewards.names:
             values = torch.zeros(len(rollouts.rollouts))
             return Advantages(values, values, rewards.start, token_columns=logps)
@@ -595,13 +611,11 @@ class Distillation(Method[Any]):
         return Advantages(stats.advantages, stats.totals, rewards.start, **more)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """See `distillation_objective`."""
+        """Compute the distillation loss of a batch; see `distillation_objective`."""
         return distillation_objective(outputs, batch, self.axes)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Count the sequences that have a teacher, or the aligned token groups, if the loss is divided by this
-        count.
-        """
+        """Count the sequences that have a teacher, or the aligned token groups, if the loss is divided by one of these counts."""
         if self.axes.reduction == "active":
             return {"active": sum(float(b.columns["active"].sum()) for b in batches if "active" in b.columns)}
         if self.axes.support == "aligned":
@@ -609,7 +623,7 @@ class Distillation(Method[Any]):
         return {}
 
     def other_models(self, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
-        """Return the teacher models, or the copy of the student that is the teacher."""
+        """Return the teacher models for the memory estimate. If the teacher is a copy of the student, return the copy."""
         cfg = self.cfg
         if cfg.teacher_model_kind in ("base", "ema") and policy.peft_config is None:
             return [replace(policy, role="teacher", trained=False)]

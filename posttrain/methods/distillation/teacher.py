@@ -1,4 +1,4 @@
-"""Sources of teacher outputs: a model, the student itself, a file of scores, or a server."""
+"""Sources of a teacher's outputs: another model, the student itself, a file of scores, or a server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def by_name(teachers: Any) -> dict[str, Any]:
-    """Return a mapping of teachers by name. The name of a single teacher is ""."""
+    """Return a mapping from names to teachers. A single teacher has the name ""."""
     return dict(teachers) if isinstance(teachers, Mapping) else {"": teachers}
 
 
@@ -56,24 +56,24 @@ def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) 
     """Load the teacher as a frozen model in evaluation mode.
 
     Args:
-        teacher: Model, or its folder or Hub id. None: ``teacher_model_name_or_path``.
+        teacher: Model object, folder or Hub id. None: ``teacher_model_name_or_path`` of the config.
         args: Config of the trainer.
-        student: The student, which must be another object than the teacher.
+        student: The student. The teacher must not be the same object.
 
     Raises:
-        ConfigError: There is no teacher, or it is the student object.
+        ConfigError: No teacher is set, or the teacher is the student object.
     """
     teacher = teacher if teacher is not None else args.teacher_model_name_or_path
     if teacher is None:
         raise ConfigError(
-            "there is no teacher. Fix: set teacher_model (a model or an id), teacher_scores (a file), "
-            "teacher_model_server_url, or teacher_model_kind='base', 'live' or 'ema' to use the student itself."
+            "no teacher is set. Fix: set teacher_model (a model, folder or Hub id), teacher_scores (a file), or "
+            "teacher_model_server_url. To use the student itself as teacher, set teacher_model_kind='base', 'live' or 'ema'."
         )
     if isinstance(teacher, nn.Module):
         if causal_lm(teacher) is causal_lm(student):
             raise ConfigError(
-                "teacher_model is the student object itself, so the divergence would be 0 at every step. Fix: pass "
-                "another model, or set teacher_model_kind='base' to compare with the initial weights."
+                "teacher_model is the student object itself, so the divergence would be 0 at every step. Fix: pass another "
+                "model, or set teacher_model_kind='base' to use the student's initial weights as teacher."
             )
         return teacher.requires_grad_(False).eval()
     kwargs: dict[str, Any] = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
@@ -83,8 +83,8 @@ def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) 
 
 
 def teacher_id(teacher: object, args: PostTrainingConfig) -> str:
-    """Return the id or folder of a teacher. For a model object, return the id or folder from which it was loaded, or ""
-    if there is none.
+    """Return the Hub id or folder of a teacher. For a model object, return the Hub id or folder from which it was loaded, or ""
+    if it was not loaded.
     """
     if isinstance(teacher, nn.Module):
         return get_config_model_id(causal_lm(teacher).config)
@@ -92,10 +92,10 @@ def teacher_id(teacher: object, args: PostTrainingConfig) -> str:
 
 
 def own_tokenizer(name: str, *, required: bool, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """Load the tokenizer of a teacher from its folder or id.
+    """Load the tokenizer of a teacher from the teacher's folder or Hub id.
 
     Args:
-        name: Result of `teacher_id`, or the model name of a server.
+        name: Folder or Hub id from `teacher_id`, or the name of a server's model.
         required: Whether a missing tokenizer is an error. If False, log a warning and return None.
         trust_remote_code: Same as for the teacher.
         revision: Revision of the teacher.
@@ -108,16 +108,16 @@ def own_tokenizer(name: str, *, required: bool, trust_remote_code: bool = False,
     except ModelError as error:
         if required:
             raise
-        text = "the teacher's tokenizer was not found, so the student's ids are assumed to be the teacher's: %s Fix: "
+        text = "the teacher's tokenizer was not found, so its token ids are assumed to be the student's: %s Fix: "
         logger.warning(text + "pass teacher_processing_class.", error)
         return None
 
 
 @contextmanager
 def frozen(model: nn.Module, autocast: Callable[[], AbstractContextManager] = nullcontext) -> Iterator[nn.Module]:
-    """Run a teacher model without gradients, in the student's precision.
+    """Return a context manager that runs a teacher model without gradients and in the student's precision.
 
-    With another precision, the difference in rounding would be part of the divergence.
+    If the teacher had another precision, differences in rounding would be part of the divergence.
     """
     with torch.no_grad(), autocast():
         yield model
@@ -125,13 +125,13 @@ def frozen(model: nn.Module, autocast: Callable[[], AbstractContextManager] = nu
 
 @dataclass
 class ModelTeacher:
-    """A teacher model in this process. Its logits are computed only where they are compared with the student's.
+    """Teacher model in this process. Its logits are computed only at positions where they are compared with the student's.
 
     Attributes:
-        running: Context manager that returns the model in evaluation mode without gradients, possibly with another
-            adapter.
-        layout: Layout of the teacher's rows. Prefix trees are used if a probe shows that they are exact.
-        shared: Whether the layout of the student's batches is also exact for the teacher.
+        running: Context manager that returns the model in evaluation mode, without gradients. It may activate another adapter.
+        layout: Arrangement of sequences in the teacher's batch rows. Prefix trees are used if a probe shows that they give
+            exact results.
+        shared: Whether the teacher can use the student's batches, i.e. their layout is also exact for the teacher.
         pad_token_id: Pad token of the teacher's batches.
     """
 
@@ -141,7 +141,7 @@ class ModelTeacher:
     pad_token_id: int
 
     def of_batch(self, batch: Batch, members: Sequence[int] | None = None) -> HiddenTeacher:
-        """Compute the teacher's outputs at the loss positions of a batch.
+        """Compute the teacher's outputs at the loss positions of the student's batch.
 
         ``members`` are the sequences to compute. None: all sequences.
         """
@@ -152,7 +152,9 @@ class ModelTeacher:
             return forward(model, batch, frozenset(), compare=capture).compared["teacher"]
 
     def of_rows(self, rows: Sequence[Row], device: torch.device | str) -> HiddenTeacher:
-        """Compute the teacher's outputs at the loss tokens of all completions. Equal prompts are computed once."""
+        """Compute the teacher's outputs at the loss tokens of all completions. A prompt that several rows share is computed
+        once.
+        """
         bare = [Row(row.prompt_ids, row.completions, row.loss_masks, pictures=row.pictures) for row in rows]
         shared, places = share_prompts(bare)
         pieces: list[Tensor] = [torch.empty(0)] * len(places)
@@ -166,21 +168,22 @@ class ModelTeacher:
         return replace(view, hidden=torch.cat(pieces))
 
     def of_prompts(self, batch: Batch, prompt_of: Callable[[int], list[int]]) -> HiddenTeacher:
-        """Compute the teacher's outputs with other prompts. ``prompt_of`` maps the number in the batch's column ``key``
-        to a prompt.
+        """Compute the teacher's outputs for the same completions after other prompts. ``prompt_of`` maps a number in the
+        batch's column ``key`` to the prompt of that sequence.
         """
         rows = [Row(prompt_of(key), [ids], [mask]) for key, ids, mask in _keyed(batch)]
         return self.of_rows(rows, batch.input_ids.device)
 
 
 class AdapterAverage(transformers.TrainerCallback):
-    """Callback that moves the teacher's adapter towards the student's. The teacher's adapter starts as a copy of the
-    student's.
+    """Callback that updates a teacher adapter as a moving average of the student's adapter. The teacher adapter starts as a
+    copy.
 
-    The factors A and B are averaged separately. For a small rate this approximates the average of their products.
+    The LoRA factors A and B are averaged separately. For a small update rate, their product is close to the average of the
+    products.
 
     Args:
-        teacher: Reference that holds the copy.
+        teacher: Reference that contains the teacher adapter.
     """
 
     def __init__(self, teacher: Reference) -> None:
@@ -188,7 +191,7 @@ class AdapterAverage(transformers.TrainerCallback):
 
     @torch.no_grad()
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Update the teacher's adapter every ``teacher_sync_steps`` steps."""
+        """Update the teacher adapter every ``teacher_sync_steps`` optimizer steps."""
         if state.global_step % args.teacher_sync_steps:
             return
         named = dict(self.teacher.policy.named_parameters())
@@ -208,13 +211,15 @@ def _keyed(batch: Batch) -> Iterator[tuple[int, list[int], list[int]]]:
 def shares_of_batch(
     batch: Batch, weights: Mapping[str, float] | None, names: Sequence[str], say: Callable[[str, list[int] | None], Any]
 ) -> dict[str, TeacherShare]:
-    """Return the outputs of several teachers for a batch. Each teacher scores only its own sequences.
+    """Return the outputs of several teachers for a batch. Each teacher scores only the sequences for which it is the teacher.
 
     Args:
-        batch: Batch whose column ``teacher`` has the number of each sequence's teacher, unless there are weights.
-        weights: Weight of each teacher's divergence by name; every teacher scores every sequence. None: use the column.
+        batch: Batch. If ``weights`` is None, its column ``teacher`` contains the number of each sequence's teacher.
+        weights: Mapping from each teacher's name to the weight of its divergence. Every teacher then scores every sequence.
+            None: use the column ``teacher``.
         names: Names of the teachers, in the order of their numbers.
-        say: Function from the name of a teacher and a list of sequences to its outputs. None: all sequences.
+        say: Function that returns the outputs of a teacher. Its arguments are the teacher's name and a list of sequences (None:
+            all sequences).
     """
     if weights is not None:
         return {name: TeacherShare(say(name, None), weight=weights[name]) for name in names if weights[name]}
@@ -223,7 +228,8 @@ def shares_of_batch(
         members = [k for k, one in enumerate(numbers) if one == number]
         rows = torch.isin(places, places.new_tensor(members)).nonzero().flatten()
         whole = len(members) == len(numbers)
-        # A teacher without sequences in this batch is not run, but it still counts in its fraction of all tokens.
+        # A teacher without sequences in this batch is not run. It still needs an entry, so that the metric of its fraction of
+        # tokens includes this batch.
         shares[name] = TeacherShare(say(name, None if whole else members) if members else None, rows)
     return shares
 
@@ -231,7 +237,8 @@ def shares_of_batch(
 def scores_of_batch(
     batch: Batch, scores: Callable[[int], TokenScores], members: Sequence[int] | None = None
 ) -> TokenScores:
-    """Return scores of the batch's loss tokens. ``scores`` maps the number in the batch's column ``key`` to scores.
+    """Return the scores of the batch's loss tokens. ``scores`` maps a number in the batch's column ``key`` to the scores of
+    that sequence.
 
     ``members`` are the sequences to score. None: all sequences.
     """
@@ -244,7 +251,7 @@ def scores_of_batch(
         kept = torch.tensor(mask, dtype=torch.bool)
         if len(one.actual) != len(kept):
             raise ModelError(
-                f"the teacher returned scores of {len(one.actual)} tokens for a completion of {len(ids)} tokens."
+                f"the teacher returned scores for {len(one.actual)} tokens, but the completion has {len(ids)} tokens."
             )
         score_parts.append((one.ids[kept], one.logps[kept], one.actual[kept]))
     return TokenScores(*(torch.cat(parts).to(batch.input_ids.device) for parts in zip(*score_parts, strict=True)))
@@ -255,16 +262,16 @@ class ServerTeacher:
 
     Args:
         client: A `posttrain.extensions.server.client.VLLMClient`, or an object with its methods ``info`` and ``score``.
-        axes: Properties of the loss, for k and the temperature.
-        expected: ``teacher_model_name_or_path``, which must be the server's model. None: any model.
+        axes: Properties of the loss. The number of ids k and the temperature are used.
+        expected: Name of the model that the server must have (``teacher_model_name_or_path``). None: any model is accepted.
         probe: Token ids that the server scores before training begins.
 
     Attributes:
-        name: Name of the model that the server reports.
+        name: Model name that the server reports.
 
     Raises:
-        ConfigError: The server has another model, k is above its limit, or the temperature is not 1. Servers apply no
-            temperature to the log-probs of prompts.
+        ConfigError: The server has another model, k is above the server's limit, or the temperature is not 1. Servers return
+            log-probs of prompts only at temperature 1.
         ModelError: The server returns a wrong number of scores, or scores that are not log-probs.
     """
 
@@ -279,11 +286,12 @@ class ServerTeacher:
             )
         if axes.support not in ("teacher_topk", "sampled", "top1_pair"):
             raise ConfigError(
-                f"loss_top_k={axes.top_k} with beta={axes.beta}: a server returns its own most likely ids and the "
-                "sampled token, but this loss needs other ids. Fix: set beta=0 with any loss_top_k, or loss_top_k=1."
+                f"loss_top_k={axes.top_k} with beta={axes.beta} needs the log-probs of other token ids, but a teacher server "
+                "returns only log-probs of its own most likely ids and of the sampled token. Fix: set beta=0, or set "
+                "loss_top_k=1."
             )
-        # vLLM's limit is an option of the server, and -1 means no limit. It is assumed to be 20 if the server does not report
-        # it. `posttrain serve` is limited only by the vocabulary size.
+        # The maximum number of log-probs is an option of a vLLM server, and -1 means no limit. If the server does not report
+        # it, it is assumed to be 20, which is vLLM's default. `posttrain serve` is limited only by the vocabulary size.
         most = int(facts.get("max_logprobs") or 20)
         cap = int(facts["vocab_size"]) if most < 0 or facts.get("engine") in IN_WORKERS else most
         if self.top_k > cap:
@@ -293,23 +301,25 @@ class ServerTeacher:
             )
         if axes.teacher_temperature != 1:
             raise ConfigError(
-                f"temperature={axes.teacher_temperature} with a teacher server: the server's log-probs are at "
-                "temperature 1, so they cannot be compared with the student's. Fix: set temperature=1.0, or use a "
-                "teacher model in this process."
+                f"temperature={axes.teacher_temperature} is not supported with a teacher server, because the server computes "
+                "log-probs only at temperature 1. Fix: set temperature=1.0, or use a teacher model in this process."
             )
-        # Reserve one position, because vLLM generates one token after the scored text, which must fit into the context.
+        # Reserve one position. vLLM always generates one token after the scored text, and this token must also fit into the
+        # context.
         self.most = None if facts.get("max_model_len") is None else int(facts["max_model_len"]) - 1
         self.score([probe[:1]], [probe[1:]])
 
     def score(self, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> list[dict[str, Any]]:
-        """Return the fields of `TokenScores` for each completion. Raise if a token has no score."""
+        """Request the scores of completions from the server. Return the fields of `TokenScores` for each completion, and
+        raise an error if a token has no score.
+        """
         whole = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
         longest = max(map(len, whole), default=0)
         if self.most is not None and longest > self.most:
             raise DataError(
-                f"a prompt and its completion have {longest} tokens, but the teacher server scores at most "
-                f"{self.most} (max_model_len={self.most + 1}). Fix: set max_length={self.most}, or start the server "
-                "with a longer context."
+                f"a prompt and its completion have {longest} tokens, but the teacher server can score at most {self.most} "
+                f"tokens (max_model_len={self.most + 1}). Fix: set max_length={self.most}, or start the server with a larger "
+                "max_model_len."
             )
         replies = self.client.score(whole, [len(prompt) for prompt in prompts], top=self.top_k)
         for ids, reply in zip(completions, replies, strict=True):
@@ -318,9 +328,9 @@ class ServerTeacher:
             finite = good and bool(logps.isfinite().all() and actual.isfinite().all())
             if not (finite and bool((logps.diff(dim=-1) <= 1e-6).all() and (logps <= 1e-4).all())):
                 raise ModelError(
-                    f"the teacher server returned scores of {len(actual)} tokens with {logps.shape[-1]} log-probs "
-                    f"each, instead of {len(ids)} tokens with {self.top_k}, or the log-probs are not finite or not in "
-                    "descending order. Fix: see the server's log."
+                    f"the response of the teacher server is invalid. It has scores of {len(actual)} tokens with "
+                    f"{logps.shape[-1]} log-probs each. Expected are {len(ids)} tokens with {self.top_k} log-probs each, all "
+                    "finite and in descending order. Look for errors in the server's log."
                 )
         return [{"ids": reply.top_ids, "logps": reply.top_logps, "actual": reply.logps} for reply in replies]
 
@@ -328,12 +338,13 @@ class ServerTeacher:
 def teacher_servers(
     servers: Mapping[str, ServerTeacher], rollouts: Sequence[Rollout], numbers: Sequence[float] | None
 ) -> list[dict[str, Any]]:
-    """Return the scores of each rollout by the name of the server. All servers are called concurrently.
+    """Request the scores of rollouts from several servers at the same time. Return a mapping from server names to scores for
+    each rollout.
 
     Args:
         servers: Servers by name.
         rollouts: Rollouts whose completions are scored.
-        numbers: Number of the server for each rollout. None: send each rollout to all servers.
+        numbers: For each rollout, the number of the server that scores it. None: every server scores every rollout.
     """
     scores_of_each: list[dict[str, Any]] = [{} for _ in rollouts]
 
@@ -356,7 +367,7 @@ COLUMNS = {"ids": pa.int32(), "logps": pa.float32(), "actual": pa.float32()}
 
 
 def identity(dataset: AnyDataset, tokenizer: Tokenizer) -> dict[str, str]:
-    """Compute hashes of everything that scores depend on: token ids of the rows, the vocabulary and the chat template."""
+    """Compute hashes of the inputs that determine scores: token ids of the rows, vocabulary and chat template."""
     digest = hashlib.sha256()
     for row in dataset:
         digest.update(json.dumps([list(row["prompt_ids"]), list(row["completion_ids"])]).encode())
@@ -365,7 +376,7 @@ def identity(dataset: AnyDataset, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: int) -> list[dict[str, list]]:
-    """Compute top-k log-probs at temperature 1 of every completion token, with one entry per row."""
+    """Compute the teacher's top-k log-probs at temperature 1 for every completion token. Return one entry per row."""
     with teacher.running() as model:
         view = teacher.of_rows(rows, next(model.parameters()).device)
     targets = torch.tensor([t for row in rows for t in row.completions[0]], device=view.hidden.device)
@@ -383,12 +394,12 @@ def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: 
 
 
 def _check_scorer(teacher: Any, tokenizer: Tokenizer, mode: str) -> str:
-    """Return the source of the teacher. Raise if the teacher does not use the tokenizer's ids."""
+    """Return the teacher's Hub id or folder. Raise an error if the teacher uses other token ids than the tokenizer."""
     name, width = get_config_model_id(causal_lm(teacher).config), logit_width(teacher)
     if width < len(tokenizer):
         raise ModelError(
-            f"the teacher has {width} logits, but the tokenizer has {len(tokenizer)} tokens, so they do not "
-            "belong together."
+            f"the teacher has {width} logits, but the tokenizer has {len(tokenizer)} tokens, so the tokenizer is not the "
+            "teacher's."
         )
     own = None if mode == "off" else own_tokenizer(name, required=False)
     if own is not None:
@@ -412,23 +423,23 @@ def score_dataset(
 ) -> int:
     """Write the teacher's scores of every answer of a dataset to a file, and return the number of rows.
 
-    The file is for ``teacher_scores`` of a config. It is an Arrow file with one row per answer, in the order of the
-    dataset, and ``batch_size`` rows per record batch. It appears at ``path`` only when it is complete.
+    Pass the path of the file as ``teacher_scores`` of a config. It is an Arrow file with one row per answer, in the order of
+    the dataset, and ``batch_size`` rows per record batch. The file is created at ``path`` only when all rows are written.
 
     Args:
         teacher: A causal language model with the student's tokenizer.
         dataset: Dataset with the columns ``prompt`` and ``completion``, or ``messages``.
         tokenizer: The student's tokenizer.
         path: Path of the file.
-        top_k: Number of ids per position, at least 1.
-        max_length: Same value as in the config that will read the file.
-        max_prompt_length: Same value as in that config.
-        chat_template_kwargs: Same value as in that config.
+        top_k: Number of token ids per position whose log-probs are stored, at least 1.
+        max_length: Value of ``max_length`` in the config of the training run.
+        max_prompt_length: Value of ``max_prompt_length`` in the config of the training run.
+        chat_template_kwargs: Value of ``chat_template_kwargs`` in the config of the training run.
         batch_size: Number of rows per forward pass of the teacher.
-        tokenizer_check: Same as in the config: what happens if the teacher's own tokenizer differs.
+        tokenizer_check: What to do if the teacher's own tokenizer differs from ``tokenizer``: ``error``, ``warn`` or ``off``.
 
     Raises:
-        ConfigError: The teacher's tokenizer differs, or ``top_k`` or ``batch_size`` is below 1.
+        ConfigError: The teacher's tokenizer differs from ``tokenizer``, or ``top_k`` or ``batch_size`` is below 1.
         DataError: The dataset is a stream, is empty or has no answers.
         ModelError: The teacher has fewer logits than the tokenizer has tokens.
     """
@@ -442,8 +453,8 @@ def score_dataset(
     if not isinstance(dataset, Sized) or "completion" not in dataset.column_names:
         raise DataError(
             "scores need a Dataset with the columns 'prompt' and 'completion', or 'messages', but this "
-            f"{type(dataset).__name__} has the columns {dataset.column_names}. Convert a stream with "
-            "Dataset.from_list(list(stream))."
+            f"{type(dataset).__name__} has the columns {dataset.column_names}. Fix: pass such a dataset. A stream can be "
+            "converted with Dataset.from_list(list(stream))."
         )
     dataset = tokenized_answers(dataset, tokenizer, name="dataset", **limits)
     install_token_head(teacher)
@@ -468,13 +479,13 @@ def score_dataset(
 
 
 class ScoreFile:
-    """Scores written by `score_dataset`, read row by row from a memory-mapped file.
+    """File of scores that `score_dataset` has written. Rows are read from the memory-mapped file when they are needed.
 
     Args:
         path: Path of the file.
 
     Raises:
-        ConfigError: The file does not exist or has another format.
+        ConfigError: The file does not exist, or `score_dataset` has not written it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -493,25 +504,25 @@ class ScoreFile:
         self.facts: dict[str, Any] = json.loads(metadata[b"facts"])
 
     def check(self, dataset: AnyDataset, tokenizer: Tokenizer, axes: Axes) -> None:
-        """Reject a file of another dataset, tokenizer or template, and a loss that the scores do not support.
+        """Check that the scores belong to this dataset, tokenizer and chat template, and that they are sufficient for the loss.
 
         Raises:
-            DataError: A hash differs. The message contains both hashes.
+            DataError: The file was computed with another dataset, tokenizer or template. The message contains both hashes.
             ConfigError: The temperature is not 1, or the loss needs more ids than the file has.
         """
         size = self.facts["top_k"]
         if axes.top_k > size:
             raise ConfigError(
-                f"loss_top_k={axes.top_k} with teacher_scores={self.path!r}, which has {size} ids per token. Fix: set "
-                f"loss_top_k to at most {size}, or compute the file again with --top_k {axes.top_k}."
+                f"loss_top_k={axes.top_k} needs more ids per token than teacher_scores={self.path!r} contains ({size}). Fix: "
+                f"set loss_top_k to at most {size}, or compute the file again with --top_k {axes.top_k}."
             )
         if size == 1:
             replace(axes, top_k=1).check()
         if axes.teacher_temperature != 1:
             raise ConfigError(
-                f"temperature={axes.teacher_temperature} with teacher_scores: the file has log-probs at temperature "
-                "1, and the probability outside the top k cannot be converted to another temperature. Fix: set "
-                "temperature=1.0."
+                f"temperature={axes.teacher_temperature} is not supported with teacher_scores. The file contains top-k "
+                "log-probs at temperature 1, which cannot be converted to another temperature, because the log-probs of all "
+                "other tokens are missing. Fix: set temperature=1.0."
             )
         for name, value in identity(dataset, tokenizer).items():
             if self.facts[name] != value:
@@ -522,7 +533,7 @@ class ScoreFile:
                 )
 
     def read(self, row: int, top_k: int = 0) -> TokenScores:
-        """Return the scores of one dataset row with its ``top_k`` most likely ids (all stored ids if ``top_k`` is 0)."""
+        """Return the scores of one dataset row with the ``top_k`` most likely ids per token. 0: all ids in the file."""
         size = self.facts["batch_size"]
         one = self.reader.get_batch(row // size).slice(row % size, 1)
         ids, logps, actual = (np.array(one.column(name)[0].values) for name in COLUMNS)

@@ -1,4 +1,4 @@
-"""GRPO and the losses of its family."""
+"""GRPO and related losses, such as DAPO, Dr. GRPO, GSPO and CISPO."""
 
 from posttrain.methods.grpo.config import GRPOConfig
 from posttrain.methods.grpo.objective import GRPO, grpo_objective

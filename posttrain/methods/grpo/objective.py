@@ -1,4 +1,4 @@
-"""GRPO: the loss of the whole family, advantages within groups, and the adaptive entropy bonus."""
+"""GRPO and related losses: the objective, advantages within groups of completions, and the adaptive entropy bonus."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Config = TypeVar("Config", bound=GRPOConfig)
 
 
 def grpo_needs(cfg: GRPOConfig) -> frozenset[str]:
-    """Return the model outputs that this config needs."""
+    """Return the names of the model outputs that the loss of this config needs."""
     bonus = cfg.entropy_coef or cfg.use_adaptive_entropy
     return frozenset({"logp", "entropy"} | ({"entropy_grad"} if bonus else set()))
 
@@ -61,19 +61,20 @@ def grpo_objective(
     entropy_coef: float | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> LossTerms:
-    """Compute ``-surrogate(ratio, A) * weights + beta * KL - entropy_coef * H``, unreduced.
+    """Compute the loss of every token, before averaging: ``-surrogate(ratio, A) * weights + beta * KL - entropy_coef * H``.
 
-    The entropy bonus is the first extra term. Clipping, importance weights, the entropy filter and the off-policy mask
-    never apply to the KL term.
+    The entropy bonus is in the first element of ``LossTerms.extra``. Clipping, importance weights, the entropy filter and the
+    off-policy mask do not apply to the KL term.
 
     Args:
         out: Log-probs and entropies of the policy.
-        batch: Completions with advantages. Log-probs of the old policy, the reference and the sampler are optional.
+        batch: Completions with advantages. Log-probs of the old policy, of the reference and of the sampler are optional.
         cfg: `GRPOConfig`.
-        entropy_coef: Replaces ``cfg.entropy_coef`` if the coefficient is adaptive.
-        gather: Function that concatenates a tensor over ranks, for one entropy threshold. All ranks must call it.
+        entropy_coef: Current coefficient of the entropy bonus, if it is adaptive. None: ``cfg.entropy_coef``.
+        gather: Function that concatenates a tensor over all ranks, so that they use the same entropy threshold. All ranks must
+            call it.
 
-    Reference: DeepSeekMath, arXiv:2402.03300, equation 3; the loss types are rows of `LOSS_TYPES`.
+    Reference: DeepSeekMath, arXiv:2402.03300, equation 3; see `LOSS_TYPES` for the other losses.
     """
     kind, forest = LOSS_TYPES[cfg.loss_type], batch.by_sequence
     level = kind.level or cfg.importance_sampling_level
@@ -118,7 +119,7 @@ def grpo_objective(
     )
     if cfg.entropy_coef or cfg.use_adaptive_entropy:
         coefficient = cfg.entropy_coef if entropy_coef is None else entropy_coef
-        # If the entropy filter excludes tokens, average per pass, because the filter is computed per pass too.
+        # If the entropy filter excludes tokens, average over each forward pass, because the filter is also computed per pass.
         reduction = "token" if uncertain is batch.loss_mask else "local_token"
         loss.extra.append(LossTerms(-coefficient * out.entropy, uncertain, reduction))
     return loss
@@ -128,8 +129,8 @@ def _vespo(
     log_ratio: Tensor, advantages: Tensor, logp: Tensor, batch: Batch, cfg: GRPOConfig, weight: Tensor | None
 ) -> tuple[Tensor, dict[str, Metric]]:
     if weight is not None and batch.rollout_logp is not None:
-        # A missing log-prob must not affect its sequence, so its weight becomes 1. A weight that is masked to 0 sets the weight
-        # of its whole sequence to 0.
+        # The weight of a sequence is a product over its tokens. A token without a log-prob gets the weight 1, so it does not
+        # affect the product. A token with the weight 0 (masked) sets the weight of the whole sequence to 0.
         weight = weight.masked_fill(batch.rollout_logp.isnan(), 1.0)
     phi = vespo_weight(
         log_ratio,
@@ -145,9 +146,10 @@ def _vespo(
 def _geometric(
     log_ratio: Tensor, advantages: Tensor, batch: Batch, cfg: GRPOConfig, kept: Tensor
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Compute the GMPO loss ``-c_i A_i``, spread over the tokens of a completion.
+    """Compute the GMPO loss ``-c_i A_i`` of each completion, repeated for each of its tokens.
 
-    The geometric mean of ratios is over the ``kept`` tokens. Bounds are in log space.
+    ``c_i`` is the geometric mean of the clipped ratios of the ``kept`` tokens. The clip bounds apply to the logarithm of the
+    ratio.
     """
     forest = (batch.sequence, batch.num_sequences)
     high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
@@ -161,9 +163,9 @@ def _geometric(
 def _rollout_weight(
     logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig
 ) -> tuple[Tensor | None, dict[str, Metric]]:
-    """Return the importance-sampling correction between engine and policy, and metrics of the mismatch.
+    """Compute the importance-sampling correction for differences between engine and policy, and metrics of these differences.
 
-    The correction is None if the engine computes exactly the policy's log-probs.
+    The correction is None if the batch has no log-probs of the engine, or if the correction is disabled.
     """
     if sampled is None:
         return None, {}
@@ -187,7 +189,9 @@ def _rollout_weight(
 
 
 def _kept(logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig) -> Tensor | float:
-    """Return 0 for tokens of sequences that are masked as off-policy, 1 for other tokens. Denominators do not change."""
+    """Return 0 for tokens of sequences that the off-policy mask excludes, and 1 for other tokens. The excluded tokens still
+    count in the denominators of the loss.
+    """
     if cfg.off_policy_mask_threshold is None:
         return 1.0
     old = logp.detach() if batch.old_logp is None else batch.old_logp
@@ -198,7 +202,7 @@ def _kept(logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig) -
 
 
 STATE_FILE = "entropy_ctrl_state.json"
-# A warning is logged after this number of optimizer steps without an entropy bonus.
+# A warning is logged if no entropy bonus was applied in this number of optimizer steps.
 STEPS_UNTIL_WARNING = 50
 
 
@@ -206,14 +210,14 @@ STEPS_UNTIL_WARNING = 50
 class EntropyBonus:
     """Coefficient of the entropy bonus, fixed or adaptive.
 
-    An adaptive coefficient increases by a fixed amount after every optimizer step whose entropy is at or below the
-    target, and decreases otherwise. The bonus is applied only if the entropy of the previous step was at or below the
-    target, so never in the first step.
+    After every optimizer step, an adaptive coefficient increases by a fixed amount if the entropy of the step is at or below
+    the target. Otherwise, it decreases by this amount. The bonus is applied only if the entropy of the previous step was at or
+    below the target. It is therefore never applied in the first step.
 
     Attributes:
-        coefficient: Coefficient, whether or not it is applied.
+        coefficient: Current coefficient, even if the bonus is not applied.
         last: Entropy of the last optimizer step in nats; infinite before the first step.
-        ever_applied: Whether any step had a bonus.
+        ever_applied: Whether the bonus was applied in any step of the run.
 
     Reference: Skywork-OR1, arXiv:2505.22312.
     """
@@ -223,24 +227,24 @@ class EntropyBonus:
     ever_applied: bool = False
 
     def applied(self, args: GRPOConfig) -> float:
-        """Return the coefficient that is applied in the current step."""
+        """Return the coefficient for the current step. It is 0 if the bonus is not applied."""
         return self.coefficient if not args.use_adaptive_entropy or self.last <= args.entropy_target else 0.0
 
     def after(self, entropy: float, args: GRPOConfig) -> EntropyBonus:
-        """Return the state after an optimizer step with this entropy."""
+        """Return the updated state after an optimizer step with the mean entropy ``entropy``."""
         step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
         coefficient = min(max(self.coefficient + step, args.entropy_coef_min), args.entropy_coef_max)
         following = EntropyBonus(coefficient, entropy, self.ever_applied)
         return replace(following, ever_applied=self.ever_applied or following.applied(args) > 0)
 
     def save(self, folder: str) -> None:
-        """Write the state to a checkpoint folder. JSON has no infinity, so it is stored as null."""
+        """Write the state to a checkpoint folder. An infinite entropy is stored as null, because JSON has no infinity."""
         last = self.last if math.isfinite(self.last) else None
         state = {"entropy_coef": self.coefficient, "last_world_entropy": last}
         Path(folder, STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def loaded(self, folder: str | None) -> EntropyBonus:
-        """Return the state in a checkpoint folder, or this state if the folder has none."""
+        """Return the state that is stored in a checkpoint folder, or this state if the folder contains none."""
         path = Path(folder or ".", STATE_FILE)
         if folder is None or not path.is_file():
             return self
@@ -251,7 +255,9 @@ class EntropyBonus:
 
 @torch.no_grad()
 def bonus_sums(terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> Tensor:
-    """Return ``(3,)`` for one training pass: the entropy sum of the bonus tokens, their number and the policy loss."""
+    """Return three sums of one forward pass: the entropy of the tokens with a bonus, the number of these tokens, and the
+    policy loss.
+    """
     assert outputs.entropy is not None
     mask = terms.extra[0].mask
     policy = reduce(replace(terms, extra=[]), denominators) / denominators.world_size
@@ -259,7 +265,7 @@ def bonus_sums(terms: LossTerms, outputs: ModelOutputs, denominators: Denominato
 
 
 def group_options(args: GRPOConfig) -> dict[str, Any]:
-    """Return the options for scaling rewards within groups, as keywords of `group_advantages`."""
+    """Return the keyword arguments of `group_advantages` for this config."""
     return {
         "scale_rewards": str(args.scale_rewards),
         "aggregation": args.multi_objective_aggregation,
@@ -270,7 +276,7 @@ def group_options(args: GRPOConfig) -> dict[str, Any]:
 class GRPO(Method[Config]):
     """Group-relative policy optimization: the baseline of a completion is the mean reward of its group.
 
-    There is no value model. `State.own` is an `EntropyBonus`.
+    It needs no value model. `State.own` is an `EntropyBonus`.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
     """
@@ -282,7 +288,8 @@ class GRPO(Method[Config]):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        # The entropy threshold and the average of 'bnpo' are computed over the micro-batch, so it must be one pass.
+        # The entropy threshold and the average of 'bnpo' are computed over a micro-batch, so the micro-batch must be computed
+        # in one forward pass.
         single = cfg.top_entropy_quantile < 1.0 or cfg.loss_type == "bnpo"
         head = cfg.cast_lm_head_to_fp32
         self.traits = replace(self.traits, needs=grpo_needs(cfg), single_pass=single, float32_head=head)
@@ -291,12 +298,12 @@ class GRPO(Method[Config]):
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
         """Compute each completion's reward minus the group mean, optionally divided by a standard deviation.
 
-        Groups with equal rewards may be excluded.
+        With ``mask_zero_variance_groups``, groups whose rewards are all equal are excluded.
         """
         cfg, size, metrics, left_out = self.cfg, rollouts.group_size, {}, frozenset()
         stats = group_advantages(rewards.values, rewards.weights, size, **group_options(cfg))
         if cfg.mask_zero_variance_groups and size > 1:
-            # Groups without any reward also count as having no signal.
+            # Groups in which no completion has a reward are excluded too.
             flat = self.without_signal(rewards, size)
             mine = flat.repeat_interleave(size)[rewards.start : rewards.start + len(rollouts.rollouts)]
             left_out, metrics = frozenset(mine.nonzero().flatten().tolist()), {"groups/masked": mean(flat.float())}
@@ -311,22 +318,23 @@ class GRPO(Method[Config]):
         )
 
     def without_signal(self, rewards: RewardTable, group_size: int) -> Tensor:
-        """Mark groups whose rewards are all equal or missing; see `Method.without_signal`."""
+        """Return a boolean tensor ``(n / G,)`` that is True for groups whose rewards are all equal or missing."""
         each = self.cfg.multi_objective_aggregation == "normalize_then_sum"
         least = self.cfg.min_group_std
         return flat_groups(rewards.values, rewards.weights, group_size, least=least, each_function=each)
 
     def knows_gradient(self, batch: Batch) -> bool | TokenLoss:
-        """Return True for on-policy samples without KL, entropy bonus and entropy filter. Otherwise return the function
-        of token losses if there is one.
+        """Return True for on-policy samples without KL penalty, entropy bonus and entropy filter. In other cases, return a
+        `TokenLoss` if the loss of a token depends only on its own log-prob, else False.
 
-        On-policy, all ratios are 1, and the gradient of a token's loss is its advantage.
+        On-policy, all importance ratios are 1, so the gradient of a token's loss with respect to its log-prob is its negative
+        advantage.
         """
         others = self.cfg.beta or self.has_bonus or self.cfg.top_entropy_quantile < 1.0
         return (batch.old_logp is None and batch.rollout_logp is None and not others) or self._token_loss(batch)
 
     def _token_loss(self, batch: Batch) -> bool | TokenLoss:
-        """Return the terms of single tokens, or False if the term of a token depends on other tokens or on the entropy."""
+        """Return the loss of single tokens, or False if the loss of a token depends on other tokens or on the entropy."""
         cfg, kind = self.cfg, LOSS_TYPES[self.cfg.loss_type]
         wide = self.has_bonus or cfg.top_entropy_quantile < 1.0 or cfg.off_policy_mask_threshold is not None
         level = kind.level or cfg.importance_sampling_level
@@ -342,7 +350,7 @@ class GRPO(Method[Config]):
         return TokenLoss(terms, {name: column for name, column in columns.items() if column is not None})
 
     def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
-        """Return the statistics of a pass that the entropy bonus and its metrics need."""
+        """Return the sums of a forward pass that the entropy bonus needs; see `bonus_sums`."""
         return bonus_sums(terms, outputs, counts) if self.has_bonus else None
 
     def start(self) -> EntropyBonus:
@@ -350,7 +358,7 @@ class GRPO(Method[Config]):
         return EntropyBonus(float(self.cfg.entropy_coef))
 
     def end_step(self, state: State, sums: Tensor | None) -> tuple[EntropyBonus, dict[str, Metric]]:
-        """Update the entropy coefficient from the entropy over all passes and ranks of the step."""
+        """Update the coefficient of the entropy bonus with the mean entropy over all forward passes and ranks of the step."""
         bonus, steered = state.own, self.cfg.use_adaptive_entropy
         if not self.has_bonus:
             return bonus, {}
@@ -359,14 +367,15 @@ class GRPO(Method[Config]):
             bonus = bonus.after(entropy / max(tokens, 1.0), self.cfg)
         if steered and state.step == STEPS_UNTIL_WARNING and not bonus.ever_applied:
             logger.warning(
-                "after %d steps the entropy (%.2f nats) has never been at or below entropy_target=%s, so no bonus "
-                "has been applied. Set the target near the entropy of the first steps.",
+                "in the first %d steps, the entropy (now %.2f nats) was never at or below entropy_target=%s, so no entropy "
+                "bonus was applied. Set entropy_target close to the entropy of the first steps.",
                 STEPS_UNTIL_WARNING, bonus.last, self.cfg.entropy_target,
             )  # fmt: skip
         return bonus, {"policy_loss": mean(policy), "entropy_coef": mean(bonus.coefficient)}
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """See `grpo_objective`."""
-        # Do not gather in evaluation, because ranks run different numbers of passes, but a collective needs all ranks.
+        """Compute the loss of a micro-batch; see `grpo_objective`."""
+        # In evaluation, ranks run different numbers of forward passes, so a collective operation would wait forever. Therefore
+        # entropies are not gathered.
         gather = state.ranks.join if state.ranks.size > 1 and torch.is_grad_enabled() else None
         return grpo_objective(outputs, batch, self.cfg, entropy_coef=state.own.applied(self.cfg), gather=gather)

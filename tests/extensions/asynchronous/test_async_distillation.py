@@ -110,7 +110,7 @@ def test_fields_of_other_losses_and_two_names_for_one_thing_are_refused(tmp_path
     ):  # fmt: skip
         with raises(ConfigError, value):
             pt.AsyncDistillationConfig(str(tmp_path), **ASYNC, **settings)
-    with raises(ConfigError, "there is no teacher"):
+    with raises(ConfigError, "no teacher is set"):
         run(tmp_path, tiny_tokenizer)
     with raises(ConfigError, "train_dataset"):
         pt.AsyncDistillationTrainer(build_model(len(tiny_tokenizer)))

@@ -595,7 +595,7 @@ def test_texts_beyond_the_reward_model_s_context_are_counted(tiny_tokenizer, cap
     reward = WholeTextReward(model, tiny_tokenizer)
     ids = reward._ids("What is 0? " * longest, "end")
     assert len(ids) == longest and tiny_tokenizer.decode(ids).endswith("end")
-    assert f"reads at most {longest} tokens. The beginning of longer texts is truncated (1 texts so far)" in caplog.text
+    assert f"reads at most {longest} tokens, so longer texts lose their beginning (1 texts so far)" in caplog.text
 
 
 def test_o16_the_end_of_a_text_may_be_kept_for_rewards(tiny_tokenizer, tmp_path):
@@ -743,9 +743,9 @@ def test_what_is_required_is_asked_for(tiny_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"beta": 0.0}, r"beta=0.0: 0.0 is out of range"),
-        ({"beta": []}, r"beta=\[\] is empty"),
-        ({"beta": [0.1, -1.0]}, "out of range"),
+        ({"beta": 0.0}, "every value of beta must be above 0, but beta=0.0"),
+        ({"beta": []}, r"beta=\[\] is an empty list"),
+        ({"beta": [0.1, -1.0]}, "every value of beta must be above 0"),
         ({"missing_eos_penalty": -1.0}, "must be above 0"),
         ({"loss_type": "sigmod"}, "did you mean 'sigmoid'"),
         ({"num_generations": 4}, "are not supported"),
