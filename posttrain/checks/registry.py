@@ -577,10 +577,8 @@ class Preflight:
         checks = load()
         rows = []
         for code in sorted({*self.results, *self.silenced}):
-            check, result = (
-                checks.get(code),
-                self.results.get(code, Result()),
-            )  # Checks that users define are not in the registry.
+            # Checks that users define are not in the registry.
+            check, result = checks.get(code), self.results.get(code, Result())
             row: dict[str, Any] = {
                 "code": code,
                 "name": check and check.name,

@@ -311,9 +311,8 @@ class Checkup:
         folder = Path(config.output_dir).absolute()
         nearest = next(place for place in (folder, *folder.parents) if place.exists())
         try:
-            with tempfile.TemporaryFile(
-                dir=nearest
-            ):  # Writing is tested, because os.access always returns True for root.
+            # Writing is tested, because os.access always returns True for root.
+            with tempfile.TemporaryFile(dir=nearest):
                 pass
         except OSError as error:
             raise ConfigError(

@@ -12,7 +12,8 @@ import re
 import sys
 import typing
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,9 +99,12 @@ class PosttrainArgumentParser(HfArgumentParser):
         return_remaining_strings: bool = False,
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
+        around: Callable[[list[str]], AbstractContextManager[None]] = lambda strings: nullcontext(),
     ) -> tuple[Any, ...]:
         """Return instances of the dataclasses. With ``return_remaining_strings``, also return the strings that are no known
         option.
+
+        The dataclasses are created inside the context ``around(strings)``, where ``strings`` are the unknown strings.
 
         With ``separate_remaining_strings``, the unknown strings of the config file and of the command line are returned as two
         lists.
@@ -125,9 +129,11 @@ class PosttrainArgumentParser(HfArgumentParser):
         given = [to_tokens(key, value) for key, value in known.items() if key not in unsaid]
         # Join name and value with "=", because argparse would read a value that begins with a dash as an option.
         from_file = [token for words in given for token in (["=".join(words)] if len(words) == 2 else words)]
-        *instances, rest = self.parse_args_into_dataclasses(
-            args=from_file + tokens, return_remaining_strings=True, look_for_args_file=False
-        )
+        left = [token for key, value in others.items() for token in to_tokens(key, value, flags=True)]
+        with around(left + self.parse_known_args(from_file + tokens)[1]):
+            *instances, rest = self.parse_args_into_dataclasses(
+                args=from_file + tokens, return_remaining_strings=True, look_for_args_file=False
+            )
         trusts = any(vars(instance).get("trust_remote_code") for instance in instances)
         for instance in instances:
             vars(instance).update(kept.get(type(instance), {}))
@@ -137,7 +143,6 @@ class PosttrainArgumentParser(HfArgumentParser):
         if rest and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"unknown argument{'s' if len(rest) > 1 else ''} {self._suggest(rest)}.")
         if return_remaining_strings:
-            left = [token for key, value in others.items() for token in to_tokens(key, value, flags=True)]
             return (*instances, left, list(rest)) if separate_remaining_strings else (*instances, left + list(rest))
         return tuple(instances)
 

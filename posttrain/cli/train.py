@@ -5,6 +5,7 @@ or with `accelerate launch`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -239,10 +240,23 @@ def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
     Raises:
         ConfigError: An option is unknown.
     """
-    *parsed, rest = parser_for(name).parse_args_and_config(list(argv), return_remaining_strings=True)
-    # Options of the file come first, so that options of the command line override them.
-    rest, launch = _accelerate_shortcut(rest)
-    return parsed, launch + _launch_flags(rest, name)
+    from posttrain.methods.config import LAUNCHED
+
+    launch: list[str] = []
+
+    @contextlib.contextmanager
+    def launching(strings: list[str]) -> Iterator[None]:
+        # Options of the file come first, so that options of the command line override them.
+        rest, flags = _accelerate_shortcut(strings)
+        launch.extend(flags + _launch_flags(rest, name))
+        token = LAUNCHED.set(launched(launch)[0] if launch and "LOCAL_RANK" not in os.environ else 0)
+        try:
+            yield
+        finally:
+            LAUNCHED.reset(token)
+
+    *parsed, _ = parser_for(name).parse_args_and_config(list(argv), return_remaining_strings=True, around=launching)
+    return parsed, launch
 
 
 def run(name: str, argv: list[str]) -> int:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import warnings
+from contextvars import ContextVar
 from dataclasses import Field, dataclass, fields
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -37,6 +38,9 @@ from posttrain.models.parallel import bf16_is_faster
 from posttrain.redaction import hide_secrets
 
 logger = logging.getLogger(__name__)
+
+# Number of processes that a command will launch. 0: the number of present processes.
+LAUNCHED: ContextVar[int] = ContextVar("LAUNCHED", default=0)
 
 
 AUTO = "auto"
@@ -410,6 +414,11 @@ class PostTrainingConfig(transformers.TrainingArguments):
         if self.steps_per_generation is not None:
             self.steps_per_generation = old * int(self.steps_per_generation) // size
         self.per_device_train_batch_size, self.auto_batch_size = size, False
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes. While a command parses its arguments, this is the number of processes that it will launch."""
+        return LAUNCHED.get() or super().world_size
 
     def _check_numbers(self) -> None:
         """Reject negative or non-finite numbers in fields that transformers does not validate.

@@ -131,9 +131,8 @@ class ModelReward(_RewardModel):
     ) -> None:
         from transformers import AutoTokenizer
 
-        init = dict(
-            model_init_kwargs or {}
-        )  # Copy the dict, because the caller may pass the same dict to another trainer.
+        # Copy the dict, because the caller may pass the same dict to another trainer.
+        init = dict(model_init_kwargs or {})
         init.setdefault("trust_remote_code", trust_remote_code)
         if isinstance(model, str):
             dtype = init.pop("torch_dtype", "auto")

@@ -410,3 +410,11 @@ def test_tokenized_evaluation_rows_are_not_prepared_again(trainable, capsys):
         Path(f"chats/{name}.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 8)
     options = ["--dataset_name", "chats", "--assistant_only_loss", "true", *EVALUATES]
     assert main(["check", "sft", "--config", "sft.yaml", *options]) == 0, capsys.readouterr().out
+
+
+def test_batches_are_those_of_the_processes_that_will_start(trainable, capsys):
+    small = ["--config", "grpo.yaml", "--per_device_train_batch_size", "2"]
+    assert main(["check", "grpo", *small]) == 78
+    assert "2 per device x 1 process" in " ".join(capsys.readouterr().out.split())
+    assert main(["check", "grpo", *small, "--num_processes", "2"]) == 0, capsys.readouterr().out
+    assert main(["check", "grpo", *small]) == 78
