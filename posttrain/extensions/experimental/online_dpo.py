@@ -47,22 +47,21 @@ logger = logging.getLogger(__name__)
 
 
 class OnlineDPOTrainer(OnlineTrainer):
-    """Sample two completions per prompt, and train with the DPO loss to prefer the better one.
+    """Online DPO: samples two completions per prompt, and trains the model with the DPO loss to prefer the better one.
 
-    The chosen completion is the one with the higher reward, or the one that the judge prefers. Ties do not contribute
-    to the loss.
+    The chosen completion is the one with the higher reward, or the one that the judge prefers. A tie has no loss.
 
     Args:
         model: Model to train: path, Hub id, model object or peft model.
         ref_model: Reference model. None: the initial weights, as a frozen copy or as the model with its new adapter
             disabled.
-        reward_funcs: Reward model, its path or Hub id, a reward function, or a list of these. Functions receive the
-            first completions of all prompts, then the second ones. Exactly one of ``reward_funcs`` and ``judge`` must
-            be set.
+        reward_funcs: Reward model, its path or Hub id, a reward function, or a list of these. A function receives the
+            first completions of all prompts, followed by the second completions. Set either ``reward_funcs`` or
+            ``judge``.
         args: Training arguments. Required.
         data_collator: Not supported, must be None. Batches are built after completions are sampled.
         train_dataset: Dataset with the column ``prompt``. Required.
-        eval_dataset: Evaluation dataset, or several by name.
+        eval_dataset: Evaluation dataset, or a mapping from names to evaluation datasets.
         processing_class: Tokenizer. Required if ``model`` is an object.
         reward_processing_classes: Tokenizer, or list of tokenizers, of the reward models. None: loaded with the reward
             models.
@@ -72,8 +71,8 @@ class OnlineDPOTrainer(OnlineTrainer):
         optimizers: Optimizer and learning-rate scheduler. None: created from ``args``.
         preprocess_logits_for_metrics: Function that reduces the logits of a batch before ``compute_metrics`` receives
             them.
-        judge: Judge that compares two completions, instead of ``reward_funcs``: a `BasePairwiseJudge`, `BaseRankJudge`
-            or `BaseBinaryJudge`.
+        judge: Judge that compares two completions: a `BasePairwiseJudge`, `BaseRankJudge` or `BaseBinaryJudge`. Set
+            either ``judge`` or ``reward_funcs``.
         rollout_engine: Engine object that samples. None: created from ``args.rollout_engine``.
         quantization_config: Quantization for loading ``model`` from a path or Hub id.
         model_init: Function that returns a new model for each trial of a hyperparameter search.
@@ -184,7 +183,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     def _reward_functions(
         self, reward_funcs: object, tokenizers: Any, args: PostTrainingConfig, tokenizer: Tokenizer
     ) -> list[Any]:
-        """Wrap reward models as functions of text. Other reward functions are returned unchanged."""
+        """Convert reward models to reward functions of the completions' text. Other reward functions are returned unchanged."""
         functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         own = tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
         own = one_each("reward_processing_classes", own, len(functions))
@@ -194,7 +193,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         return [wrap(one, theirs) if isinstance(one, str | nn.Module) else one for one, theirs in pairs]
 
     def make_reference(self) -> Reference:
-        """Create the reference, which the loss always needs."""
+        """Create the reference model, which the loss always needs."""
         if self._given_reference is None:
             log_own_checkpoint(self.model)
         elif self.vision.images:
@@ -204,13 +203,13 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     @property
     def beta(self) -> float:
-        """``args.beta`` in the current epoch."""
+        """Value of ``args.beta`` for the current epoch."""
         return self.args.beta_at(self.state.epoch)
 
     # Sampling ----------------------------------------------------------------------------------------------------
 
     def sample(self, examples: list[dict[str, Any]], settings: SampleSettings) -> RolloutBatch:
-        """Sample completions. With ``keep_eos_for_rewards``, reward functions receive the end token."""
+        """Sample completions. With ``keep_eos_for_rewards``, the text for reward functions includes the end token."""
         batch = super().sample(examples, settings)
         if not self.args.keep_eos_for_rewards:
             return batch
@@ -221,14 +220,14 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     @property
     def prompt_limit(self) -> int:
-        """Maximum number of tokens of a prompt. Sampling and loss use the same truncated prompts."""
+        """Maximum number of tokens of a prompt. Longer prompts are truncated, both for sampling and for the loss."""
         return self.args.max_length - self.args.max_new_tokens
 
     # Scores and preferences --------------------------------------------------------------------------------------
 
     def score(self, rollouts: RolloutBatch, mode: str) -> RewardTable:
-        """Score pairs with reward functions or the judge. In evaluation the judge is not called, because there is only
-        one completion per prompt.
+        """Score completions with reward functions, or pairs with the judge. The judge is not called in evaluation,
+        because there is only one completion per prompt.
         """
         self.rewards.pairs = mode == "train"  # type: ignore[attr-defined]
         if mode == "train" or self.judge is None:
@@ -238,19 +237,19 @@ class OnlineDPOTrainer(OnlineTrainer):
         return RewardTable(torch.empty(sum(counts), 0), [], torch.empty(0), start=start)
 
     def make_online(self) -> Online:
-        """Create the sampling state with the reference's log-probs only."""
+        """Create the components that sample completions. Before training, only the reference model's log-probs are computed."""
         return replace(super().make_online(), logps=self._measured_logps)
 
     def _measured_logps(self, run: Run, rollouts: RolloutBatch) -> dict[str, list[list[float]]]:
-        """Compute the reference's log-probs of every completion."""
+        """Compute the log-probs of every completion under the reference model."""
         every = rollouts.every_row()
         assert self.reference is not None
         with self.run.inference() as policy, self.reference.active(policy) as reference:
             columns = {"ref_logp": logps(self.run, reference, every)}
         if not self.engine.capabilities.has_logprobs:
             return columns
-        # The loss uses temperature 1 and not the sampling temperature, so one completion of the batch is computed in an
-        # extra pass.
+        # The loss uses temperature 1 instead of the sampling temperature. To compare with the sampler's log-probs, one
+        # completion of the batch is computed in an extra forward pass.
         with self.run.inference() as policy:
             own = logps(self.run, policy, rollouts.rows(range(1), skip_truncated=False), self.args.temperature)
         self.run.log(sampler_gap(rollouts.rollouts[:1], own), rollouts.mode)
@@ -270,7 +269,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         return metrics
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Evaluate without a loss, because one completion per prompt has nothing to be compared with."""
+        """Evaluate without a loss, because DPO needs two completions per prompt and evaluation samples one."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         output.metrics.pop(f"{metric_key_prefix}_loss", None)
         return output

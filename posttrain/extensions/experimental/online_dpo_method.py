@@ -38,9 +38,9 @@ UNREAD = (
 
 @config
 class OnlineDPOConfig(PictureConfig, OnlineConfig):
-    """Arguments of `OnlineDPOTrainer`. Batch sizes count prompts, with two completions each.
+    """Arguments of `OnlineDPOTrainer`. Batch sizes are numbers of prompts. Each prompt has two completions.
 
-    ``beta`` may be a list with one value per epoch; later epochs use its last value.
+    ``beta`` may be a list with one value per epoch. Epochs after the end of the list use its last value.
     """
 
     learning_rate: float = option(
@@ -109,7 +109,7 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     )
 
     def check_fields(self) -> None:
-        """Validate every field. A single number for ``beta`` is treated as a list of one."""
+        """Check the value of every field. A single number for ``beta`` is converted to a list."""
         beta = self.beta
         self.beta = [beta] if isinstance(beta, int | float) else beta
         super().check_fields()
@@ -159,16 +159,18 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
         return list(self.beta) if isinstance(self.beta, Sequence) and not isinstance(self.beta, str) else [self.beta]
 
     def beta_at(self, epoch: float | None) -> float:
-        """Return ``beta`` in an epoch, which may be fractional. Later epochs use the last value."""
+        """Return the value of ``beta`` for an epoch, which may be fractional. Epochs after the end of the list use its
+        last value.
+        """
         return float(self.betas[min(int(epoch or 0), len(self.betas) - 1)])
 
     @property
     def train_batch_size(self) -> int:
-        """Number of completions in a micro-batch, two per prompt."""
+        """Number of completions in a micro-batch, which is twice the number of prompts."""
         return 2 * super().train_batch_size
 
     def _resolve_batches(self) -> None:
-        """Resolve batch sizes. They count prompts here; the other online methods count completions."""
+        """Compute batch sizes. They are numbers of prompts here, but numbers of completions in other online methods."""
         prompts, self.per_device_train_batch_size = (
             self.per_device_train_batch_size,
             2 * self.per_device_train_batch_size,
@@ -179,14 +181,16 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
             self.per_device_train_batch_size = prompts
 
 
-# These losses use sums of log-ratios, which are not divided by length.
+# Losses of a pair. They use the sum of log-ratios of a completion, without dividing by its length.
 PAIR_LOSSES = {"sigmoid": sigmoid, "ipo": squared_gap}
 # A warning is logged if more than this fraction of pairs are ties, because ties do not contribute to the loss.
 TIES_MOST = 0.5
 
 
 def sequence_sums(out: ModelOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the policy's summed log-probs ``(S,)`` and its summed log-ratios to the reference ``(S,)``."""
+    """Return the sum of log-probs of each completion under the policy ``(S,)``, and the sum of its log-ratios to the
+    reference ``(S,)``.
+    """
     assert out.logp is not None and batch.ref_logp is not None
     forest = batch.by_sequence
     return sequence_sum(out.logp, *forest), sequence_sum(out.logp - batch.ref_logp, *forest)
@@ -197,13 +201,13 @@ def pair_terms(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Compute the loss of each pair, ``(P,)``.
 
-    With ``h = L+ - L-`` it is ``-logsigmoid(beta h)`` or ``(h - 1 / (2 beta))^2``. It is 0 for ties and for pairs
-    without scores.
+    With the difference of log-ratios ``h = L+ - L-``, the loss is ``-logsigmoid(beta h)`` (``sigmoid``) or ``(h - 1 /
+    (2 beta))^2`` (``ipo``). It is 0 for ties and for pairs without scores.
 
     Args:
-        batch: Pairs. ``advantages`` are 1 for the better completion, -1 for the other, and 0 for both in a tie.
-        logp: ``(S,)`` summed log-probs.
-        ratio: ``(S,)`` summed log-ratios L.
+        batch: Pairs. ``advantages`` are 1 for the better completion and -1 for the worse. In a tie both are 0.
+        logp: ``(S,)`` sum of log-probs of each completion under the policy.
+        ratio: ``(S,)`` sum of log-ratios L of each completion.
         beta: Strength of the regularization towards the reference.
         loss_type: ``sigmoid`` or ``ipo``.
 
@@ -230,13 +234,13 @@ def pair_terms(
 
 
 def score_metrics(scores: Tensor, known: Tensor, ended: Tensor, *, pairs: bool) -> dict[str, Metric]:
-    """Compute ``objective/scores`` and the fraction of completions that ended, over the rows of all ranks.
+    """Compute the mean score ``objective/scores`` and the fraction of completions that ended, over all ranks.
 
     Args:
-        scores: ``(n,)`` scores after penalties. NaN: no reward function applied.
-        known: ``(n,)`` bool that marks rows with a score.
-        ended: ``(n,)`` bool that marks completions with an end token.
-        pairs: Whether consecutive rows are pairs.
+        scores: ``(n,)`` scores after subtracting penalties. NaN: no reward function applied.
+        known: ``(n,)`` bool that is True for rows with a score.
+        ended: ``(n,)`` bool that is True for completions with an end token.
+        pairs: Whether two consecutive rows are a pair.
     """
     metrics = {"objective/scores": mean(scores, known), "val/contain_eos_token": mean(ended.float())}
     if pairs:
@@ -245,14 +249,15 @@ def score_metrics(scores: Tensor, known: Tensor, ended: Tensor, *, pairs: bool) 
 
 
 def equal_pairs(rollouts: RolloutBatch, ranks: Ranks) -> Tensor:
-    """Return ``(P,)`` bool that marks pairs of all ranks whose two completions are identical."""
+    """Return ``(P,)`` bool that is True for pairs with two identical completions. It includes the pairs of all ranks."""
     one = rollouts.rollouts
     same = [a.token_ids == b.token_ids for a, b in zip(one[::2], one[1::2], strict=True)]
     return torch.tensor(ranks.gather(same), dtype=torch.bool)
 
 
 def preferred(pairs: Tensor, known: Tensor, equal: Tensor, names: Sequence[str]) -> tuple[Tensor, dict[str, Metric]]:
-    """Compare the scores ``(P, 2)`` of pairs. Return 1, -1 or 0 for each completion, ``(2 P,)``, and metrics.
+    """Compare the two scores of each pair, ``(P, 2)``. Return metrics and, for each completion, 1 (better), -1 (worse)
+    or 0 (tie), ``(2 P,)``.
 
     Raises:
         RewardError: No pair has scores for both completions.
@@ -268,7 +273,7 @@ def preferred(pairs: Tensor, known: Tensor, equal: Tensor, names: Sequence[str])
 
 
 def policy_metrics(batch: Batch, logp: Tensor, ratio: Tensor, beta: float) -> dict[str, Metric]:
-    """Compute the KL of the policy to the reference, and rewards with and without the KL penalty."""
+    """Compute the KL divergence of the policy from the reference, and the mean reward with and without the KL penalty."""
     scored = batch.columns["compared"].bool()
     return {
         "objective/kl": mean(ratio),
@@ -279,7 +284,7 @@ def policy_metrics(batch: Batch, logp: Tensor, ratio: Tensor, beta: float) -> di
 
 
 class OnlineDPO(Method[OnlineDPOConfig]):
-    """DPO on two sampled completions per prompt, with the better one as chosen.
+    """DPO on pairs of sampled completions. The better completion of a prompt is the chosen one.
 
     Reference: Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
@@ -296,16 +301,16 @@ class OnlineDPO(Method[OnlineDPOConfig]):
     )
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Count the completions whose pair has scores for both sides. It is the denominator of the loss."""
+        """Count the completions whose pair has scores for both completions. The loss is divided by this number."""
         return {"compared": float(sum(batch.columns["compared"].sum() for batch in batches))}
 
     @property
     def temperature(self) -> float:
-        """Always 1, because the loss has no importance ratio to the sampler."""
+        """Temperature of the log-probs in the loss. Always 1, because the loss has no importance ratio to the sampler."""
         return 1.0
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
-        """Return 1, -1 or 0 for each completion: preferred, not preferred, or tie. Evaluation returns 0."""
+        """Return 1 (better), -1 (worse) or 0 (tie) for each completion. In evaluation, all values are 0."""
         training, totals = rollouts.mode == "train", weighted_total(rewards.values, rewards.weights)
         reasons = ranks.gather([rollout.finish_reason for rollout in rollouts.rollouts])
         ended = torch.tensor([reason == "stop" for reason in reasons])
@@ -321,7 +326,7 @@ class OnlineDPO(Method[OnlineDPOConfig]):
         return Advantages(values, totals, rewards.start, columns=columns, token_columns=logps, metrics=metrics)
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """Compute the loss with `pair_terms`. Evaluation only computes metrics of the policy."""
+        """Compute the loss with `pair_terms`. In evaluation, compute only metrics of the policy."""
         beta = self.cfg.beta_at(state.epoch)
         logp, ratio = sequence_sums(outputs, batch)
         compared = batch.columns["compared"].bool()
