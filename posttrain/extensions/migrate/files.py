@@ -38,7 +38,7 @@ class Rewritten(NamedTuple):
 
 
 def migrate_file(path: Path) -> Rewritten:
-    """Migrate a file in memory, without writing it.
+    """Convert a file in memory, without writing it.
 
     Raises:
         DataError: The file cannot be parsed. The error contains the file and the line.
@@ -68,7 +68,7 @@ def migrate_file(path: Path) -> Rewritten:
 
 
 def _notebook(text: str, path: Path) -> Rewritten:
-    """Migrate the code cells of a notebook as one script. In this script, a comment marks the beginning of each cell."""
+    """Convert the code cells of a notebook as one script. In this script, a comment marks the beginning of each cell."""
     from posttrain.extensions.migrate.scripts import migrate_script, parsed
     from posttrain.extensions.migrate.shell import migrate_shell
 

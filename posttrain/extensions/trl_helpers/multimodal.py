@@ -49,7 +49,7 @@ class VisionCollator(Collator):
     def _read(
         self, examples: Sequence[Example], branches: Sequence[str] = ()
     ) -> tuple[list[list[Picture]], list[list[list[int]]]]:
-        """For each row, return its images and the token ids of its prompt and answers. For a row with a document,
+        """Return the images of each row, and the token ids of its prompt and answers. For a row with a document,
         return the ids of the document's parts.
         """
         if self.pad_to_multiple_of is not None and "prompt" in examples[0]:
